@@ -1,0 +1,36 @@
+# Everything runs in .venv, made on first use and reused until pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test test-slow test-gpu lint bench clean
+
+demo: $(READY)
+	$(BIN)/netmoments demo
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+# The GPU machine brings its own torch and may have nothing else: no virtual environment there.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.engine
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

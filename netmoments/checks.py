@@ -1,0 +1,65 @@
+"""Errors that say what was wanted, what came, and how to fix it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from netmoments.precision import SUPPORTED_DTYPES
+
+
+def describe(value: Any) -> str:
+    """What a user passed, in a few words: `a float32 tensor of shape (3, 4)`, `a str`."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return f"{value!r}" if isinstance(value, int | float) else f"a {type(value).__name__}"
+
+
+def require_float_tensor(caller: str, name: str, value: Any) -> Tensor:
+    """`value` if it is a float32 or float64 tensor, else a TypeError naming the argument."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{caller}: {name} must be a torch tensor, got {describe(value)}; wrap it in torch.as_tensor(...)")
+    if value.dtype not in SUPPORTED_DTYPES:
+        raise TypeError(
+            f"{caller}: {name} must be float32 or float64, got {describe(value)}; convert it with .float() or .double()"
+        )
+    return value
+
+
+def require_float_tensors(caller: str, **values: Any) -> tuple[Tensor, ...]:
+    """All of `values` as float tensors of one dtype on one device, else a TypeError or ValueError naming them."""
+    tensors = {name: require_float_tensor(caller, name, value) for name, value in values.items()}
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if tensor.dtype != first.dtype:
+            raise TypeError(
+                f"{caller}: {first_name} and {name} must have one dtype, got {first.dtype} and {tensor.dtype}; "
+                f"convert one with .to(...)"
+            )
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{caller}: {first_name} and {name} must be on one device, got {first.device} and {tensor.device}; "
+                f"move one with .to(...)"
+            )
+    return tuple(tensors.values())
+
+
+def require_broadcastable(caller: str, **shapes: tuple[int, ...]) -> torch.Size:
+    """The common shape of the named shapes, else a ValueError naming them."""
+    try:
+        return torch.broadcast_shapes(*shapes.values())
+    except RuntimeError:
+        listed = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"{caller}: shapes must broadcast, got {listed}") from None
+
+
+def values_hold(condition: Tensor) -> bool:
+    """Whether a boolean tensor is true everywhere; inside `torch.func.vmap`, where values cannot be read, True."""
+    try:
+        return bool(condition.all())
+    except RuntimeError as error:
+        if "vmap" in str(error):
+            return True
+        raise

@@ -1,0 +1,256 @@
+"""Covariance matrices that are never built when their structure makes it unnecessary.
+
+Each has leading batch dimensions and acts on n flat coordinates. `Σ` is the covariance, `A` any (..., p, n) matrix:
+
+    variances()     diag Σ            (..., n)
+    times(A)        A Σ               (..., p, n)
+    push(A)         A Σ Aᵀ            (..., p, p)
+    push_diagonal(A) diag(A Σ Aᵀ)     (..., p), without the p×p matrix
+    factors(A)      U, V with A Σ Aᵀ = U Vᵀ and as few columns as the structure allows
+    dense()         Σ                 (..., n, n), for those who really want it
+    draw(...)       samples of N(0, Σ)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Generator, Tensor
+
+from netmoments.normal import standard_deviation
+from netmoments.precision import matmul
+
+
+class Covariance(ABC):
+    """What every structure offers; see the module's docstring."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def batch_shape(self) -> torch.Size: ...
+
+    @abstractmethod
+    def variances(self) -> Tensor: ...
+
+    @abstractmethod
+    def times(self, matrix: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor: ...
+
+    def factors(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        return matrix, self.times(matrix)
+
+    def push(self, matrix: Tensor) -> Tensor:
+        left, right = self.factors(matrix)
+        pushed = matmul(left, right.mT)
+        return 0.5 * (pushed + pushed.mT)
+
+    def push_diagonal(self, matrix: Tensor) -> Tensor:
+        left, right = self.factors(matrix)
+        return (left * right).sum(-1).clamp(min=0)
+
+    def pushed(self, matrix: Tensor) -> Covariance:
+        """A Σ Aᵀ as a structure: `LowRank` where A has more rows than the structure has directions, else `Dense`."""
+        root = self._thin_root(matrix)
+        return Dense(self.push(matrix)) if root is None else LowRank(root)
+
+    def _thin_root(self, matrix: Tensor) -> Tensor | None:
+        """R with A Σ Aᵀ = R Rᵀ and fewer columns than rows, where the structure gives one without a decomposition."""
+        return None
+
+    def dense(self) -> Tensor:
+        like = self.variances()
+        return self.push(torch.eye(self.size, dtype=like.dtype, device=like.device))
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Every tensor converted as by `Tensor.to`."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        moved = {name: value.to(*args, **kwargs) for name, value in named.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, eq=False)
+class Isotropic(Covariance):
+    """σ²I, with one variance a batch entry: `variance` (...)."""
+
+    variance: Tensor
+    dimension: int
+
+    @property
+    def size(self) -> int:
+        return self.dimension
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.variance.shape
+
+    def variances(self) -> Tensor:
+        return self.variance.unsqueeze(-1).expand(*self.variance.shape, self.dimension)
+
+    def times(self, matrix: Tensor) -> Tensor:
+        return matrix * self.variance[..., None, None]
+
+    def push(self, matrix: Tensor) -> Tensor:
+        return matmul(matrix, matrix.mT) * self.variance[..., None, None]
+
+    def push_diagonal(self, matrix: Tensor) -> Tensor:
+        return (matrix * matrix).sum(-1) * self.variance.unsqueeze(-1)
+
+    def _thin_root(self, matrix: Tensor) -> Tensor | None:
+        if matrix.shape[-2] <= self.size:
+            return None
+        return matrix * standard_deviation(self.variance)[..., None, None]
+
+    def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
+        return _standard_normal((*shape, self.dimension), self.variance, generator) * self.variance.sqrt().unsqueeze(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal(Covariance):
+    """Independent coordinates: `variance` (..., n). As an argument of `Gaussian` it may have the event's shape."""
+
+    variance: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.variance.shape[-1]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.variance.shape[:-1]
+
+    def variances(self) -> Tensor:
+        return self.variance
+
+    def times(self, matrix: Tensor) -> Tensor:
+        return matrix * self.variance.unsqueeze(-2)
+
+    def _thin_root(self, matrix: Tensor) -> Tensor | None:
+        if matrix.shape[-2] <= self.size:
+            return None
+        return matrix * standard_deviation(self.variance).unsqueeze(-2)
+
+    def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
+        return _standard_normal((*shape, self.size), self.variance, generator) * self.variance.sqrt()
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank(Covariance):
+    """F Fᵀ + diag(d): `factor` (..., n, r), `diagonal` (..., n) or a number (0 for none)."""
+
+    factor: Tensor
+    diagonal: Tensor | float = 0.0
+
+    @property
+    def size(self) -> int:
+        return self.factor.shape[-2]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        own = self.factor.shape[:-2]
+        return own if not self._has_diagonal else torch.broadcast_shapes(own, self._diagonal_tensor().shape[:-1])
+
+    @property
+    def _has_diagonal(self) -> bool:
+        return isinstance(self.diagonal, Tensor) or self.diagonal != 0
+
+    def _diagonal_tensor(self) -> Tensor:
+        if isinstance(self.diagonal, Tensor):
+            return self.diagonal
+        return self.factor.new_full((self.size,), self.diagonal)
+
+    def variances(self) -> Tensor:
+        return (self.factor * self.factor).sum(-1) + self._diagonal_tensor()
+
+    def times(self, matrix: Tensor) -> Tensor:
+        product = matmul(matmul(matrix, self.factor), self.factor.mT)
+        return product + matrix * self._diagonal_tensor().unsqueeze(-2) if self._has_diagonal else product
+
+    def _thin_root(self, matrix: Tensor) -> Tensor | None:
+        rank = self.factor.shape[-1] + (self.size if self._has_diagonal else 0)
+        if matrix.shape[-2] <= rank:
+            return None
+        thin = matmul(matrix, self.factor)
+        if not self._has_diagonal:
+            return thin
+        scaled = matrix * standard_deviation(self._diagonal_tensor()).unsqueeze(-2)
+        return torch.cat(_same_batch(thin, scaled), -1)
+
+    def factors(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        thin = matmul(matrix, self.factor)
+        if not self._has_diagonal:
+            return thin, thin
+        scaled = matrix * self._diagonal_tensor().unsqueeze(-2)
+        thin, scaled, plain = _same_batch(thin, scaled, matrix)
+        return torch.cat([thin, scaled], -1), torch.cat([thin, plain], -1)
+
+    def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
+        weights = _standard_normal((*shape, self.factor.shape[-1]), self.factor, generator)
+        sample = _combine(self.factor, weights)
+        if self._has_diagonal:
+            sample = sample + _standard_normal((*shape, self.size), self.factor, generator) * self._diagonal_tensor().sqrt()
+        return sample
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Covariance):
+    """A full symmetric matrix (..., n, n), singular or not."""
+
+    matrix: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.matrix.shape[-1]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.matrix.shape[:-2]
+
+    def variances(self) -> Tensor:
+        return self.matrix.diagonal(dim1=-2, dim2=-1)
+
+    def times(self, matrix: Tensor) -> Tensor:
+        return matmul(matrix, self.matrix)
+
+    def dense(self) -> Tensor:
+        return self.matrix
+
+    def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
+        weights = _standard_normal((*shape, self.size), self.matrix, generator)
+        return _combine(self._root, weights)
+
+    @cached_property
+    def _root(self) -> Tensor:
+        return square_root(self.matrix.detach())
+
+
+def square_root(matrix: Tensor) -> Tensor:
+    """R with R Rᵀ = matrix: Cholesky's, or from eigenvalues (negative rounding cut to 0) where that one fails."""
+    root, failed = torch.linalg.cholesky_ex(matrix)
+    if not bool((failed != 0).any()):
+        return root
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+
+
+def _same_batch(*matrices: Tensor) -> tuple[Tensor, ...]:
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in matrices))
+    return tuple(x.expand(*batch, *x.shape[-2:]) for x in matrices)
+
+
+def _combine(root: Tensor, weights: Tensor) -> Tensor:
+    """root · weights for weights (samples, ..., r), as one product a batch entry."""
+    samples = weights.movedim(0, -2)
+    return matmul(samples, root.mT).movedim(-2, 0)
+
+
+def _standard_normal(shape: tuple[int, ...], like: Tensor, generator: Generator | None) -> Tensor:
+    return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)

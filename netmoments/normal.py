@@ -1,0 +1,78 @@
+"""The standard normal distribution: density, distribution, tail moments, Owen's T."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TAIL = 3.0
+"""Beyond this many standard deviations tail moments come from a continued fraction."""
+
+_FRACTION_TERMS = {torch.float32: 16, torch.float64: 40}
+_OWEN_NODES = {torch.float32: 7, torch.float64: 14}
+
+
+def density(x: Tensor) -> Tensor:
+    """φ(x) = exp(−x²/2) / √(2π)."""
+    return torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+
+
+def distribution(x: Tensor) -> Tensor:
+    """Φ(x), with full relative accuracy in the left tail."""
+    return 0.5 * torch.erfc(x * -math.sqrt(0.5))
+
+
+def standard_deviation(variance: Tensor) -> Tensor:
+    """√variance, with derivative 0 at 0 (where every use of it is multiplied by φ(±∞) = 0, or is a convention)."""
+    noisy = variance > 0
+    return torch.where(noisy, torch.sqrt(torch.where(noisy, variance, torch.ones_like(variance))), 0.0)
+
+
+def tail_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """M_n(x) = ∫₀^∞ tⁿ exp(−xt − t²/2) dt for n = 0, 1, 2 and x ≥ `TAIL`.
+
+    φ(x)·M_n(x) is the n-th moment of a standard normal's excess over x; M₀ is Mills' ratio.
+    Integration by parts gives x M_n + M_{n+1} = n M_{n−1}, hence M_n/M_{n−1} = n / (x + M_{n+1}/M_n):
+    a continued fraction of positive terms, without the cancellation that the closed forms suffer
+    (a factor x⁴ for M₂). Relative error below 3e-15 in float64.
+    """
+    terms = _FRACTION_TERMS[x.dtype]
+    ratio = 0.5 * (torch.sqrt(x * x + 4 * (terms + 1)) - x)
+    for n in range(terms, 2, -1):
+        ratio = n / (x + ratio)
+    second = 2 / (x + ratio)
+    first = 1 / (x + second)
+    zeroth = 1 / (x + first)
+    return zeroth, first * zeroth, second * first * zeroth
+
+
+def gauss_legendre(count: int) -> tuple[list[float], list[float]]:
+    """Nodes and weights of the Gauss–Legendre rule on [0, 1]."""
+    nodes, weights = np.polynomial.legendre.leggauss(count)
+    return (0.5 * (1 + nodes)).tolist(), (0.5 * weights).tolist()
+
+
+def owen_t(height: Tensor, reach: Tensor) -> Tensor:
+    """T(h, r/h) with Owen's T(h, a) = (1/2π) ∫₀^a exp(−h²(1+x²)/2) / (1+x²) dx, as a function of h and r = a·h.
+
+    Written in h and r it has no pole at h = 0. For |r| ≤ |h| the integral is smooth and short; otherwise
+    T(h, a) = Φ(|h|)/2 + Φ(|r|)/2 − Φ(|h|)Φ(|r|) − T(r, 1/a) for positive a, and T is odd in a.
+    Infinite r is the limit T(h, ±∞) = ±Φ(−|h|)/2; the sign of a at h = 0 is that of r.
+    """
+    a, b = height.abs(), reach.abs()
+    inner = torch.maximum(a, b)
+    slope = torch.where(inner > 0, torch.minimum(a, b) / inner, torch.zeros_like(inner))
+    slope = torch.where(torch.isinf(inner), torch.zeros_like(slope), slope)
+    total = torch.zeros_like(slope)
+    for node, weight in zip(*gauss_legendre(_OWEN_NODES[slope.dtype]), strict=True):
+        spread = 1 + (slope * node) ** 2
+        total += weight * torch.exp(-0.5 * inner * inner * spread) / spread
+    direct = total * slope * (0.5 / math.pi)
+    lower_a, lower_b = distribution(-a), distribution(-b)
+    swapped = 0.5 * (lower_a + lower_b) - lower_a * lower_b - direct
+    value = torch.where(b > a, swapped, direct)
+    sign = torch.where((height < 0) != (reach < 0), -1.0, 1.0).to(value.dtype)
+    return sign * value

@@ -1,0 +1,79 @@
+"""Float32 products at float32 precision, whatever the caller allowed globally."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+SUPPORTED_DTYPES = (torch.float32, torch.float64)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Inside this block no backend may round float32 inputs to TF32 or bfloat16.
+
+    cuDNN convolutions use TF32 by default; its 10-bit mantissa is noise far above sigma = 0.001.
+    """
+    backends = (
+        torch.backends.cuda.matmul,
+        torch.backends.cudnn.conv,
+        torch.backends.mkldnn.matmul,
+        torch.backends.mkldnn.conv,
+    )
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+class _Matmul(Function):
+    """`a @ b` whose backward keeps full precision too (autograd would run it under the caller's settings)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        with full_precision():
+            return a @ b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        needs_a, needs_b = ctx.needs_input_grad
+        grad_a = matmul(grad, b.mT).sum_to_size(a.shape) if needs_a else None
+        grad_b = matmul(a.mT, grad).sum_to_size(b.shape) if needs_b else None
+        return grad_a, grad_b
+
+    @staticmethod
+    def jvp(ctx: Any, tangent_a: Tensor | None, tangent_b: Tensor | None) -> Tensor:
+        a, b = ctx.saved_tensors
+        parts = []
+        if tangent_a is not None:
+            parts.append(matmul(tangent_a, b))
+        if tangent_b is not None:
+            parts.append(matmul(a, tangent_b))
+        return sum(parts[1:], parts[0])
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix product of (..., i, j) and (..., j, k) without TF32, forward and backward."""
+    return _Matmul.apply(a, b)
+
+
+def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Product of (..., i, j) and (..., j), with broadcast batch dimensions."""
+    return matmul(matrix, vector.unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,1 @@
+"""One ReLU layer under a Gaussian, exactly."""

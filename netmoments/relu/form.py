@@ -1,0 +1,160 @@
+"""B N Bᵀ for the nonlinear part N of a layer's covariance, without ever storing N."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from netmoments.precision import full_precision
+from netmoments.relu.gradient import UnitGradients, refuse_forward_mode, refuse_second_derivative
+from netmoments.relu.pairs import Units, nonlinear_covariance, nonlinear_slopes, nonlinear_variance
+from netmoments.relu.tiling import Chunk, active, chunks, strictly_lower, tile_elements, triangle, units_of
+from netmoments.relu.vmapping import vmap_forward, vmap_gradient
+
+
+def nonlinear_form(
+    mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, memory_budget: int
+) -> Tensor:
+    """B N Bᵀ, (images, d, d), where the pre-activations have Cov(zᵢ, zⱼ) = leftᵢ · rightⱼ.
+
+    Dimension 0 of every input is images, or 1 where they share it: mean and variance (·, p), left and right
+    (·, p, r), weights B (·, d, p). Differentiable in all of them, tile by tile, with nothing stored.
+    """
+    return _NonlinearForm.apply(mean, variance, left, right, weights, memory_budget)
+
+
+class _Layer(NamedTuple):
+    """The inputs of one chunk, restricted to the units that matter."""
+
+    units: Units
+    left: Tensor
+    right: Tensor
+    columns: Tensor
+    """The columns of B, (images or 1, units, d)."""
+
+    def pairs(self, rows: slice, columns: slice) -> tuple[Units, Units, Tensor]:
+        """The row units, the column units and the covariances of their pre-activations."""
+        covariance = self.left[:, rows] @ self.right[:, columns].mT
+        return self.units[rows].rows(), self.units[columns].columns(), covariance
+
+
+def _restrict(chunk: Chunk, units: Units, left: Tensor, right: Tensor, weights: Tensor) -> _Layer:
+    here = Units(chunk.pick(units.h), chunk.pick(units.s))
+    return _Layer(here, chunk.pick(left), chunk.pick(right), chunk.pick(weights.mT))
+
+
+def _times_columns(layer: _Layer, images: int, elements: int) -> Tensor:
+    """N Bᵀ, (images, units, d)."""
+    product = nonlinear_variance(layer.units).unsqueeze(-1) * layer.columns
+    product = product.expand(images, *product.shape[1:]).clone()
+    for rows, columns in triangle(product.shape[1], elements):
+        tile = strictly_lower(nonlinear_covariance(*layer.pairs(rows, columns)), rows, columns)
+        product[:, rows] += tile @ layer.columns[:, columns]
+        product[:, columns] += tile.mT @ layer.columns[:, rows]
+    return product
+
+
+def _source_gradients(layer: _Layer, images: int, upstream: Tensor, elements: int) -> tuple[Tensor, ...]:
+    """Gradients in mean, variance, left and right, where the pair (i, j) has the weight upstreamᵢ · bⱼ."""
+    by_unit = UnitGradients(images, layer.units)
+    by_left, by_right = torch.zeros_like(layer.left), torch.zeros_like(layer.right)
+    for rows, columns in triangle(by_unit.by_mean.shape[1], elements):
+        row_units, column_units, covariance = layer.pairs(rows, columns)
+        slopes = nonlinear_slopes(row_units, column_units, covariance)
+        weight = strictly_lower(upstream[:, rows] @ layer.columns[:, columns].mT, rows, columns)
+        by_unit.add_pairs(slopes, weight, rows, columns)
+        by_pair = (weight * slopes.by_covariance).sum_to_size(covariance.shape)
+        by_left[:, rows] += by_pair @ layer.right[:, columns]
+        by_right[:, columns] += by_pair.mT @ layer.left[:, rows]
+    by_unit.add_diagonal(layer.units, 0.5 * (upstream * layer.columns).sum(-1))
+    return by_unit.by_mean, by_unit.by_variance, by_left, by_right
+
+
+def _live(weights: Tensor) -> Tensor:
+    """Units that some output uses: the others, behind a max-pool say, never matter to B N Bᵀ."""
+    return (weights != 0).any(1)
+
+
+class _NonlinearForm(Function):
+    @staticmethod
+    def forward(
+        mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, memory_budget: int
+    ) -> Tensor:
+        images = max(x.shape[0] for x in (mean, variance, left, right, weights))
+        units = units_of(mean, variance)
+        result = mean.new_zeros(images, weights.shape[1], weights.shape[1])
+        elements = tile_elements(memory_budget, mean.dtype)
+        with full_precision():
+            for chunk in chunks(active(units) & _live(weights), images, elements, shared=left.shape[0] == 1):
+                layer = _restrict(chunk, units, left, right, weights)
+                result[chunk.images] = layer.columns.mT @ _times_columns(layer, chunk.count, elements // chunk.count)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:5])
+        ctx.memory_budget = inputs[5]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = _NonlinearFormGradient.apply(grad, *ctx.saved_tensors, ctx.needs_input_grad[4], ctx.memory_budget)
+        return (*gradients, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        return vmap_forward(_NonlinearForm, info.batch_size, in_dims, inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_forward_mode()
+
+
+class _NonlinearFormGradient(Function):
+    """The vector–Jacobian product of `_NonlinearForm`.
+
+    For the upstream gradient G it weights the pair (i, j) by bᵢᵀ(G + Gᵀ)bⱼ, with b the columns of B; the gradient in B
+    is (G + Gᵀ) B N, for which no unit may be skipped, and which is computed only if wanted.
+    """
+
+    @staticmethod
+    def forward(
+        grad: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        left: Tensor,
+        right: Tensor,
+        weights: Tensor,
+        weights_too: bool,
+        memory_budget: int,
+    ) -> Any:
+        units = units_of(mean, variance)
+        relevant = active(units) if weights_too else active(units) & _live(weights)
+        results = tuple(torch.zeros_like(x) for x in (mean, variance, left, right, weights.mT))
+        elements = tile_elements(memory_budget, mean.dtype)
+        symmetric = grad + grad.mT
+        with full_precision():
+            for chunk in chunks(relevant, grad.shape[0], elements, shared=left.shape[0] == 1):
+                layer = _restrict(chunk, units, left, right, weights)
+                upstream = symmetric if symmetric.shape[0] == 1 else symmetric[chunk.images]
+                parts = _source_gradients(layer, chunk.count, layer.columns @ upstream, elements // chunk.count)
+                for target, part in zip(results, parts, strict=False):
+                    chunk.add(target, part)
+                if weights_too:
+                    product = _times_columns(layer, chunk.count, elements // chunk.count)
+                    chunk.add(results[4], product @ upstream)
+        return (*results[:4], results[4].mT.contiguous())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        refuse_second_derivative()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        return vmap_gradient(_NonlinearFormGradient, info.batch_size, in_dims, inputs)

@@ -1,0 +1,44 @@
+"""What the backward passes of the dense covariance and of its products share."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import Tensor
+
+from netmoments.relu.pairs import Slopes, Units, nonlinear_variance_slopes
+
+
+class UnitGradients:
+    """Derivatives in each unit's mean and variance, summed over the pairs it is part of: (images, units)."""
+
+    def __init__(self, images: int, units: Units) -> None:
+        self.by_mean = units.h.new_zeros(images, units.h.shape[1])
+        self.by_variance = units.h.new_zeros(images, units.h.shape[1])
+
+    def add_pairs(self, slopes: Slopes, weight: Tensor, rows: slice, columns: slice) -> None:
+        """A tile of pairs, each with the derivative `weight` of the result in it."""
+        self.by_mean[:, rows] += (slopes.by_row_mean * weight).sum(2)
+        self.by_mean[:, columns] += (slopes.by_column_mean * weight).sum(1)
+        self.by_variance[:, rows] += (slopes.by_row_variance * weight).sum(2)
+        self.by_variance[:, columns] += (slopes.by_column_variance * weight).sum(1)
+
+    def add_diagonal(self, units: Units, weight: Tensor) -> None:
+        """The units' own nonlinear variances."""
+        by_mean, by_variance = nonlinear_variance_slopes(units)
+        self.by_mean += by_mean * weight
+        self.by_variance += by_variance * weight
+
+
+def refuse_second_derivative() -> NoReturn:
+    raise RuntimeError(
+        "second derivatives of the exact ReLU covariance are not available: differentiate it once only, "
+        "or differentiate an output mean, which has all derivatives"
+    )
+
+
+def refuse_forward_mode() -> NoReturn:
+    raise RuntimeError(
+        "forward-mode derivatives (torch.func.jvp, jacfwd) of the exact ReLU covariance are not available: "
+        "use reverse mode (backward, torch.func.grad, vjp or jacrev)"
+    )

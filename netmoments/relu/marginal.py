@@ -1,0 +1,153 @@
+"""One ReLU under a Gaussian: mean, variance, and the probability that it is open.
+
+With z ~ N(m, s²), h = m/s and y = relu(z); φ and Φ are the normal density and distribution.
+Every function takes any shape, float32 or float64, and broadcasts its arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from netmoments.checks import require_broadcastable, require_float_tensors
+from netmoments.normal import TAIL, density, distribution, standard_deviation, tail_moments
+
+SATURATED = 40.0
+"""|h| is cut here: φ(40) is zero in float64, so nothing beyond changes any moment."""
+
+
+def standardize(mean: Tensor, std: Tensor) -> Tensor:
+    """h = m/s, cut to ±`SATURATED`; at s = 0 the sign of m times that, and 0 at m = s = 0."""
+    noisy = std > 0
+    h = mean / torch.where(noisy, std, torch.ones_like(std))
+    return torch.where(noisy, torch.clamp(h, -SATURATED, SATURATED), torch.sign(mean.detach()) * SATURATED)
+
+
+def open_probability(mean: Tensor, variance: Tensor) -> Tensor:
+    """P(z > 0) = Φ(h), the expected slope of the ReLU; 1/2 at m = s = 0."""
+    return distribution(standardize(mean, standard_deviation(variance)))
+
+
+def unit_mean(h: Tensor) -> Tensor:
+    """e(h) = E relu(h + N(0,1)) = hΦ(h) + φ(h), relative accuracy kept in the left tail."""
+    _, first, _ = tail_moments(torch.clamp(-h, min=TAIL))
+    return torch.where(h < -TAIL, density(h) * first, h * distribution(h) + density(h))
+
+
+def unit_variance(h: Tensor) -> Tensor:
+    """v(h) = Var relu(h + N(0,1)) = (1+h²)Φ + hφ − (hΦ+φ)²; v(h) = 2Φ(h) − 1 + v(−h) for h > 0."""
+    left = -h.abs()
+    _, first, second = tail_moments(torch.clamp(-left, min=TAIL))
+    phi, Phi = density(left), distribution(left)
+    inside = (1 + left * left) * Phi + left * phi - (left * Phi + phi) ** 2
+    tail = phi * second - (phi * first) ** 2
+    value = torch.where(left < -TAIL, tail, inside)
+    return torch.where(h > 0, value + torch.erf(h * 0.5**0.5), value)
+
+
+def unit_nonlinear_variance(h: Tensor) -> Tensor:
+    """v(h) − Φ(h)²: the variance that the best linear approximation of the ReLU misses. Even in h."""
+    left = -h.abs()
+    return unit_variance(left) - distribution(left) ** 2
+
+
+class _ReluMean(Function):
+    """(m, s) → E y with ∂/∂m = Φ(h) and ∂/∂s = φ(h); at m = s = 0 these are 1/2 and φ(0)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(mean: Tensor, std: Tensor) -> Tensor:
+        h = standardize(mean, std)
+        return torch.relu(mean) + std * unit_mean(-h.abs())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = ctx.saved_tensors
+        h = standardize(mean, std)
+        return grad * distribution(h), grad * density(h)
+
+    @staticmethod
+    def jvp(ctx: Any, mean_tangent: Tensor | None, std_tangent: Tensor | None) -> Tensor:
+        mean, std = ctx.saved_tensors
+        h = standardize(mean, std)
+        total = torch.zeros_like(h)
+        if mean_tangent is not None:
+            total = total + mean_tangent * distribution(h)
+        if std_tangent is not None:
+            total = total + std_tangent * density(h)
+        return total
+
+
+class _ReluVariance(Function):
+    """(m, s²) → Var y with ∂/∂m = 2 E[y] Φ(−h) and ∂/∂s² = Φ(h) − e(h)φ(h), finite everywhere."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(mean: Tensor, variance: Tensor) -> Tensor:
+        return variance * unit_variance(standardize(mean, standard_deviation(variance)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        by_mean, by_variance = _variance_slopes(*ctx.saved_tensors)
+        return grad * by_mean, grad * by_variance
+
+    @staticmethod
+    def jvp(ctx: Any, mean_tangent: Tensor | None, variance_tangent: Tensor | None) -> Tensor:
+        by_mean, by_variance = _variance_slopes(*ctx.saved_tensors)
+        total = torch.zeros_like(by_mean)
+        if mean_tangent is not None:
+            total = total + mean_tangent * by_mean
+        if variance_tangent is not None:
+            total = total + variance_tangent * by_variance
+        return total
+
+
+def _variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    std = standard_deviation(variance)
+    h = standardize(mean, std)
+    expected = _ReluMean.apply(mean, std)
+    return 2 * expected * distribution(-h), distribution(h) - density(h) * (h * distribution(h) + density(h))
+
+
+def relu_mean(mean: Tensor, std: Tensor) -> Tensor:
+    """E relu(z) for z ~ N(mean, std²): s·(hΦ(h) + φ(h)), the paper's Theorem 1 for one unit.
+
+    Accurate relative to its own size: about 1e-14 in float64 down to h = −30 and below.
+    Limits: relu(mean) as std → 0; std/√(2π) at mean = 0. Derivatives: Φ(h) in the mean, φ(h) in the std,
+    where h = 0 is taken at mean = std = 0.
+
+    >>> relu_mean(torch.tensor(0.0), torch.tensor(1.0))
+    tensor(0.3989)
+    """
+    mean, std = require_float_tensors("relu_mean", mean=mean, std=std)
+    require_broadcastable("relu_mean", mean=mean.shape, std=std.shape)
+    return _ReluMean.apply(*torch.broadcast_tensors(mean, std))
+
+
+def relu_variance(mean: Tensor, std: Tensor) -> Tensor:
+    """Var relu(z) for z ~ N(mean, std²): s²·v(h) with v(h) = (1+h²)Φ + hφ − (hΦ+φ)².
+
+    No difference of large numbers: for h > 0 it is s²·(2Φ(h) − 1 + v(−h)), and left of h = −3 the two
+    moments come from a continued fraction. Limits: 0 as std → 0; std² as h → ∞; std²·(1/2 − 1/2π) at mean = 0.
+
+    >>> relu_variance(torch.tensor(1e4), torch.tensor(1.0))
+    tensor(1.)
+    """
+    mean, std = require_float_tensors("relu_variance", mean=mean, std=std)
+    require_broadcastable("relu_variance", mean=mean.shape, std=std.shape)
+    return _ReluVariance.apply(*torch.broadcast_tensors(mean, std * std))

@@ -1,0 +1,103 @@
+"""Which pairs of units to look at, and in what pieces, so that memory stays flat as networks grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from netmoments.normal import standard_deviation
+from netmoments.relu.marginal import standardize
+from netmoments.relu.pairs import Units, saturation
+
+LIVE_ARRAYS = 16
+"""Temporaries of the size of one tile that are alive at once (forward about 10, backward about 16)."""
+
+WIDEST_TILE = 4096
+DEFAULT_BUDGET = {"cpu": 16 * 2**20, "cuda": 2**30}
+
+
+def memory_budget_for(device: torch.device, memory_budget: int | None) -> int:
+    """Bytes of scratch memory for tiles: the caller's, or 16 MiB on a CPU (its cache) and 1 GiB on a GPU."""
+    if memory_budget is None:
+        return DEFAULT_BUDGET.get(device.type, DEFAULT_BUDGET["cpu"])
+    if isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 2**16:
+        raise ValueError(f"memory_budget must be a number of bytes, at least 65536, got {memory_budget!r}")
+    return memory_budget
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some images, and the units that matter for at least one of them."""
+
+    images: slice
+    units: Tensor
+    every_unit: bool
+
+    @property
+    def count(self) -> int:
+        """How many images."""
+        return self.images.stop - self.images.start
+
+    def pick(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """This chunk's part of a tensor whose dimension 0 is images (or 1, shared) and `dim` is units."""
+        part = tensor if tensor.shape[0] == 1 else tensor[self.images]
+        return part if self.every_unit else part.index_select(dim, self.units)
+
+    def add(self, target: Tensor, value: Tensor, dim: int = 1) -> None:
+        """target[images, units] += value, summed over images where the target is shared."""
+        if target.shape[0] == 1:
+            part, value = target, value.sum(0, keepdim=True)
+        else:
+            part = target[self.images]
+        if self.every_unit:
+            part += value
+        else:
+            part.index_add_(dim, self.units, value.expand(part.shape[0], *value.shape[1:]))
+
+
+def units_of(mean: Tensor, variance: Tensor) -> Units:
+    std = standard_deviation(variance)
+    return Units(standardize(mean, std), std)
+
+
+def active(units: Units) -> Tensor:
+    """Units that are neither certain (s = 0) nor linear or dead to rounding."""
+    return (units.s > 0) & (units.h.abs() <= saturation(units.h.dtype))
+
+
+def chunks(relevant: Tensor, images: int, elements: int, shared: bool) -> Iterator[Chunk]:
+    """Split the images so that all pairs of a chunk, or a strip of one image's, fit `elements`.
+
+    When the images share one covariance of the pre-activations (`shared`), several go together even if large,
+    so that it is computed once for all of them.
+    """
+    units = relevant.shape[1]
+    together = max(elements // (units * units), min(16, images) if shared else 1)
+    for start in range(0, images, together):
+        span = slice(start, min(start + together, images))
+        mask = (relevant if relevant.shape[0] == 1 else relevant[span]).any(0)
+        index = mask.nonzero().squeeze(-1)
+        if len(index):
+            yield Chunk(span, index, every_unit=len(index) == units)
+
+
+def triangle(units: int, elements: int) -> Iterator[tuple[slice, slice]]:
+    """Tiles (rows, columns) that cover every pair row > column, at most `elements` pairs each where possible."""
+    width = min(units, WIDEST_TILE)
+    height = max(1, min(elements // width, max(16, -(-units // 8))))
+    for top in range(0, units, height):
+        bottom = min(top + height, units)
+        for left in range(0, bottom, width):
+            yield slice(top, bottom), slice(left, min(left + width, bottom))
+
+
+def strictly_lower(tile: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Zero, in place, what is on or above the diagonal of the whole matrix."""
+    return tile.tril_(rows.start - columns.start - 1) if columns.stop > rows.start else tile
+
+
+def tile_elements(memory_budget: int, dtype: torch.dtype) -> int:
+    return max(1, memory_budget // (LIVE_ARRAYS * dtype.itemsize))
