@@ -10,10 +10,18 @@ from torch.autograd import Function
 
 from netmoments.checks import describe, require_broadcastable, require_float_tensors
 from netmoments.normal import distribution
+from netmoments.precision import full_precision
 from netmoments.relu.gradient import UnitGradients, refuse_forward_mode, refuse_second_derivative
-from netmoments.relu.marginal import open_probability, standardize
-from netmoments.relu.pairs import Units, nonlinear_covariance, nonlinear_slopes, nonlinear_variance
+from netmoments.relu.marginal import standardize, unit_variance
+from netmoments.relu.pairs import (
+    Units,
+    gate_slopes,
+    nonlinear_covariance,
+    tile_gradient,
+    variance_slopes,
+)
 from netmoments.relu.quadrature import orthant_excess
+from netmoments.relu.scratch import Scratch
 from netmoments.relu.tiling import (
     Chunk,
     active,
@@ -45,10 +53,8 @@ def relu_covariance(mean: Tensor, covariance: Tensor, *, memory_budget: int | No
     batch = _layer_batch(mean, covariance)
     budget = memory_budget_for(mean.device, memory_budget)
     variance = covariance.diagonal(dim1=-2, dim2=-1)
-    gate = open_probability(mean, variance)
     flat = [flatten_batch(x, batch, kept) for x, kept in ((mean, 1), (variance, 1), (covariance, 2))]
-    nonlinear = _NonlinearCovariance.apply(*flat, budget).reshape(*batch, *covariance.shape[-2:])
-    return nonlinear + covariance * (gate.unsqueeze(-1) * gate.unsqueeze(-2))
+    return _ReluCovariance.apply(*flat, budget).reshape(*batch, *covariance.shape[-2:])
 
 
 def orthant_probability(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -97,28 +103,32 @@ def _layer_batch(mean: Tensor, covariance: Tensor) -> torch.Size:
     return require_broadcastable("relu_covariance", mean=mean.shape[:-1], covariance=covariance.shape[:-2])
 
 
-class _NonlinearCovariance(Function):
-    """(mean, variance, covariance) → the nonlinear part of the layer's covariance, (images, units, units).
+class _ReluCovariance(Function):
+    """(mean, variance, covariance) → the layer's covariance, (images, units, units).
 
-    Dimension 0 is images, N or 1 (shared). Pairs are visited once, tile by tile, among active units only.
+    Dimension 0 is images, N or 1 (shared). The separable part SᵢⱼΦᵢΦⱼ is for all pairs; the nonlinear part is added
+    tile by tile, each pair once, among active units only; the diagonal is the units' own variance.
     """
 
     @staticmethod
     def forward(mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Tensor:
         images = max(x.shape[0] for x in (mean, variance, covariance))
         units = units_of(mean, variance)
-        result = mean.new_zeros(images, *covariance.shape[1:])
-        elements = tile_elements(memory_budget, mean.dtype)
+        gate = distribution(units.h)
+        result = (gate.unsqueeze(-1) * gate.unsqueeze(-2)).expand(images, -1, -1)
+        result = result.mul_(covariance) if gate.shape[0] == images else result * covariance
+        elements, scratch = tile_elements(memory_budget, mean.dtype), Scratch.like(mean)
         for chunk in chunks(active(units), images, elements, shared=covariance.shape[0] == 1):
             here, pairs = _restrict(chunk, units, covariance)
-            part = pairs.new_zeros(chunk.count, *pairs.shape[1:])
+            part = result[chunk.images] if chunk.every_unit else pairs.new_zeros(chunk.count, *pairs.shape[1:])
             for rows, columns in triangle(part.shape[1], elements // chunk.count):
-                tile = nonlinear_covariance(here[rows].rows(), here[columns].columns(), pairs[:, rows, columns])
-                tile = strictly_lower(tile, rows, columns)
+                covariances = strictly_lower(pairs[:, rows, columns], rows, columns)
+                tile = nonlinear_covariance(here.span(rows), here.span(columns), covariances, scratch)
                 part[:, rows, columns] += tile
                 part[:, columns, rows] += tile.mT
-            part.diagonal(dim1=1, dim2=2).copy_(nonlinear_variance(here))
-            _add_square(chunk, result, part)
+            if not chunk.every_unit:
+                result[chunk.images, chunk.units.unsqueeze(1), chunk.units.unsqueeze(0)] += part
+        result.diagonal(dim1=1, dim2=2).copy_(variance * unit_variance(units.h))
         return result
 
     @staticmethod
@@ -128,41 +138,46 @@ class _NonlinearCovariance(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_NonlinearCovarianceGradient.apply(grad, *ctx.saved_tensors, ctx.memory_budget), None)
+        return (*_ReluCovarianceGradient.apply(grad, *ctx.saved_tensors, ctx.memory_budget), None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return vmap_forward(_NonlinearCovariance, info.batch_size, in_dims, inputs)
+        return vmap_forward(_ReluCovariance, info.batch_size, in_dims, inputs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
         refuse_forward_mode()
 
 
-class _NonlinearCovarianceGradient(Function):
-    """The vector–Jacobian product of `_NonlinearCovariance` from closed forms, with nothing stored."""
+class _ReluCovarianceGradient(Function):
+    """The vector–Jacobian product of `_ReluCovariance` from closed forms, with nothing stored."""
 
     @staticmethod
     def forward(grad: Tensor, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Any:
+        images = grad.shape[0]
         units = units_of(mean, variance)
-        by_mean, by_variance, by_covariance = (torch.zeros_like(x) for x in (mean, variance, covariance))
-        elements = tile_elements(memory_budget, mean.dtype)
-        for chunk in chunks(active(units), grad.shape[0], elements, shared=covariance.shape[0] == 1):
+        by_mean, by_variance, by_covariance = _separable_gradients(grad, units, covariance)
+        elements, scratch = tile_elements(memory_budget, mean.dtype), Scratch.like(mean)
+        for chunk in chunks(active(units), images, elements, shared=covariance.shape[0] == 1):
             here, pairs = _restrict(chunk, units, covariance)
             upstream = chunk.pick(chunk.pick(grad), dim=2)
             by_unit = UnitGradients(chunk.count, here)
-            by_pair = torch.zeros_like(upstream)
+            by_pair = by_covariance[chunk.images] if chunk.every_unit else torch.zeros_like(upstream)
             for rows, columns in triangle(by_pair.shape[1], elements // chunk.count):
-                slopes = nonlinear_slopes(here[rows].rows(), here[columns].columns(), pairs[:, rows, columns])
+                covariances = strictly_lower(pairs[:, rows, columns], rows, columns)
                 lower, upper = upstream[:, rows, columns], upstream[:, columns, rows].mT
-                by_pair[:, rows, columns] += strictly_lower(slopes.by_covariance * lower, rows, columns)
-                by_pair[:, columns, rows] += strictly_lower(slopes.by_covariance * upper, rows, columns).mT
-                by_unit.add_pairs(slopes, strictly_lower(lower + upper, rows, columns), rows, columns)
-            by_unit.add_diagonal(here, upstream.diagonal(dim1=1, dim2=2))
+                tile = tile_gradient(here.span(rows), here.span(columns), covariances, lower + upper, scratch)
+                by_pair[:, rows, columns].addcmul_(tile.by_covariance, lower)
+                by_pair[:, columns, rows] += tile.by_covariance.mul_(upper).mT
+                by_unit.add_tile(tile, rows, columns)
             chunk.add(by_mean, by_unit.by_mean)
             chunk.add(by_variance, by_unit.by_variance)
-            _add_square(chunk, by_covariance, by_pair)
-        return by_mean, by_variance, by_covariance
+            if not chunk.every_unit:
+                by_covariance[chunk.images, chunk.units.unsqueeze(1), chunk.units.unsqueeze(0)] += by_pair
+        return tuple(
+            x.sum_to_size(like.shape)
+            for x, like in zip((by_mean, by_variance, by_covariance), (mean, variance, covariance), strict=True)
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -174,21 +189,24 @@ class _NonlinearCovarianceGradient(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        return vmap_gradient(_NonlinearCovarianceGradient, info.batch_size, in_dims, inputs)
+        return vmap_gradient(_ReluCovarianceGradient, info.batch_size, in_dims, inputs)
+
+
+def _separable_gradients(grad: Tensor, units: Units, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of SᵢⱼΦᵢΦⱼ off the diagonal and of the units' variances on it, for each image."""
+    gate = distribution(units.h)
+    by_covariance = gate.unsqueeze(-1) * gate.unsqueeze(-2) * grad
+    by_covariance.diagonal(dim1=1, dim2=2).zero_()
+    weighted = grad * covariance
+    weighted.diagonal(dim1=1, dim2=2).zero_()
+    with full_precision():
+        by_gate = ((weighted + weighted.mT) @ gate.unsqueeze(-1)).squeeze(-1)
+    by_mean, by_variance = gate_slopes(units)
+    own_mean, own_variance = variance_slopes(units)
+    own = grad.diagonal(dim1=1, dim2=2)
+    return by_gate * by_mean + own * own_mean, by_gate * by_variance + own * own_variance, by_covariance
 
 
 def _restrict(chunk: Chunk, units: Units, covariance: Tensor) -> tuple[Units, Tensor]:
     """The chunk's units and their pairwise covariances."""
     return Units(chunk.pick(units.h), chunk.pick(units.s)), chunk.pick(chunk.pick(covariance), dim=2)
-
-
-def _add_square(chunk: Chunk, target: Tensor, part: Tensor) -> None:
-    """target[images, units, units] += part, summed over images where the target is shared."""
-    if target.shape[0] == 1:
-        square, part = target, part.sum(0, keepdim=True)
-    else:
-        square = target[chunk.images]
-    if chunk.every_unit:
-        square += part
-    else:
-        square[:, chunk.units.unsqueeze(1), chunk.units.unsqueeze(0)] += part

@@ -10,7 +10,8 @@ from torch.autograd import Function
 
 from netmoments.precision import full_precision
 from netmoments.relu.gradient import UnitGradients, refuse_forward_mode, refuse_second_derivative
-from netmoments.relu.pairs import Units, nonlinear_covariance, nonlinear_slopes, nonlinear_variance
+from netmoments.relu.pairs import Units, nonlinear_covariance, nonlinear_variance, tile_gradient
+from netmoments.relu.scratch import Scratch
 from netmoments.relu.tiling import Chunk, active, chunks, strictly_lower, tile_elements, triangle, units_of
 from netmoments.relu.vmapping import vmap_forward, vmap_gradient
 
@@ -36,9 +37,9 @@ class _Layer(NamedTuple):
     """The columns of B, (images or 1, units, d)."""
 
     def pairs(self, rows: slice, columns: slice) -> tuple[Units, Units, Tensor]:
-        """The row units, the column units and the covariances of their pre-activations."""
-        covariance = self.left[:, rows] @ self.right[:, columns].mT
-        return self.units[rows].rows(), self.units[columns].columns(), covariance
+        """The row units, the column units and the covariances of their pre-activations, each pair once."""
+        covariance = strictly_lower(self.left[:, rows] @ self.right[:, columns].mT, rows, columns)
+        return self.units.span(rows), self.units.span(columns), covariance
 
 
 def _restrict(chunk: Chunk, units: Units, left: Tensor, right: Tensor, weights: Tensor) -> _Layer:
@@ -48,10 +49,11 @@ def _restrict(chunk: Chunk, units: Units, left: Tensor, right: Tensor, weights: 
 
 def _times_columns(layer: _Layer, images: int, elements: int) -> Tensor:
     """N Bᵀ, (images, units, d)."""
+    scratch = Scratch.like(layer.left)
     product = nonlinear_variance(layer.units).unsqueeze(-1) * layer.columns
     product = product.expand(images, *product.shape[1:]).clone()
     for rows, columns in triangle(product.shape[1], elements):
-        tile = strictly_lower(nonlinear_covariance(*layer.pairs(rows, columns)), rows, columns)
+        tile = nonlinear_covariance(*layer.pairs(rows, columns), scratch)
         product[:, rows] += tile @ layer.columns[:, columns]
         product[:, columns] += tile.mT @ layer.columns[:, rows]
     return product
@@ -59,14 +61,15 @@ def _times_columns(layer: _Layer, images: int, elements: int) -> Tensor:
 
 def _source_gradients(layer: _Layer, images: int, upstream: Tensor, elements: int) -> tuple[Tensor, ...]:
     """Gradients in mean, variance, left and right, where the pair (i, j) has the weight upstreamᵢ · bⱼ."""
+    scratch = Scratch.like(layer.left)
     by_unit = UnitGradients(images, layer.units)
     by_left, by_right = torch.zeros_like(layer.left), torch.zeros_like(layer.right)
     for rows, columns in triangle(by_unit.by_mean.shape[1], elements):
         row_units, column_units, covariance = layer.pairs(rows, columns)
-        slopes = nonlinear_slopes(row_units, column_units, covariance)
-        weight = strictly_lower(upstream[:, rows] @ layer.columns[:, columns].mT, rows, columns)
-        by_unit.add_pairs(slopes, weight, rows, columns)
-        by_pair = (weight * slopes.by_covariance).sum_to_size(covariance.shape)
+        weight = upstream[:, rows] @ layer.columns[:, columns].mT
+        tile = tile_gradient(row_units, column_units, covariance, weight, scratch)
+        by_unit.add_tile(tile, rows, columns)
+        by_pair = weight.mul_(tile.by_covariance).sum_to_size(covariance.shape)
         by_left[:, rows] += by_pair @ layer.right[:, columns]
         by_right[:, columns] += by_pair.mT @ layer.left[:, rows]
     by_unit.add_diagonal(layer.units, 0.5 * (upstream * layer.columns).sum(-1))

@@ -10,14 +10,17 @@ nonlinear part here, is O(ρ²), vanishes for every pair with a saturated unit, 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from netmoments.normal import density, distribution
-from netmoments.relu.marginal import unit_nonlinear_variance
-from netmoments.relu.quadrature import nonlinear_part, orthant_excess, residuals
+from netmoments.relu.conditional import conditional
+from netmoments.relu.marginal import unit_mean, unit_nonlinear_variance
+from netmoments.relu.quadrature import nonlinear_part, orthant_excess
+from netmoments.relu.scratch import Scratch, common_shape
 
 
 class Units(NamedTuple):
@@ -32,12 +35,31 @@ class Units(NamedTuple):
     def columns(self) -> Units:
         return Units(self.h.unsqueeze(-2), self.s.unsqueeze(-2))
 
-    def __getitem__(self, index: slice) -> Units:  # type: ignore[override]
+    def span(self, index: slice) -> Units:
         return Units(self.h[:, index], self.s[:, index])
 
 
-class Slopes(NamedTuple):
-    """Derivatives of the nonlinear part s₁s₂J of each pair."""
+def saturation(dtype: torch.dtype) -> float:
+    """Beyond this |h| a unit is linear or dead to rounding: J ≤ exp(−h²/2)."""
+    return 6.0 if dtype == torch.float32 else 8.5
+
+
+def correlation(row: Units, column: Units, covariance: Tensor, scratch: Scratch) -> Tensor:
+    """ρ = c/(s₁s₂), cut to [−1, 1] against rounding."""
+    shape = common_shape(row.s, column.s, covariance)
+    rho = torch.div(covariance, row.s, out=scratch.take("rho", shape))
+    return rho.div_(column.s).clamp_(-1, 1)
+
+
+def nonlinear_covariance(row: Units, column: Units, covariance: Tensor, scratch: Scratch) -> Tensor:
+    """s₁s₂J for a tile of pairs. The result lives in the scratch memory."""
+    rho = correlation(row.rows(), column.columns(), covariance, scratch)
+    value = nonlinear_part(row.rows().h, column.columns().h, rho, scratch)
+    return value.mul_(row.rows().s).mul_(column.columns().s)
+
+
+class TileGradient(NamedTuple):
+    """Derivatives of Σ weight·s₁s₂J over a tile: in each covariance per unit of weight, and in each unit's m and s²."""
 
     by_covariance: Tensor
     by_row_mean: Tensor
@@ -46,43 +68,49 @@ class Slopes(NamedTuple):
     by_column_variance: Tensor
 
 
-def correlation(row: Units, column: Units, covariance: Tensor) -> Tensor:
-    """ρ = c/(s₁s₂), cut to [−1, 1] against rounding."""
-    return (covariance / row.s / column.s).clamp_(-1, 1)
-
-
-def nonlinear_covariance(row: Units, column: Units, covariance: Tensor) -> Tensor:
-    """s₁s₂J for a block of pairs."""
-    value = nonlinear_part(row.h, column.h, correlation(row, column, covariance))
-    return value.mul_(row.s).mul_(column.s)
-
-
-def nonlinear_slopes(row: Units, column: Units, covariance: Tensor) -> Slopes:
+def tile_gradient(row: Units, column: Units, covariance: Tensor, weight: Tensor, scratch: Scratch) -> TileGradient:
     """The closed-form derivatives, with a = (h−ρk)/q, b = (k−ρh)/q, q = √(1−ρ²) and D the orthant excess:
 
-    ∂/∂c   = D
-    ∂/∂m₁  = s₂ (k D + φ(k)[Φ(a) − Φ(h)] + ρφ(h)[Φ(b) − Φ(k)])
-    ∂/∂s₁² = s₂/(2s₁) (φ(h)(k−ρh)[Φ(b) − Φ(k)] + q φ(h)φ(b) − φ(h)φ(k))
+    ∂(s₁s₂J)/∂c   = D
+    ∂(s₁s₂J)/∂m₁  = s₂ (k D + φ(k)[Φ(a) − Φ(h)] + ρφ(h)[Φ(b) − Φ(k)])
+    ∂(s₁s₂J)/∂s₁² = s₂/(2s₁) (φ(h)(k−ρh)[Φ(b) − Φ(k)] + qφ(h)φ(b) − φ(h)φ(k))
 
-    They follow from the guide's derivatives of the whole covariance by subtracting those of cΦ(h)Φ(k).
-    Finite at ρ = ±1, where a quotient 0/0 counts as 0.
+    They are the design's derivatives of the whole covariance less those of cΦ(h)Φ(k). All are finite at ρ = ±1, and
+    zero at ρ = 0. What depends on one unit only is taken out of the sums, which are products with vectors.
     """
-    h, k = row.h, column.h
-    rho = correlation(row, column, covariance)
-    excess = orthant_excess(h, k, rho)
-    rest = residuals(h, k, rho)
-    a, b = rest.heights()
-    phi_h, phi_k = density(h), density(k)
-    change_h, change_k = distribution(a) - distribution(h), distribution(b) - distribution(k)
-    common = rest.root * phi_h * density(b) - phi_h * phi_k
-    pull_h, pull_k = phi_k * change_h, phi_h * change_k
-    ratio = column.s / row.s
-    return Slopes(
+    h, k = row.rows().h, column.columns().h
+    rho = correlation(row.rows(), column.columns(), covariance, scratch)
+    excess = orthant_excess(h, k, rho, scratch)
+    given = conditional(h, k, rho)
+    phi_h, phi_k = density(row.h), density(column.h)
+    square = given.second.square()
+    common = square.add_(h * h).mul_(-0.5).exp_().mul_(given.deviation).mul_(0.5 / math.pi)
+    common = torch.addcmul(common, phi_h.unsqueeze(-1), phi_k.unsqueeze(-2), value=-1, out=common).mul(weight)
+    change_h = given.first.mul_(-math.sqrt(0.5)).erfc_().mul_(0.5).sub_(distribution(h)).mul(weight)
+    change_k = given.second.mul_(-math.sqrt(0.5)).erfc_().mul_(0.5).sub_(distribution(k)).mul(weight)
+    tilted_h, tilted_k = change_h * rho, change_k * rho
+    weighted = excess * weight
+
+    def over_columns(matrix: Tensor, vector: Tensor) -> Tensor:
+        return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+    def over_rows(matrix: Tensor, vector: Tensor) -> Tensor:
+        return (vector.unsqueeze(-2) @ matrix).squeeze(-2)
+
+    pull_rows = phi_h * over_columns(tilted_k, column.s)
+    pull_columns = phi_k * over_rows(tilted_h, row.s)
+    return TileGradient(
         by_covariance=excess,
-        by_row_mean=column.s * (k * excess + pull_h + rho * pull_k),
-        by_column_mean=row.s * (h * excess + pull_k + rho * pull_h),
-        by_row_variance=0.5 * ratio * (rest.second * pull_k + common),
-        by_column_variance=0.5 / ratio * (rest.first * pull_h + common),
+        by_row_mean=over_columns(weighted, column.s * column.h) + over_columns(change_h, column.s * phi_k) + pull_rows,
+        by_column_mean=over_rows(weighted, row.s * row.h) + over_rows(change_k, row.s * phi_h) + pull_columns,
+        by_row_variance=(
+            phi_h * over_columns(change_k, column.s * column.h) - row.h * pull_rows + over_columns(common, column.s)
+        )
+        / (2 * row.s),
+        by_column_variance=(
+            phi_k * over_rows(change_h, row.s * row.h) - column.h * pull_columns + over_rows(common, row.s)
+        )
+        / (2 * column.s),
     )
 
 
@@ -91,16 +119,23 @@ def nonlinear_variance(units: Units) -> Tensor:
     return units.s * units.s * unit_nonlinear_variance(units.h)
 
 
+def variance_slopes(units: Units) -> tuple[Tensor, Tensor]:
+    """Derivatives of a unit's variance s²v(h): 2s e(h)Φ(−h) in the mean, Φ(h) − e(h)φ(h) in s²."""
+    gain = unit_mean(units.h)
+    by_variance = distribution(units.h) - gain * density(units.h)
+    return 2 * units.s * gain * distribution(-units.h), by_variance
+
+
+def gate_slopes(units: Units) -> tuple[Tensor, Tensor]:
+    """Derivatives of Φ(h): φ(h)/s in the mean, −hφ(h)/(2s²) in s²; 0 for a unit without variance."""
+    noisy = units.s > 0
+    safe = torch.where(noisy, units.s, torch.ones_like(units.s))
+    by_mean = torch.where(noisy, density(units.h) / safe, torch.zeros_like(safe))
+    return by_mean, -0.5 * units.h * by_mean / safe
+
+
 def nonlinear_variance_slopes(units: Units) -> tuple[Tensor, Tensor]:
-    """Its derivatives in the mean, 2s(e(h)Φ(−h) − Φ(h)φ(h)), and in the variance, Φ − eφ − Φ² + hΦφ."""
-    h = units.h
-    phi, above, below = density(h), distribution(h), distribution(-h)
-    gain = h * above + phi
-    by_mean = 2 * units.s * (gain * below - above * phi)
-    by_variance = above * below - gain * phi + h * above * phi
-    return by_mean, by_variance
-
-
-def saturation(dtype: torch.dtype) -> float:
-    """Beyond this |h| a unit is linear or dead to rounding: J ≤ exp(−h²/2)."""
-    return 6.0 if dtype == torch.float32 else 8.5
+    """Derivatives of the nonlinear variance s²(v − Φ²): those of s²v less those of s²Φ²."""
+    by_mean, by_variance = variance_slopes(units)
+    gate, slope = distribution(units.h), density(units.h)
+    return by_mean - 2 * units.s * gate * slope, by_variance - gate * gate + units.h * gate * slope

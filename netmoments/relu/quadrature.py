@@ -10,214 +10,152 @@ with φ₂ the bivariate normal density at (h,k). The half-angle substitution r 
     φ₂ dr = (1/π) exp(−(1+τ²)·[((h+k)/2)²/(1+τ)² + ((h−k)/2)²/(1−τ)²]) dτ/(1+τ²),
 
 no trigonometry and a sum of squares in the exponent, so nothing cancels as ρ → ±1. With T = ρ/(1+√(1−ρ²)) the
-range is τ = Tu, u in [0,1], and Gauss–Legendre in u converges faster than in r or in the angle asin r, whose
-nearest singularity is closer. Negative ρ is the same integral with k and ρ negated.
-
-Largest absolute error of J / D by nodes, 4,000 points with |h|,|k| ≤ 5 crowded at h ≈ ±k (`benchmarks/nodes.py`):
-see `RULES`. Beyond |ρ| = 0.99 the nodes of J are graded towards u = 1, and D, whose integrand there has a
-boundary layer of any width, comes from Owen's T instead.
+range is τ = Tu, u in [0,1], and Gauss–Legendre in u needs fewer nodes than in r or in the angle asin r, whose
+singularities are closer. Negative ρ is the same integral with k and ρ negated. Beyond |ρ| = 0.99 the nodes of J
+are graded towards u = 1; D, whose integrand has a boundary layer of any width there, comes from Owen's T.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from netmoments.normal import distribution, gauss_legendre, owen_t
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Nodes u, weights and 1 − u, good for |ρ| ≤ `limit`."""
-
-    limit: float
-    nodes: tuple[tuple[float, float, float], ...]
-
-    @property
-    def cost(self) -> int:
-        return len(self.nodes)
-
-
-def plain(count: int, limit: float) -> Rule:
-    """Gauss–Legendre with `count` nodes."""
-    nodes, weights = gauss_legendre(count)
-    return Rule(limit, tuple((u, w, 1 - u) for u, w in zip(nodes, weights, strict=True)))
-
-
-def graded(count: int, limit: float, steepness: float) -> Rule:
-    """Gauss–Legendre in y with 1 − u = expm1(by)/expm1(b): nodes crowd towards u = 1."""
-    nodes, weights = gauss_legendre(count)
-    scale = math.expm1(steepness)
-    rest = [math.expm1(steepness * y) / scale for y in nodes]
-    jacobian = [steepness * math.exp(steepness * y) / scale for y in nodes]
-    return Rule(limit, tuple((1 - v, w * g, v) for v, w, g in zip(rest, weights, jacobian, strict=True)))
-
-
-RULES = {
-    torch.float32: (
-        plain(3, 0.4),
-        plain(4, 0.6),
-        plain(5, 0.8),
-        plain(7, 0.9),
-        plain(8, 0.95),
-        plain(12, 0.99),
-        graded(16, 1.0, steepness=3.0),
-    ),
-    torch.float64: (
-        plain(6, 0.3),
-        plain(8, 0.5),
-        plain(10, 0.7),
-        plain(12, 0.8),
-        plain(16, 0.9),
-        plain(20, 0.95),
-        plain(32, 0.99),
-        graded(56, 1.0, steepness=6.0),
-    ),
-}
+from netmoments.relu.conditional import excess_by_owen
+from netmoments.relu.rules import RULES, Rule
+from netmoments.relu.scratch import Scratch, common_shape
 
 GATHER_COST = 4
-"""Picking single pairs out of a block costs about as much as this many nodes each."""
+"""Picking a single pair out of a block costs about as much as this many nodes."""
+
+SURVEY = 4096
+"""How many pairs of a block are looked at to choose its rule: a matter of speed, every pair gets nodes enough."""
 
 
-@dataclass(frozen=True)
-class _Geometry:
-    """What all nodes share: T and 1 − T (each to full relative accuracy), and half the sum and difference of h, ±k."""
+def nonlinear_part(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """J(h,k;ρ) = Cov(relu z₁, relu z₂) − ρΦ(h)Φ(k) for unit variances: positive, O(ρ²), even under k, ρ → −k, −ρ.
 
-    extent: Tensor
-    rest: Tensor
-    half_sum: Tensor
-    half_difference: Tensor
+    Shapes broadcast. |ρ| ≤ 1 is required and not checked. The result lives in `scratch` if one is given.
+    """
+    return _by_correlation(_nonlinear_sum, h, k, rho, scratch or Scratch.like(rho))
 
 
-def _geometry(h: Tensor, k: Tensor, rho: Tensor) -> _Geometry:
-    size = rho.abs()
-    root = torch.sqrt((1 - size) * (1 + size))
-    divisor = 1 + root
-    flipped = torch.where(rho < 0, -k, k)
-    return _Geometry(
-        extent=size / divisor,
-        rest=(1 - size + root) / divisor,
-        half_sum=(h + flipped) * 0.5,
-        half_difference=(h - flipped) * 0.5,
-    )
+def orthant_excess(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """D(h,k;ρ) = P(z₁>0, z₂>0) − Φ(h)Φ(k) = ∂J/∂ρ, of the sign of ρ. Conventions as for `nonlinear_part`."""
+    return _by_correlation(_excess_sum, h, k, rho, scratch or Scratch.like(rho))
 
 
-def _node(at: _Geometry, u: float, v: float) -> tuple[Tensor, Tensor, Tensor]:
-    """τ, 1 + τ² and the exponential at one node u = 1 − v."""
-    tau = at.extent * u
-    spread = torch.addcmul(tau.new_ones(()), tau, tau)
-    exponent = (at.half_sum / (1 + tau)).square_()
-    apart = at.half_difference / torch.add(at.rest, at.extent, alpha=v)
-    exponent = exponent.addcmul_(apart, apart).mul_(-spread)
-    return tau, spread, exponent.exp_()
+class _Geometry(NamedTuple):
+    """What all nodes of a block share, with P = ((h±k)/2)² and M = ((h∓k)/2)², upper signs for ρ ≥ 0."""
+
+    extent: Tensor  # T
+    rest: Tensor  # 1 − T, to full relative accuracy
+    square: Tensor  # T²
+    plus: Tensor  # −P/2
+    minus: Tensor  # −M/2
+    both: Tensor  # −(P + M)/2
 
 
-def _nonlinear_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
-    at = _geometry(h, k, rho)
-    one = rho.new_ones(())
-    total = torch.zeros_like(at.half_sum)
+def _geometry(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> _Geometry:
+    pairs = common_shape(h, k, rho)
+    size = torch.abs(rho, out=scratch.take("size", rho.shape))
+    rest = torch.sub(rho.new_ones(()), size, out=scratch.take("rest", rho.shape))
+    root = torch.addcmul(rest, rest, size, out=scratch.take("root", rho.shape)).sqrt_()
+    rest.add_(root)
+    root.add_(1)
+    rest.div_(root)
+    extent = size.div_(root)
+    flip = torch.copysign(root.fill_(1), rho, out=root)
+    flipped = torch.mul(flip, k, out=scratch.take("both", pairs))
+    plus = torch.add(h, flipped, out=scratch.take("plus", pairs)).square_().mul_(-0.125)
+    minus = torch.sub(h, flipped, out=scratch.take("minus", pairs)).square_().mul_(-0.125)
+    square = torch.mul(extent, extent, out=scratch.take("square", rho.shape))
+    return _Geometry(extent, rest, square, plus, minus, both=torch.add(plus, minus, out=flipped))
+
+
+class _Nodes:
+    """The exponentials of a block, node by node, in memory taken once."""
+
+    def __init__(self, at: _Geometry, scratch: Scratch) -> None:
+        self._at = at
+        self._one = at.extent.new_ones(())
+        self._ratio = scratch.take("ratio", at.extent.shape)
+        self._height = scratch.take("height", at.both.shape)
+        self.factor = scratch.take("factor", at.extent.shape)
+        self.total = scratch.take("total", at.both.shape).zero_()
+
+    def height(self, u: float, v: float) -> Tensor:
+        """exp(−(P + M + Pr + M/r)/2) with r = ((1−τ)/(1+τ))², at the node u = 1 − v.
+
+        This is the exponent of the module's docstring, since 1 + τ² is half of (1+τ)² + (1−τ)².
+        """
+        at, ratio = self._at, self._ratio
+        torch.add(at.rest, at.extent, alpha=v, out=ratio)
+        torch.add(self._one, at.extent, alpha=u, out=self.factor)
+        ratio.div_(self.factor).square_()
+        torch.addcmul(at.both, at.plus, ratio, out=self._height)
+        return self._height.addcdiv_(at.minus, ratio).exp_()
+
+    def spread(self, u: float) -> Tensor:
+        """1 + τ²."""
+        return torch.add(self._one, self._at.square, alpha=u * u, out=self._ratio)
+
+    def shortfall(self, u: float) -> Tensor:
+        """1 − Tτ."""
+        return torch.add(self._one, self._at.square, alpha=-u, out=self.factor)
+
+
+def _nonlinear_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
+    """J = 2T²/(π(1+T²)) Σ w(1−u) (1−Tτ)/(1+τ²)² exp(…), as ρ − r = 2(T−τ)(1−Tτ)/((1+T²)(1+τ²))."""
+    at = _geometry(h, k, rho, scratch)
+    nodes = _Nodes(at, scratch)
     for u, weight, v in rule.nodes:
-        tau, spread, height = _node(at, u, v)
-        factor = torch.addcmul(one, at.extent, tau, value=-1).div_(spread).div_(spread)
-        total.addcmul_(factor, height, value=weight * v)
-    square = at.extent * at.extent
-    return total.mul_(square.mul(2 / math.pi).div_(1 + square))
+        height, spread = nodes.height(u, v), nodes.spread(u)
+        nodes.total.addcmul_(nodes.shortfall(u).div_(spread).div_(spread), height, value=weight * v)
+    scale = torch.div(at.square, nodes.spread(1.0), out=nodes.factor)
+    return nodes.total.mul_(scale.mul_(2 / math.pi))
 
 
-def _excess_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
+def _excess_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
+    """D = ±T/π Σ w/(1+τ²) exp(…), or from Owen's T where no rule would do."""
     if rule.limit == 1.0:
-        return _excess_by_owen(h, k, rho)
-    at = _geometry(h, k, rho)
-    total = torch.zeros_like(at.half_sum)
+        return excess_by_owen(h, k, rho)
+    at = _geometry(h, k, rho, scratch)
+    nodes = _Nodes(at, scratch)
     for u, weight, v in rule.nodes:
-        _, spread, height = _node(at, u, v)
-        total.addcdiv_(height, spread, value=weight)
-    return total.mul_(torch.copysign(at.extent, rho).mul_(1 / math.pi))
+        nodes.total.addcdiv_(nodes.height(u, v), nodes.spread(u), value=weight)
+    return nodes.total.mul_(torch.copysign(at.extent, rho).mul_(1 / math.pi))
 
 
-class Residuals(NamedTuple):
-    """One unit given that the other is exactly 0: its mean (`first`: h − ρk, `second`: k − ρh) and deviation `root`."""
-
-    root: Tensor
-    first: Tensor
-    second: Tensor
-
-    def heights(self) -> tuple[Tensor, Tensor]:
-        """(h − ρk)/q and (k − ρh)/q, infinite at ρ = ±1 unless the numerator is 0, when the quotient counts as 0."""
-        zero = torch.zeros((), dtype=self.root.dtype, device=self.root.device)
-        first = torch.where(self.first == 0, zero, self.first / self.root)
-        second = torch.where(self.second == 0, zero, self.second / self.root)
-        return first, second
+Evaluation = Callable[[Rule, Tensor, Tensor, Tensor, Scratch], Tensor]
 
 
-def residuals(h: Tensor, k: Tensor, rho: Tensor) -> Residuals:
-    """q = √(1−ρ²), h − ρk and k − ρh, the latter as (h∓k) ± (1−|ρ|)k so that nothing cancels near ρ = ±1."""
-    size = rho.abs()
-    gap = 1 - size
-    flip = torch.where(rho < 0, -1.0, 1.0).to(rho.dtype)
-    return Residuals(
-        root=torch.sqrt(gap * (1 + size)),
-        first=(h - flip * k) + flip * gap * k,
-        second=(k - flip * h) + flip * gap * h,
-    )
-
-
-def _excess_by_owen(h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
-    """P = Φ(h)/2 + Φ(k)/2 − T(h, (k−ρh)/hq) − T(k, (h−ρk)/kq) − [h and k on different sides]/2, minus Φ(h)Φ(k)."""
-    h, k, rho = torch.broadcast_tensors(h, k, rho)
-    origin = (h == 0) & (k == 0)
-    h = torch.where(origin, 1e-30, h)
-    k = torch.where(origin, 1e-30, k)
-    first, second = residuals(h, k, rho).heights()
-    below_h, below_k = distribution(h), distribution(k)
-    opposite = 0.5 * ((h < 0) != (k < 0)).to(h.dtype)
-    probability = 0.5 * (below_h + below_k) - owen_t(h, second) - owen_t(k, first) - opposite
-    return probability - below_h * below_k
-
-
-def _cheapest_base(rules: tuple[Rule, ...], size: Tensor) -> int:
-    """Which rule to use for the whole block, given that the pairs beyond its limit are then done one by one."""
+def _by_correlation(evaluate: Evaluation, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
+    """Evaluate a block with the rule that suits most of it, then pick out the pairs that need a better one."""
+    size = torch.abs(rho, out=scratch.take("size", rho.shape))
     largest = float(size.max())
-    last = next(i for i, rule in enumerate(rules) if largest <= rule.limit)
-    if last == 0:
-        return 0
-    beyond = [int((size > rule.limit).sum()) for rule in rules[:last]] + [0]
-    costs = []
-    for base in range(last + 1):
-        exceptions = [(beyond[i - 1] - beyond[i]) * (rules[i].cost + GATHER_COST) for i in range(base + 1, last + 1)]
-        costs.append(size.numel() * rules[base].cost + sum(exceptions))
-    return costs.index(min(costs))
-
-
-def _by_correlation(evaluate: Callable[..., Tensor], h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
-    """Evaluate a block with the cheapest rule for most of it, then its more correlated pairs with theirs."""
     rules = RULES[rho.dtype]
-    size = rho.abs()
+    rules = rules[: next(i for i, rule in enumerate(rules) if largest <= rule.limit) + 1]
     base = _cheapest_base(rules, size)
-    result = evaluate(rules[base], h, k, rho)
-    for lower, rule in zip(rules[base:], rules[base + 1 :], strict=False):
-        chosen = (size > lower.limit) & (size <= rule.limit)
-        if not bool(chosen.any()):
-            continue
-        chosen = chosen.expand(result.shape)
-        picked = (x.expand(result.shape)[chosen] for x in (h, k, rho))
-        result[chosen] = evaluate(rule, *picked)
+    if base == rules[-1]:
+        return evaluate(base, h, k, rho, scratch)
+    where = (size > base.limit).expand(common_shape(h, k, rho)).nonzero(as_tuple=True)
+    result = evaluate(base, h, k, rho, scratch)
+    picked = (x.expand(result.shape)[where] for x in (h, k, rho))
+    result[where] = evaluate(rules[-1], *picked, Scratch.like(rho))
     return result
 
 
-def nonlinear_part(h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
-    """J(h,k;ρ) = Cov(relu z₁, relu z₂) − ρΦ(h)Φ(k) for unit variances; positive, even in ρ with k, O(ρ²).
-
-    Shapes broadcast; |ρ| ≤ 1 is required and not checked. Not differentiable by autograd.
-    """
-    return _by_correlation(_nonlinear_sum, h, k, rho)
-
-
-def orthant_excess(h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
-    """D(h,k;ρ) = P(z₁>0, z₂>0) − Φ(h)Φ(k) = ∂J/∂ρ, of the sign of ρ. Same conventions."""
-    return _by_correlation(_excess_sum, h, k, rho)
+def _cheapest_base(rules: tuple[Rule, ...], size: Tensor) -> Rule:
+    """Which rule to use for the whole block, given that the pairs beyond its limit then get the last one."""
+    if len(rules) == 1:
+        return rules[0]
+    survey = size.flatten()[:: max(1, size.numel() // SURVEY)].contiguous()
+    limits = torch.tensor([rule.limit for rule in rules[:-1]], dtype=size.dtype, device=size.device)
+    counts = torch.bucketize(survey, limits).bincount(minlength=len(rules)).tolist()
+    exception = rules[-1].cost + GATHER_COST
+    costs = [len(survey) * rule.cost + exception * sum(counts[i + 1 :]) for i, rule in enumerate(rules)]
+    return rules[costs.index(min(costs))]

@@ -85,18 +85,24 @@ def chunks(relevant: Tensor, images: int, elements: int, shared: bool) -> Iterat
 
 
 def triangle(units: int, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Tiles (rows, columns) that cover every pair row > column, at most `elements` pairs each where possible."""
+    """Tiles (rows, columns) that cover every pair row > column, at most `elements` pairs each where possible.
+
+    The largest come first, so that scratch memory is taken once.
+    """
     width = min(units, WIDEST_TILE)
-    height = max(1, min(elements // width, max(16, -(-units // 8))))
-    for top in range(0, units, height):
+    height = max(1, min(elements // width, max(128, -(-units // 6))))
+    for top in reversed(range(0, units, height)):
         bottom = min(top + height, units)
         for left in range(0, bottom, width):
             yield slice(top, bottom), slice(left, min(left + width, bottom))
 
 
 def strictly_lower(tile: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Zero, in place, what is on or above the diagonal of the whole matrix."""
-    return tile.tril_(rows.start - columns.start - 1) if columns.stop > rows.start else tile
+    """The tile with zeros on and above the diagonal of the whole matrix (a copy only if it gets that far).
+
+    Applied to covariances: an uncorrelated pair has no nonlinear part, so what is masked contributes nothing.
+    """
+    return tile.tril(rows.start - columns.start - 1) if columns.stop > rows.start else tile
 
 
 def tile_elements(memory_budget: int, dtype: torch.dtype) -> int:
