@@ -76,4 +76,6 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
     """Product of (..., i, j) and (..., j), with broadcast batch dimensions."""
+    if matrix.dim() == 2 and vector.dim() > 1:
+        return matmul(vector, matrix.mT)
     return matmul(matrix, vector.unsqueeze(-1)).squeeze(-1)

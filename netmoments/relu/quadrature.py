@@ -48,6 +48,11 @@ def orthant_excess(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = 
     return _by_correlation(_excess_sum, h, k, rho, scratch or Scratch.like(rho))
 
 
+def nonlinear_part_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
+    """J with one rule for every pair, whatever its correlation: to study rules."""
+    return _nonlinear_sum(rule, h, k, rho, Scratch.like(rho))
+
+
 class _Geometry(NamedTuple):
     """What all nodes of a block share, with P = ((h±k)/2)² and M = ((h∓k)/2)², upper signs for ρ ≥ 0."""
 

@@ -1,0 +1,5 @@
+"""`python -m netmoments`."""
+
+from netmoments.cli import main
+
+main()

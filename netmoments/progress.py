@@ -1,0 +1,58 @@
+"""Progress of long work on a terminal: silent for the first second, and wherever nobody is watching."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+PATIENCE = 1.0
+
+
+class Progress:
+    """`with Progress("sampling", total) as progress: ... progress.advance(n)`.
+
+    Draws a bar on stderr once a second has passed, if stderr is a terminal and rich is installed.
+    """
+
+    def __init__(self, description: str, total: int) -> None:
+        self._description = description
+        self._total = total
+        self._done = 0
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        self._start = time.monotonic()
+        self._watched = sys.stderr.isatty()
+        return self
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        if self._bar is None and self._watched and time.monotonic() - self._start > PATIENCE:
+            self._open()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done)
+
+    def _open(self) -> None:
+        try:
+            from rich import progress
+            from rich.console import Console
+        except ImportError:
+            self._watched = False
+            return
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task(self._description, total=self._total)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,194 @@
+"""Monte Carlo: the reference every analytic result is checked against, with a standard error for each number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from netmoments.checks import describe, require_float_tensors
+from netmoments.gaussian import Gaussian
+from netmoments.precision import full_precision
+from netmoments.progress import Progress
+
+CALLER = "monte_carlo"
+DEFAULT_BATCH_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class SampledMoments:
+    """Moments estimated from samples, in float64. Shapes: (*batch, *output), covariances (*batch, D, D)."""
+
+    mean: Tensor
+    variance: Tensor
+    covariance: Tensor
+    mean_standard_error: Tensor
+    variance_standard_error: Tensor
+    covariance_standard_error: Tensor
+    samples: int
+    method: str = "sampling"
+
+
+class MomentSums:
+    """Sums of the powers of a random vector that its covariance and that covariance's own error need.
+
+    About a shift x̄ near the mean, with δ = y − x̄: Σδᵢ, Σδᵢδⱼ, Σδᵢ²δⱼ and Σδᵢ²δⱼ², in float64. They are sums, so
+    parts of a run add up exactly however it was cut; `about` moves them to another shift, and to the mean itself.
+    All have leading batch dimensions.
+    """
+
+    def __init__(self, shift: Tensor) -> None:
+        outputs = shift.shape[-1]
+        self.count = 0
+        self.shift = shift
+        self.first = torch.zeros_like(shift)
+        self.second, self.third, self.fourth = (shift.new_zeros(*shift.shape, outputs) for _ in range(3))
+
+    def add(self, values: Tensor) -> None:
+        """Count in `values`, (samples, *batch, D)."""
+        delta = (values.double() - self.shift).movedim(0, -2)
+        square = delta * delta
+        self.count += values.shape[0]
+        self.first += delta.sum(-2)
+        self.second += delta.mT @ delta
+        self.third += square.mT @ delta
+        self.fourth += square.mT @ square
+
+    def about(self, shift: Tensor) -> MomentSums:
+        """The same sums about another point: δ' = δ − a, expanded."""
+        a = shift - self.shift
+        row, column = a.unsqueeze(-1), a.unsqueeze(-2)
+        first_row, first_column = self.first.unsqueeze(-1), self.first.unsqueeze(-2)
+        n = self.count
+        squares = self.second.diagonal(dim1=-2, dim2=-1)
+        square_row, square_column = squares.unsqueeze(-1), squares.unsqueeze(-2)
+        moved = MomentSums(shift)
+        moved.count = n
+        moved.first = self.first - n * a
+        moved.second = self.second - row * first_column - first_row * column + n * row * column
+        moved.third = (
+            self.third
+            - 2 * row * self.second
+            + row**2 * first_column
+            - column * (square_row - 2 * row * first_row + n * row**2)
+        )
+        moved.fourth = (
+            self.fourth
+            - 2 * column * self.third
+            - 2 * row * self.third.mT
+            + 4 * row * column * self.second
+            + column**2 * square_row
+            + row**2 * square_column
+            - 2 * row * column**2 * first_row
+            - 2 * column * row**2 * first_column
+            + n * row**2 * column**2
+        )
+        return moved
+
+    def merged(self, other: MomentSums) -> MomentSums:
+        """The sums of both runs together."""
+        moved = other.about(self.shift)
+        total = MomentSums(self.shift)
+        total.count = self.count + other.count
+        for name in ("first", "second", "third", "fourth"):
+            setattr(total, name, getattr(self, name) + getattr(moved, name))
+        return total
+
+    def moments(self, output_shape: torch.Size) -> SampledMoments:
+        """Unbiased estimates and their standard errors.
+
+        Var(sᵢⱼ) = m₂₂/n − (n−2)/(n(n−1)) cᵢⱼ² + cᵢᵢcⱼⱼ/(n(n−1)) with m₂₂ = E[δᵢ²δⱼ²] about the mean.
+        """
+        n = self.count
+        central = self.about(self.shift + self.first / n)
+        covariance = central.second / (n - 1)
+        covariance = 0.5 * (covariance + covariance.mT)
+        variance = covariance.diagonal(dim1=-2, dim2=-1)
+        product = variance.unsqueeze(-1) * variance.unsqueeze(-2)
+        spread = central.fourth / n - (n - 2) / (n - 1) * covariance**2 + product / (n - 1)
+        covariance_error = (spread / n).clamp(min=0).sqrt()
+        shape = (*self.shift.shape[:-1], *output_shape)
+        return SampledMoments(
+            mean=central.shift.reshape(shape),
+            variance=variance.reshape(shape),
+            covariance=covariance,
+            mean_standard_error=(variance / n).sqrt().reshape(shape),
+            variance_standard_error=covariance_error.diagonal(dim1=-2, dim2=-1).reshape(shape),
+            covariance_standard_error=covariance_error,
+            samples=n,
+        )
+
+
+@torch.no_grad()
+def monte_carlo(
+    function: Callable[[Tensor], Tensor],
+    noise: Gaussian,
+    samples: int = 10_000,
+    *,
+    seed: int = 0,
+    batch: int | None = None,
+) -> SampledMoments:
+    """Mean, variance and covariance of function(x) for x ~ noise, each with its standard error, from samples.
+
+    Args:
+        function: takes inputs (N, *event) and returns (N, ...), one row an input: a network, or any callable.
+        noise: the input distribution; with batch dimensions, moments are taken for each of its entries.
+        samples: how many for each entry; at least 2.
+        seed: same seed, same batch, same device: same result.
+        batch: how many samples (of every entry) go through at once, by default as many as make 64 MiB of inputs.
+
+    Sums are in float64, streamed, so memory does not grow with `samples`. TF32 is off. A run of more than a second
+    shows its progress if the terminal is one.
+    """
+    _require_count("samples", samples, least=2)
+    if not isinstance(noise, Gaussian):
+        raise TypeError(f"{CALLER}: noise must be a netmoments.Gaussian, got {describe(noise)}")
+    if batch is None:
+        bytes_each = noise.batch_shape.numel() * noise.size * noise.dtype.itemsize
+        batch = max(1, min(samples, DEFAULT_BATCH_BYTES // bytes_each))
+    _require_count("batch", batch, least=1)
+    generator = torch.Generator(noise.device).manual_seed(seed)
+    sums, output_shape = None, torch.Size()
+    with full_precision(), Progress("sampling", samples) as progress:
+        for start in range(0, samples, batch):
+            x = noise.sample(min(batch, samples - start), generator=generator)
+            values = _evaluate(function, x, noise)
+            output_shape = values.shape[1 + len(noise.batch_shape) :]
+            flat = values.reshape(*values.shape[: 1 + len(noise.batch_shape)], -1)
+            if sums is None:
+                sums = MomentSums(flat.double().mean(0))
+            sums.add(flat)
+            progress.advance(len(x))
+    assert sums is not None
+    return sums.moments(output_shape)
+
+
+def relative_difference(x: Tensor, y: Tensor) -> Tensor:
+    """2|x − y| / (|x| + |y|), the paper's absolute relative difference: 0 for equal values (0 and 0 too), at most 2."""
+    x, y = (v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in (x, y))
+    x, y = require_float_tensors("relative_difference", x=x, y=y)
+    scale = x.abs() + y.abs()
+    return torch.where(scale > 0, 2 * (x - y).abs() / torch.where(scale > 0, scale, 1.0), 0.0)
+
+
+def _evaluate(function: Callable[[Tensor], Tensor], x: Tensor, noise: Gaussian) -> Tensor:
+    """function applied to (samples, *batch, *event) as one flat batch of inputs."""
+    inputs = x.reshape(-1, *noise.event_shape)
+    values = function(inputs)
+    if not isinstance(values, Tensor) or values.dim() < 1 or values.shape[0] != inputs.shape[0]:
+        raise ValueError(
+            f"{CALLER}: function must return a tensor with one row for each of the {inputs.shape[0]} inputs of shape "
+            f"{tuple(noise.event_shape)}, got {describe(values)}"
+        )
+    if not values.is_floating_point():
+        raise TypeError(f"{CALLER}: function must return floating-point values, got {describe(values)}")
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"{CALLER}: function returned NaN or infinite values")
+    return values.reshape(*x.shape[: x.dim() - noise.event_ndim], *values.shape[1:])
+
+
+def _require_count(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{CALLER}: {name} must be an integer of at least {least}, got {value!r}")
