@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from netmoments.checks import describe, require_broadcastable, require_float_tensors
+from netmoments.checks import describe, require_broadcastable, require_finite, require_float_tensors
 from netmoments.gaussian import Gaussian
 from netmoments.gaussian.gaussian import require_matrix_for
 from netmoments.normal import standard_deviation
 from netmoments.precision import matmul, matvec
 from netmoments.relu.covariance import flatten_batch
-from netmoments.relu.marginal import open_probability, relu_mean
 from netmoments.relu.form import nonlinear_form
+from netmoments.relu.marginal import open_probability, relu_mean
 from netmoments.relu.tiling import memory_budget_for
 
 CALLER = "AffineReluAffine"
@@ -27,7 +27,8 @@ class AffineReluAffine:
 
     Leading dimensions make a batch of networks (one for each image, say) and broadcast with those of the noise;
     without them the network is shared. All moments are exact to rounding and differentiable in A, B, c₁, c₂ and in
-    the noise's mean and covariance. An input with an event shape (C, H, W) is flattened.
+    the noise's mean and covariance. An input with an event shape (C, H, W) is flattened. Shapes, dtypes, devices and
+    finite values are checked when it is built.
 
     >>> network = AffineReluAffine(torch.eye(2), torch.zeros(2), torch.ones(1, 2), torch.zeros(1))
     >>> network.mean(Gaussian(torch.zeros(2), std=1.0))
@@ -56,6 +57,8 @@ class AffineReluAffine:
                 f"{CALLER}: c2 must have shape (..., {B.shape[-2]}), one for each row of B, got {describe(c2)}"
             )
         self._batch(())
+        for name, value in (("A", A), ("c1", c1), ("B", B), ("c2", c2)):
+            require_finite(CALLER, name, value)
 
     def _batch(self, other: tuple[int, ...]) -> torch.Size:
         return require_broadcastable(
@@ -113,9 +116,12 @@ class AffineReluAffine:
         slopes = matmul(self.B * gate.unsqueeze(-2), self.A)
         left, right = noise.covariance.factors(self.A)
         batch = self._batch(noise.batch_shape)
-        flat = [
-            flatten_batch(x, batch, kept)
-            for x, kept in ((mean, 1), (variance, 1), (left, 2), (right, 2), (self.B, 2))
-        ]
-        nonlinear = nonlinear_form(*flat, memory_budget_for(mean.device, memory_budget))
+        nonlinear = nonlinear_form(
+            flatten_batch(mean, batch, kept=1),
+            flatten_batch(variance, batch, kept=1),
+            flatten_batch(left, batch, kept=2),
+            flatten_batch(right, batch, kept=2),
+            flatten_batch(self.B, batch, kept=2),
+            memory_budget_for(mean.device, memory_budget),
+        )
         return slopes, nonlinear.reshape(*batch, *nonlinear.shape[1:])

@@ -20,7 +20,9 @@ def describe(value: Any) -> str:
 def require_float_tensor(caller: str, name: str, value: Any) -> Tensor:
     """`value` if it is a float32 or float64 tensor, else a TypeError naming the argument."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{caller}: {name} must be a torch tensor, got {describe(value)}; wrap it in torch.as_tensor(...)")
+        raise TypeError(
+            f"{caller}: {name} must be a torch tensor, got {describe(value)}; wrap it in torch.as_tensor(...)"
+        )
     if value.dtype not in SUPPORTED_DTYPES:
         raise TypeError(
             f"{caller}: {name} must be float32 or float64, got {describe(value)}; convert it with .float() or .double()"
@@ -53,6 +55,14 @@ def require_broadcastable(caller: str, **shapes: tuple[int, ...]) -> torch.Size:
     except RuntimeError:
         listed = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ValueError(f"{caller}: shapes must broadcast, got {listed}") from None
+
+
+def require_finite(caller: str, name: str, value: Tensor) -> None:
+    """No NaN, no infinity, else a ValueError that counts them."""
+    finite = torch.isfinite(value)
+    if not values_hold(finite):
+        bad = int((~finite).sum())
+        raise ValueError(f"{caller}: {name} must be finite, got {bad} NaN or infinite values in {describe(value)}")
 
 
 def values_hold(condition: Tensor) -> bool:

@@ -19,12 +19,9 @@ def full_precision() -> Iterator[None]:
 
     cuDNN convolutions use TF32 by default; its 10-bit mantissa is noise far above sigma = 0.001.
     """
-    backends = (
-        torch.backends.cuda.matmul,
-        torch.backends.cudnn.conv,
-        torch.backends.mkldnn.matmul,
-        torch.backends.mkldnn.conv,
-    )
+    cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
+    backends = (torch.backends.cuda.matmul, cudnn.conv, mkldnn.matmul, mkldnn.conv)
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:

@@ -39,7 +39,9 @@ class EngineRun:
     sampling_seconds: float
 
 
-def random_network(inputs: int, units: int, outputs: int, seed: int, dtype: torch.dtype = torch.float64) -> AffineReluAffine:
+def random_network(
+    inputs: int, units: int, outputs: int, seed: int, dtype: torch.dtype = torch.float64
+) -> AffineReluAffine:
     """Independent normal weights, scaled so that pre-activations and outputs have variance about 1."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -66,6 +68,7 @@ def draw(result: EngineRun) -> Table:
     config, sampled = result.config, result.sampled
     table = Table(
         box=box.SIMPLE_HEAD,
+        pad_edge=False,
         title=f"A random network of {config.inputs} inputs, {config.units} ReLUs and {config.outputs} outputs "
         f"under noise of std {config.std}",
         caption=f"off: difference in standard errors (s.e.) of the sampling.  Time: exact "

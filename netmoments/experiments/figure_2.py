@@ -84,6 +84,7 @@ def draw(result: Figure2) -> Table:
     """The comparison as a table for the terminal."""
     table = Table(
         box=box.SIMPLE_HEAD,
+        pad_edge=False,
         title=f"The paper's series (Lemma 4) against the exact kernel, its Figure 2, {result.points:,} points",
     )
     table.add_column("method")

@@ -196,7 +196,9 @@ class LowRank(Covariance):
         weights = _standard_normal((*shape, self.factor.shape[-1]), self.factor, generator)
         sample = _combine(self.factor, weights)
         if self._has_diagonal:
-            sample = sample + _standard_normal((*shape, self.size), self.factor, generator) * self._diagonal_tensor().sqrt()
+            sample = (
+                sample + _standard_normal((*shape, self.size), self.factor, generator) * self._diagonal_tensor().sqrt()
+            )
         return sample
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from netmoments.checks import describe, require_broadcastable, require_float_tensor
+from netmoments.checks import describe, require_broadcastable, require_finite, require_float_tensor
 from netmoments.gaussian.covariance import Covariance
 from netmoments.gaussian.reading import read_covariance, read_std
-from netmoments.gaussian.validation import require_covariance_values, require_finite
+from netmoments.gaussian.validation import require_covariance_values
 from netmoments.precision import matvec
 
 
@@ -55,7 +55,7 @@ class Gaussian:
             raise ValueError(
                 f"Gaussian: give either covariance= (variances) or std= (standard deviations), got {given}"
             )
-        require_finite("mean", mean)
+        require_finite("Gaussian", "mean", mean)
         structure = (
             read_std(std, mean, event_ndim) if covariance is None else read_covariance(covariance, mean, event_ndim)
         )
@@ -159,11 +159,13 @@ def require_matrix_for(noise: Gaussian, caller: str, name: str, matrix: Any) -> 
         )
     if matrix.dtype != noise.dtype:
         raise TypeError(
-            f"{caller}: {name} is {matrix.dtype} but the noise is {noise.dtype}; convert one, e.g. noise.to({matrix.dtype})"
+            f"{caller}: {name} is {matrix.dtype} but the noise is {noise.dtype}; "
+            f"convert one, e.g. noise.to({matrix.dtype})"
         )
     if matrix.device != noise.device:
         raise ValueError(
-            f"{caller}: {name} is on {matrix.device} but the noise on {noise.device}; move one, e.g. noise.to({str(matrix.device)!r})"
+            f"{caller}: {name} is on {matrix.device} but the noise on {noise.device}; "
+            f"move one, e.g. noise.to({str(matrix.device)!r})"
         )
     require_broadcastable(caller, **{name: matrix.shape[:-2], "noise": noise.batch_shape})
     return matrix

@@ -39,8 +39,9 @@ def read_covariance(value: Any, mean: Tensor, event_ndim: int) -> Covariance:
             f"of shape {tuple(mean.shape)}; say which with nm.Diagonal(...) or nm.Dense(...)"
         )
     raise ValueError(
-        f"{CALLER}: covariance must be a number, variances of shape {_either(event, batch)}, or a dense matrix of shape "
-        f"{_either(torch.Size((size, size)), batch)} for a mean of shape {tuple(mean.shape)}, got {describe(value)}"
+        f"{CALLER}: covariance must be a number, variances of shape {_either(event, batch)}, or a dense matrix of "
+        f"shape {_either(torch.Size((size, size)), batch)} for a mean of shape {tuple(mean.shape)}, "
+        f"got {describe(value)}"
     )
 
 

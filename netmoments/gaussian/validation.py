@@ -5,23 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from netmoments.checks import describe, values_hold
+from netmoments.checks import require_finite, values_hold
 from netmoments.gaussian.covariance import Covariance, Dense, Diagonal, Isotropic, LowRank
 
 CALLER = "Gaussian"
 
 
-def require_finite(name: str, value: Tensor) -> None:
-    """No NaN, no infinity."""
-    finite = torch.isfinite(value)
-    if not values_hold(finite):
-        bad = int((~finite).sum())
-        raise ValueError(f"{CALLER}: {name} must be finite, got {bad} NaN or infinite values in {describe(value)}")
-
-
 def require_non_negative(name: str, value: Tensor) -> None:
     """Finite and ≥ 0."""
-    require_finite(name, value)
+    require_finite(CALLER, name, value)
     if not values_hold(value >= 0):
         raise ValueError(f"{CALLER}: {name} must be ≥ 0 everywhere, got a smallest value of {float(value.min()):g}")
 
@@ -32,10 +24,10 @@ def require_covariance_values(covariance: Covariance) -> None:
         case Isotropic(variance=variance) | Diagonal(variance=variance):
             require_non_negative("variance", variance)
         case LowRank(factor=factor, diagonal=diagonal):
-            require_finite("LowRank factor", factor)
+            require_finite(CALLER, "LowRank factor", factor)
             require_non_negative("LowRank diagonal", torch.as_tensor(diagonal))
         case Dense(matrix=matrix):
-            require_finite("covariance", matrix)
+            require_finite(CALLER, "covariance", matrix)
             require_symmetric(matrix)
             require_positive_semidefinite(matrix)
 
@@ -47,8 +39,8 @@ def require_symmetric(matrix: Tensor) -> None:
     tolerance = 8 * matrix.shape[-1] * torch.finfo(matrix.dtype).eps
     if not values_hold(asymmetry <= tolerance * largest):
         raise ValueError(
-            f"{CALLER}: covariance must be symmetric, got |Σ − Σᵀ| up to {float(asymmetry.max()):.3g} where the largest "
-            f"entry is {float(largest.max()):.3g}; pass (S + S.mT) / 2 if the difference is noise"
+            f"{CALLER}: covariance must be symmetric, got |Σ − Σᵀ| up to {float(asymmetry.max()):.3g} where the "
+            f"largest entry is {float(largest.max()):.3g}; pass (S + S.mT) / 2 if the difference is noise"
         )
 
 

@@ -17,7 +17,7 @@ FAR = 26.0
 
 
 def relu_product_zero_mean(covariance: Tensor, std1: Tensor, std2: Tensor) -> Tensor:
-    """Lemma 3: E[max(x₁,0) max(x₂,0)] for zero means. (In its proof a square is missing: σ₁₂²/(σ₁²σ₂²) belongs there.)"""
+    """Lemma 3: E[max(x₁,0) max(x₂,0)] for zero means. (Its proof lacks a square: σ₁₂²/(σ₁²σ₂²) belongs there.)"""
     scale = std1 * std2
     rho = (covariance / scale).clamp(-1, 1)
     return (covariance * torch.asin(rho) + scale * torch.sqrt(1 - rho * rho)) / (2 * math.pi) + covariance / 4

@@ -142,6 +142,10 @@ def _by_correlation(evaluate: Evaluation, h: Tensor, k: Tensor, rho: Tensor, scr
     """Evaluate a block with the rule that suits most of it, then pick out the pairs that need a better one."""
     size = torch.abs(rho, out=scratch.take("size", rho.shape))
     largest = float(size.max())
+    if not largest <= 1:
+        raise ValueError(
+            f"correlations must be within [−1, 1], got {largest}: a mean or covariance holds NaN or infinity"
+        )
     rules = RULES[rho.dtype]
     rules = rules[: next(i for i, rule in enumerate(rules) if largest <= rule.limit) + 1]
     base = _cheapest_base(rules, size)
@@ -149,8 +153,8 @@ def _by_correlation(evaluate: Evaluation, h: Tensor, k: Tensor, rho: Tensor, scr
         return evaluate(base, h, k, rho, scratch)
     where = (size > base.limit).expand(common_shape(h, k, rho)).nonzero(as_tuple=True)
     result = evaluate(base, h, k, rho, scratch)
-    picked = (x.expand(result.shape)[where] for x in (h, k, rho))
-    result[where] = evaluate(rules[-1], *picked, Scratch.like(rho))
+    picked_h, picked_k, picked_rho = (x.expand(result.shape)[where] for x in (h, k, rho))
+    result[where] = evaluate(rules[-1], picked_h, picked_k, picked_rho, Scratch.like(rho))
     return result
 
 

@@ -59,6 +59,9 @@ class Chunk:
 
 
 def units_of(mean: Tensor, variance: Tensor) -> Units:
+    """The units with these means and variances; NaN among them is an error here, before it spreads."""
+    if bool(torch.isnan(mean).any()) or bool(torch.isnan(variance).any()):
+        raise ValueError("the mean or the diagonal of the covariance of a ReLU layer holds NaN")
     std = standard_deviation(variance)
     return Units(standardize(mean, std), std)
 

@@ -26,9 +26,7 @@ def vmap_gradient(function: Any, size: int, in_dims: Dims, inputs: tuple[Any, ..
     images share is summed over them afterwards.
     """
     images = _images(in_dims, inputs)
-    folded = [
-        _fold(x, d, size, images) if isinstance(x, Tensor) else x for x, d in zip(inputs, in_dims, strict=True)
-    ]
+    folded = [_fold(x, d, size, images) if isinstance(x, Tensor) else x for x, d in zip(inputs, in_dims, strict=True)]
     outputs = tuple(value.unflatten(0, (size, images)) for value in function.apply(*folded))
     lengths = [_length(x, d) for x, d in zip(inputs, in_dims, strict=True) if isinstance(x, Tensor)][1:]
     reduced = tuple(

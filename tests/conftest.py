@@ -1,0 +1,59 @@
+"""Shared fixtures: reference digits, a generator, and where the development data is."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=60)
+settings.load_profile("seeded")
+
+ROOT = Path(__file__).parent.parent
+
+
+class Reference(NamedTuple):
+    """25-digit values, rounded to long double: covariance and orthant probability of unit-variance pairs."""
+
+    h: Tensor
+    k: Tensor
+    rho: Tensor
+    covariance: np.ndarray
+    orthant: np.ndarray
+
+    @property
+    def mean(self) -> Tensor:
+        return torch.stack([self.h, self.k], -1)
+
+    @property
+    def matrix(self) -> Tensor:
+        one = torch.ones_like(self.rho)
+        return torch.stack([torch.stack([one, self.rho], -1), torch.stack([self.rho, one], -1)], -2)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    folder = os.environ.get("NETMOMENTS_REFERENCE")
+    path = (Path(folder) if folder else ROOT.parent / "shared" / "reference") / "relu_covariance.csv"
+    if not path.exists():
+        pytest.skip(f"no reference values at {path}; set NETMOMENTS_REFERENCE to their folder")
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    places = [
+        torch.tensor([float.fromhex(row[name]) for row in rows], dtype=torch.float64)
+        for name in ("h_hex", "k_hex", "rho_hex")
+    ]
+    digits = [np.array([np.longdouble(row[name]) for row in rows]) for name in ("covariance", "orthant_probability")]
+    return Reference(*places, *digits)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(20261115)
