@@ -81,12 +81,12 @@ def owen_t(height: Tensor, reach: Tensor) -> Tensor:
     """
     a, b = height.abs(), reach.abs()
     inner = torch.maximum(a, b)
-    slope = torch.where(inner > 0, torch.minimum(a, b) / inner, torch.zeros_like(inner))
-    slope = torch.where(torch.isinf(inner), torch.zeros_like(slope), slope)
-    total = torch.zeros_like(slope)
+    slope = torch.minimum(a, b) / torch.clamp(inner, min=torch.finfo(inner.dtype).tiny)
+    square, decay = slope * slope, inner.square().mul_(-0.5)
+    one, total = slope.new_ones(()), torch.zeros_like(slope)
     for node, weight in zip(*gauss_legendre(_OWEN_NODES[slope.dtype]), strict=True):
-        spread = 1 + (slope * node) ** 2
-        total += weight * torch.exp(-0.5 * inner * inner * spread) / spread
+        spread = torch.add(one, square, alpha=node * node)
+        total.addcdiv_(torch.mul(decay, spread).exp_(), spread, value=weight)
     direct = total * slope * (0.5 / math.pi)
     lower_a, lower_b = distribution(-a), distribution(-b)
     swapped = 0.5 * (lower_a + lower_b) - lower_a * lower_b - direct

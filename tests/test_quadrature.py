@@ -12,7 +12,7 @@ from netmoments.normal import distribution
 from netmoments.relu.conditional import excess_by_owen
 from netmoments.relu.quadrature import nonlinear_part, nonlinear_part_by, orthant_excess
 from netmoments.relu.rules import RULES, graded
-from netmoments.relu.scratch import Scratch
+from netmoments.relu.scratch import Scratch, scratch_for
 from tests.closeness import assert_close
 
 mpmath.mp.dps = 30
@@ -79,7 +79,8 @@ def test_orthant_excess_of_nodes_equals_owens():
     """Two unrelated formulas for every ρ: nodes up to 0.99, Owen's T beyond."""
     h, k, rho = hard_points(4000)
     inside = rho.abs() <= 0.99
-    assert_close(orthant_excess(h, k, rho)[inside], excess_by_owen(h, k, rho)[inside], atol=1e-15)
+    by_owen = excess_by_owen(h, k, rho, Scratch(h.dtype, h.device, h.numel()))
+    assert_close(orthant_excess(h, k, rho)[inside], by_owen[inside], atol=1e-15)
 
 
 def test_closed_forms_at_perfect_correlation():
@@ -117,7 +118,11 @@ def test_broadcasting():
 
 
 def test_scratch_gives_back_the_same_memory():
-    scratch = Scratch(torch.float32, torch.device("cpu"))
+    scratch = Scratch(torch.float32, torch.device("cpu"), elements=20)
     first = scratch.take("a", torch.Size((4, 5)))
     assert scratch.take("a", torch.Size((2, 3))).data_ptr() == first.data_ptr()
     assert scratch.take("b", torch.Size((2, 3))).data_ptr() != first.data_ptr()
+    kept = scratch_for(first, elements=1000)
+    assert scratch_for(first, elements=500) is kept
+    assert scratch_for(first.double(), elements=500) is not kept
+    assert scratch_for(first, elements=10**7) is not kept

@@ -10,9 +10,9 @@ from torch.autograd import Function
 
 from netmoments.precision import full_precision
 from netmoments.relu.gradient import UnitGradients, refuse_forward_mode, refuse_second_derivative
-from netmoments.relu.pairs import Units, nonlinear_covariance, nonlinear_variance, tile_gradient
-from netmoments.relu.scratch import Scratch
-from netmoments.relu.tiling import Chunk, active, chunks, strictly_lower, tile_elements, triangle, units_of
+from netmoments.relu.pairs import Tile, Units, nonlinear_covariance, nonlinear_variance, tile_gradient
+from netmoments.relu.scratch import scratch_for
+from netmoments.relu.tiling import Chunk, active, chunks, tile_elements, triangle, units_of
 from netmoments.relu.vmapping import vmap_forward, vmap_gradient
 
 
@@ -36,10 +36,9 @@ class _Layer(NamedTuple):
     columns: Tensor
     """The columns of B, (images or 1, units, d)."""
 
-    def pairs(self, rows: slice, columns: slice) -> tuple[Units, Units, Tensor]:
-        """The row units, the column units and the covariances of their pre-activations, each pair once."""
-        covariance = strictly_lower(self.left[:, rows] @ self.right[:, columns].mT, rows, columns)
-        return self.units.span(rows), self.units.span(columns), covariance
+    def covariance(self, tile: Tile) -> Tensor:
+        """Covariances of the pre-activations of a tile's pairs."""
+        return self.left[:, tile.rows] @ self.right[:, tile.columns].mT
 
 
 def _restrict(chunk: Chunk, units: Units, left: Tensor, right: Tensor, weights: Tensor) -> _Layer:
@@ -49,27 +48,28 @@ def _restrict(chunk: Chunk, units: Units, left: Tensor, right: Tensor, weights: 
 
 def _times_columns(layer: _Layer, images: int, elements: int) -> Tensor:
     """N Bᵀ, (images, units, d)."""
-    scratch = Scratch.like(layer.left)
+    scratch = scratch_for(layer.left, images * elements)
     product = nonlinear_variance(layer.units).unsqueeze(-1) * layer.columns
     product = product.expand(images, *product.shape[1:]).clone()
-    for rows, columns in triangle(product.shape[1], elements):
-        tile = nonlinear_covariance(*layer.pairs(rows, columns), scratch)
-        product[:, rows] += tile @ layer.columns[:, columns]
-        product[:, columns] += tile.mT @ layer.columns[:, rows]
+    for tile in triangle(product.shape[1], elements):
+        value = nonlinear_covariance(layer.units, tile, layer.covariance(tile), scratch)
+        product[:, tile.rows] += value @ layer.columns[:, tile.columns]
+        product[:, tile.columns] += value.mT @ layer.columns[:, tile.rows]
     return product
 
 
 def _source_gradients(layer: _Layer, images: int, upstream: Tensor, elements: int) -> tuple[Tensor, ...]:
     """Gradients in mean, variance, left and right, where the pair (i, j) has the weight upstreamᵢ · bⱼ."""
-    scratch = Scratch.like(layer.left)
+    scratch = scratch_for(layer.left, images * elements)
     by_unit = UnitGradients(images, layer.units)
     by_left, by_right = torch.zeros_like(layer.left), torch.zeros_like(layer.right)
-    for rows, columns in triangle(by_unit.by_mean.shape[1], elements):
-        row_units, column_units, covariance = layer.pairs(rows, columns)
+    for tile in triangle(by_unit.by_mean.shape[1], elements):
+        rows, columns = tile
+        covariance = layer.covariance(tile)
         weight = upstream[:, rows] @ layer.columns[:, columns].mT
-        tile = tile_gradient(row_units, column_units, covariance, weight, scratch)
-        by_unit.add_tile(tile, rows, columns)
-        by_pair = weight.mul_(tile.by_covariance).sum_to_size(covariance.shape)
+        slopes = tile_gradient(layer.units, tile, covariance, weight, scratch)
+        by_unit.add_tile(slopes, tile)
+        by_pair = weight.mul_(slopes.by_covariance).sum_to_size(covariance.shape)
         by_left[:, rows] += by_pair @ layer.right[:, columns]
         by_right[:, columns] += by_pair.mT @ layer.left[:, rows]
     by_unit.add_diagonal(layer.units, 0.5 * (upstream * layer.columns).sum(-1))

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from netmoments.relu.pairs import TileGradient, Units, nonlinear_variance_slopes
+from netmoments.relu.pairs import Tile, TileGradient, Units, nonlinear_variance_slopes
 
 
 class UnitGradients:
@@ -16,12 +16,12 @@ class UnitGradients:
         self.by_mean = units.h.new_zeros(images, units.h.shape[1])
         self.by_variance = units.h.new_zeros(images, units.h.shape[1])
 
-    def add_tile(self, tile: TileGradient, rows: slice, columns: slice) -> None:
+    def add_tile(self, slopes: TileGradient, tile: Tile) -> None:
         """A tile of pairs."""
-        self.by_mean[:, rows] += tile.by_row_mean
-        self.by_mean[:, columns] += tile.by_column_mean
-        self.by_variance[:, rows] += tile.by_row_variance
-        self.by_variance[:, columns] += tile.by_column_variance
+        self.by_mean[:, tile.rows] += slopes.by_row_mean
+        self.by_mean[:, tile.columns] += slopes.by_column_mean
+        self.by_variance[:, tile.rows] += slopes.by_row_variance
+        self.by_variance[:, tile.columns] += slopes.by_column_variance
 
     def add_diagonal(self, units: Units, weight: Tensor) -> None:
         """The units' own nonlinear variances."""

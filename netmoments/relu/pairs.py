@@ -39,23 +39,46 @@ class Units(NamedTuple):
         return Units(self.h[:, index], self.s[:, index])
 
 
+class Tile(NamedTuple):
+    """A block of pairs: some rows of the matrix of all pairs, and some columns."""
+
+    rows: slice
+    columns: slice
+
+    def keep_lower_(self, matrix: Tensor) -> Tensor:
+        """Zero in place what is on or above the diagonal of the whole matrix, so that each pair counts once."""
+        beyond = max(0, self.rows.start - self.columns.start)
+        if self.columns.start + beyond < self.columns.stop:
+            matrix[..., beyond:].tril_(self.rows.start - self.columns.start - beyond - 1)
+        return matrix
+
+
 def saturation(dtype: torch.dtype) -> float:
     """Beyond this |h| a unit is linear or dead to rounding: J ≤ exp(−h²/2)."""
     return 6.0 if dtype == torch.float32 else 8.5
 
 
-def correlation(row: Units, column: Units, covariance: Tensor, scratch: Scratch) -> Tensor:
-    """ρ = c/(s₁s₂), cut to [−1, 1] against rounding."""
-    shape = common_shape(row.s, column.s, covariance)
-    rho = torch.div(covariance, row.s, out=scratch.take("rho", shape))
-    return rho.div_(column.s).clamp_(-1, 1)
+def correlation(units: Units, tile: Tile, covariance: Tensor, scratch: Scratch) -> Tensor:
+    """ρ = c/(s₁s₂) of a tile's pairs, cut to [−1, 1] against rounding, and 0 where the pair is another tile's.
+
+    An uncorrelated pair has no nonlinear part and no derivatives of it: it contributes nothing.
+    """
+    row, column = units.span(tile.rows).rows(), units.span(tile.columns).columns()
+    rho = torch.div(covariance, row.s, out=scratch.take("rho", common_shape(row.s, column.s, covariance)))
+    return tile.keep_lower_(rho.div_(column.s).clamp_(-1, 1))
 
 
-def nonlinear_covariance(row: Units, column: Units, covariance: Tensor, scratch: Scratch) -> Tensor:
-    """s₁s₂J for a tile of pairs. The result lives in the scratch memory."""
-    rho = correlation(row.rows(), column.columns(), covariance, scratch)
-    value = nonlinear_part(row.rows().h, column.columns().h, rho, scratch)
-    return value.mul_(row.rows().s).mul_(column.columns().s)
+def nonlinear_covariance(units: Units, tile: Tile, covariance: Tensor, scratch: Scratch) -> Tensor:
+    """s₁s₂J for a tile of pairs, given their covariances. The result lives in the scratch memory."""
+    row, column = units.span(tile.rows).rows(), units.span(tile.columns).columns()
+    value = nonlinear_part(row.h, column.h, correlation(units, tile, covariance, scratch), scratch)
+    return value.mul_(row.s).mul_(column.s)
+
+
+def excess_probability(units: Units, tile: Tile, covariance: Tensor, scratch: Scratch) -> Tensor:
+    """D = P(z₁>0, z₂>0) − Φ(h)Φ(k) for a tile of pairs. The result lives in the scratch memory."""
+    row, column = units.span(tile.rows).rows(), units.span(tile.columns).columns()
+    return orthant_excess(row.h, column.h, correlation(units, tile, covariance, scratch), scratch)
 
 
 class TileGradient(NamedTuple):
@@ -68,7 +91,7 @@ class TileGradient(NamedTuple):
     by_column_variance: Tensor
 
 
-def tile_gradient(row: Units, column: Units, covariance: Tensor, weight: Tensor, scratch: Scratch) -> TileGradient:
+def tile_gradient(units: Units, tile: Tile, covariance: Tensor, weight: Tensor, scratch: Scratch) -> TileGradient:
     """The closed-form derivatives, with a = (h−ρk)/q, b = (k−ρh)/q, q = √(1−ρ²) and D the orthant excess:
 
     ∂(s₁s₂J)/∂c   = D
@@ -78,18 +101,23 @@ def tile_gradient(row: Units, column: Units, covariance: Tensor, weight: Tensor,
     They are the design's derivatives of the whole covariance less those of cΦ(h)Φ(k). All are finite at ρ = ±1, and
     zero at ρ = 0. What depends on one unit only is taken out of the sums, which are products with vectors.
     """
-    h, k = row.rows().h, column.columns().h
-    rho = correlation(row.rows(), column.columns(), covariance, scratch)
+    row, column = units.span(tile.rows), units.span(tile.columns)
+    h, k = row.h.unsqueeze(-1), column.h.unsqueeze(-2)
+    rho = correlation(units, tile, covariance, scratch)
     excess = orthant_excess(h, k, rho, scratch)
-    given = conditional(h, k, rho)
+    given = conditional(h, k, rho, scratch)
     phi_h, phi_k = density(row.h), density(column.h)
-    square = given.second.square()
-    common = square.add_(h * h).mul_(-0.5).exp_().mul_(given.deviation).mul_(0.5 / math.pi)
-    common = torch.addcmul(common, phi_h.unsqueeze(-1), phi_k.unsqueeze(-2), value=-1, out=common).mul(weight)
-    change_h = given.first.mul_(-math.sqrt(0.5)).erfc_().mul_(0.5).sub_(distribution(h)).mul(weight)
-    change_k = given.second.mul_(-math.sqrt(0.5)).erfc_().mul_(0.5).sub_(distribution(k)).mul(weight)
-    tilted_h, tilted_k = change_h * rho, change_k * rho
-    weighted = excess * weight
+    common = torch.square(given.second, out=scratch.take("common", given.second.shape)).add_(h * h).mul_(-0.5).exp_()
+    common.mul_(given.deviation).mul_(0.5 / math.pi).addcmul_(phi_h.unsqueeze(-1), phi_k.unsqueeze(-2), value=-1)
+    change_h = given.first.mul_(-math.sqrt(0.5)).erfc_().mul_(0.5).sub_(distribution(h))
+    change_k = given.second.mul_(-math.sqrt(0.5)).erfc_().mul_(0.5).sub_(distribution(k))
+    # by now the quadrature's buffers are free again, but for those of rho and of its result
+    change_h = torch.mul(change_h, weight, out=scratch.take("plus", weight.shape))
+    change_k = torch.mul(change_k, weight, out=scratch.take("minus", weight.shape))
+    tilted_h = torch.mul(change_h, rho, out=scratch.take("above", weight.shape))
+    tilted_k = torch.mul(change_k, rho, out=scratch.take("below", weight.shape))
+    weighted = torch.mul(excess, weight, out=scratch.take("height", weight.shape))
+    common = torch.mul(common, weight, out=scratch.take("both", weight.shape))
 
     def over_columns(matrix: Tensor, vector: Tensor) -> Tensor:
         return (matrix @ vector.unsqueeze(-1)).squeeze(-1)

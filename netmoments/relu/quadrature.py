@@ -11,8 +11,8 @@ with φ₂ the bivariate normal density at (h,k). The half-angle substitution r 
 
 no trigonometry and a sum of squares in the exponent, so nothing cancels as ρ → ±1. With T = ρ/(1+√(1−ρ²)) the
 range is τ = Tu, u in [0,1], and Gauss–Legendre in u needs fewer nodes than in r or in the angle asin r, whose
-singularities are closer. Negative ρ is the same integral with k and ρ negated. Beyond |ρ| = 0.99 the nodes of J
-are graded towards u = 1; D, whose integrand has a boundary layer of any width there, comes from Owen's T.
+singularities are closer. Beyond |ρ| = 0.99 the nodes of J are graded towards u = 1; D, whose integrand has a boundary
+layer of any width there, comes from Owen's T.
 """
 
 from __future__ import annotations
@@ -38,26 +38,31 @@ SURVEY = 4096
 def nonlinear_part(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None) -> Tensor:
     """J(h,k;ρ) = Cov(relu z₁, relu z₂) − ρΦ(h)Φ(k) for unit variances: positive, O(ρ²), even under k, ρ → −k, −ρ.
 
-    Shapes broadcast. |ρ| ≤ 1 is required and not checked. The result lives in `scratch` if one is given.
+    The three broadcast and have equally many dimensions. |ρ| > 1 is an error. The result lives in `scratch`, if given.
     """
-    return _by_correlation(_nonlinear_sum, h, k, rho, scratch or Scratch.like(rho))
+    return _by_correlation(_nonlinear_sum, h, k, rho, scratch or _fresh(h, k, rho))
 
 
 def orthant_excess(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None) -> Tensor:
     """D(h,k;ρ) = P(z₁>0, z₂>0) − Φ(h)Φ(k) = ∂J/∂ρ, of the sign of ρ. Conventions as for `nonlinear_part`."""
-    return _by_correlation(_excess_sum, h, k, rho, scratch or Scratch.like(rho))
+    return _by_correlation(_excess_sum, h, k, rho, scratch or _fresh(h, k, rho))
 
 
 def nonlinear_part_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
     """J with one rule for every pair, whatever its correlation: to study rules."""
-    return _nonlinear_sum(rule, h, k, rho, Scratch.like(rho))
+    return _nonlinear_sum(rule, h, k, rho, _fresh(h, k, rho))
+
+
+def _fresh(h: Tensor, k: Tensor, rho: Tensor) -> Scratch:
+    return Scratch(rho.dtype, rho.device, common_shape(h, k, rho).numel())
 
 
 class _Geometry(NamedTuple):
-    """What all nodes of a block share, with P = ((h±k)/2)² and M = ((h∓k)/2)², upper signs for ρ ≥ 0."""
+    """What all nodes of a block share, with P = ((h+k)/2)² and M = ((h−k)/2)²."""
 
-    extent: Tensor  # T
-    rest: Tensor  # 1 − T, to full relative accuracy
+    extent: Tensor  # T, of the sign of ρ
+    below: Tensor  # 1 − T, to full relative accuracy
+    above: Tensor  # 1 + T, likewise
     square: Tensor  # T²
     plus: Tensor  # −P/2
     minus: Tensor  # −M/2
@@ -65,20 +70,26 @@ class _Geometry(NamedTuple):
 
 
 def _geometry(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> _Geometry:
-    pairs = common_shape(h, k, rho)
-    size = torch.abs(rho, out=scratch.take("size", rho.shape))
-    rest = torch.sub(rho.new_ones(()), size, out=scratch.take("rest", rho.shape))
-    root = torch.addcmul(rest, rest, size, out=scratch.take("root", rho.shape)).sqrt_()
-    rest.add_(root)
+    one = rho.new_ones(())
+    below = torch.sub(one, rho, out=scratch.take("below", rho.shape))
+    above = torch.add(one, rho, out=scratch.take("above", rho.shape))
+    root = torch.mul(below, above, out=scratch.take("root", rho.shape)).sqrt_()
+    below.add_(root)
+    above.add_(root)
     root.add_(1)
-    rest.div_(root)
-    extent = size.div_(root)
-    flip = torch.copysign(root.fill_(1), rho, out=root)
-    flipped = torch.mul(flip, k, out=scratch.take("both", pairs))
-    plus = torch.add(h, flipped, out=scratch.take("plus", pairs)).square_().mul_(-0.125)
-    minus = torch.sub(h, flipped, out=scratch.take("minus", pairs)).square_().mul_(-0.125)
-    square = torch.mul(extent, extent, out=scratch.take("square", rho.shape))
-    return _Geometry(extent, rest, square, plus, minus, both=torch.add(plus, minus, out=flipped))
+    extent = torch.div(rho, root, out=scratch.take("extent", rho.shape))
+    pairs = common_shape(h, k, rho)
+    plus = torch.add(h, k, out=scratch.take("plus", pairs)).square_().mul_(-0.125)
+    minus = torch.sub(h, k, out=scratch.take("minus", pairs)).square_().mul_(-0.125)
+    return _Geometry(
+        extent=extent,
+        below=below.div_(root),
+        above=above.div_(root),
+        square=torch.mul(extent, extent, out=root),
+        plus=plus,
+        minus=minus,
+        both=torch.add(plus, minus, out=scratch.take("both", pairs)),
+    )
 
 
 class _Nodes:
@@ -88,19 +99,19 @@ class _Nodes:
         self._at = at
         self._one = at.extent.new_ones(())
         self._ratio = scratch.take("ratio", at.extent.shape)
+        self._factor = scratch.take("factor", at.extent.shape)
         self._height = scratch.take("height", at.both.shape)
-        self.factor = scratch.take("factor", at.extent.shape)
         self.total = scratch.take("total", at.both.shape).zero_()
 
-    def height(self, u: float, v: float) -> Tensor:
+    def height(self, v: float) -> Tensor:
         """exp(−(P + M + Pr + M/r)/2) with r = ((1−τ)/(1+τ))², at the node u = 1 − v.
 
         This is the exponent of the module's docstring, since 1 + τ² is half of (1+τ)² + (1−τ)².
         """
         at, ratio = self._at, self._ratio
-        torch.add(at.rest, at.extent, alpha=v, out=ratio)
-        torch.add(self._one, at.extent, alpha=u, out=self.factor)
-        ratio.div_(self.factor).square_()
+        torch.add(at.below, at.extent, alpha=v, out=ratio)
+        torch.add(at.above, at.extent, alpha=-v, out=self._factor)
+        ratio.div_(self._factor).square_()
         torch.addcmul(at.both, at.plus, ratio, out=self._height)
         return self._height.addcdiv_(at.minus, ratio).exp_()
 
@@ -110,7 +121,7 @@ class _Nodes:
 
     def shortfall(self, u: float) -> Tensor:
         """1 − Tτ."""
-        return torch.add(self._one, self._at.square, alpha=-u, out=self.factor)
+        return torch.add(self._one, self._at.square, alpha=-u, out=self._factor)
 
 
 def _nonlinear_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
@@ -118,21 +129,22 @@ def _nonlinear_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scrat
     at = _geometry(h, k, rho, scratch)
     nodes = _Nodes(at, scratch)
     for u, weight, v in rule.nodes:
-        height, spread = nodes.height(u, v), nodes.spread(u)
-        nodes.total.addcmul_(nodes.shortfall(u).div_(spread).div_(spread), height, value=weight * v)
-    scale = torch.div(at.square, nodes.spread(1.0), out=nodes.factor)
-    return nodes.total.mul_(scale.mul_(2 / math.pi))
+        height = nodes.height(v)
+        nodes.total.addcmul_(nodes.shortfall(u).div_(nodes.spread(u).square_()), height, value=weight * v)
+    scale = at.square.div_(nodes.spread(1.0)).mul_(2 / math.pi)
+    return nodes.total.mul_(scale)
 
 
 def _excess_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
-    """D = ±T/π Σ w/(1+τ²) exp(…), or from Owen's T where no rule would do."""
+    """D = T/π Σ w/(1+τ²) exp(…), or from Owen's T where no rule would do."""
     if rule.limit == 1.0:
-        return excess_by_owen(h, k, rho)
+        return excess_by_owen(h, k, rho, scratch)
     at = _geometry(h, k, rho, scratch)
     nodes = _Nodes(at, scratch)
     for u, weight, v in rule.nodes:
-        nodes.total.addcdiv_(nodes.height(u, v), nodes.spread(u), value=weight)
-    return nodes.total.mul_(torch.copysign(at.extent, rho).mul_(1 / math.pi))
+        height = nodes.height(v)
+        nodes.total.addcdiv_(height, nodes.spread(u), value=weight)
+    return nodes.total.mul_(at.extent.mul_(1 / math.pi))
 
 
 Evaluation = Callable[[Rule, Tensor, Tensor, Tensor, Scratch], Tensor]
@@ -154,7 +166,7 @@ def _by_correlation(evaluate: Evaluation, h: Tensor, k: Tensor, rho: Tensor, scr
     where = (size > base.limit).expand(common_shape(h, k, rho)).nonzero(as_tuple=True)
     result = evaluate(base, h, k, rho, scratch)
     picked_h, picked_k, picked_rho = (x.expand(result.shape)[where] for x in (h, k, rho))
-    result[where] = evaluate(rules[-1], picked_h, picked_k, picked_rho, Scratch.like(rho))
+    result[where] = evaluate(rules[-1], picked_h, picked_k, picked_rho, _fresh(picked_h, picked_k, picked_rho))
     return result
 
 

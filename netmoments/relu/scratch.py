@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
+SLOTS = 20
+"""Buffers of the size of one tile: 13 for the quadrature, 6 more for derivatives, 1 for their weights."""
+
+KEPT_BYTES = 64 * 2**20
+"""Up to this size a CPU thread keeps its scratch memory for the next call: fresh pages cost more than arithmetic."""
+
+_kept = threading.local()
+
 
 class Scratch:
-    """Named buffers of one dtype and device. A buffer's content lasts until the name is asked for again.
+    """Named buffers of one dtype and device, each of up to `elements` elements, in one block of memory.
 
-    Fresh pages cost a CPU more than the arithmetic on them, so the kernels write into these instead of allocating.
+    A buffer's content lasts until its name is asked for again. Only what is used becomes resident.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
-        self._device = device
-        self._buffers: dict[str, Tensor] = {}
-
-    @classmethod
-    def like(cls, tensor: Tensor) -> Scratch:
-        return cls(tensor.dtype, tensor.device)
+    def __init__(self, dtype: torch.dtype, device: torch.device, elements: int) -> None:
+        self.elements = elements
+        self._block = torch.empty(SLOTS, elements, dtype=dtype, device=device)
+        self._slots: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: torch.Size) -> Tensor:
         """An uninitialized tensor of this shape."""
-        size = shape.numel()
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=self._dtype, device=self._device)
-            self._buffers[name] = buffer
-        return buffer[:size].view(shape)
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = self._slots[name] = self._block[len(self._slots)]
+        return slot[: shape.numel()].view(shape)
+
+
+def scratch_for(like: Tensor, elements: int) -> Scratch:
+    """Scratch memory for blocks of up to `elements` pairs; on a CPU the thread's own, kept between calls."""
+    size = SLOTS * elements * like.dtype.itemsize
+    if like.device.type != "cpu" or size > KEPT_BYTES:
+        return Scratch(like.dtype, like.device, elements)
+    kept: dict[torch.dtype, Scratch] = _kept.__dict__.setdefault("by_dtype", {})
+    if like.dtype not in kept or kept[like.dtype].elements < elements:
+        kept[like.dtype] = Scratch(like.dtype, like.device, elements)
+    return kept[like.dtype]
 
 
 def common_shape(*tensors: Tensor) -> torch.Size:

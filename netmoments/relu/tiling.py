@@ -10,17 +10,15 @@ from torch import Tensor
 
 from netmoments.normal import standard_deviation
 from netmoments.relu.marginal import standardize
-from netmoments.relu.pairs import Units, saturation
-
-LIVE_ARRAYS = 16
-"""Temporaries of the size of one tile that are alive at once (forward about 10, backward about 16)."""
+from netmoments.relu.pairs import Tile, Units, saturation
+from netmoments.relu.scratch import SLOTS
 
 WIDEST_TILE = 4096
-DEFAULT_BUDGET = {"cpu": 16 * 2**20, "cuda": 2**30}
+DEFAULT_BUDGET = {"cpu": 24 * 2**20, "cuda": 2**30}
 
 
 def memory_budget_for(device: torch.device, memory_budget: int | None) -> int:
-    """Bytes of scratch memory for tiles: the caller's, or 16 MiB on a CPU (its cache) and 1 GiB on a GPU."""
+    """Bytes of scratch memory for tiles: the caller's, or 24 MiB on a CPU (about its cache) and 1 GiB on a GPU."""
     if memory_budget is None:
         return DEFAULT_BUDGET.get(device.type, DEFAULT_BUDGET["cpu"])
     if isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 2**16:
@@ -87,26 +85,18 @@ def chunks(relevant: Tensor, images: int, elements: int, shared: bool) -> Iterat
             yield Chunk(span, index, every_unit=len(index) == units)
 
 
-def triangle(units: int, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Tiles (rows, columns) that cover every pair row > column, at most `elements` pairs each where possible.
+def triangle(units: int, elements: int) -> Iterator[Tile]:
+    """Tiles that cover every pair row > column, at most `elements` pairs each where possible.
 
     The largest come first, so that scratch memory is taken once.
     """
-    width = min(units, WIDEST_TILE)
-    height = max(1, min(elements // width, max(128, -(-units // 6))))
+    width = min(units, WIDEST_TILE, max(1, elements))
+    height = max(1, min(elements // width, max(128, -(-units // 4))))
     for top in reversed(range(0, units, height)):
         bottom = min(top + height, units)
         for left in range(0, bottom, width):
-            yield slice(top, bottom), slice(left, min(left + width, bottom))
-
-
-def strictly_lower(tile: Tensor, rows: slice, columns: slice) -> Tensor:
-    """The tile with zeros on and above the diagonal of the whole matrix (a copy only if it gets that far).
-
-    Applied to covariances: an uncorrelated pair has no nonlinear part, so what is masked contributes nothing.
-    """
-    return tile.tril(rows.start - columns.start - 1) if columns.stop > rows.start else tile
+            yield Tile(slice(top, bottom), slice(left, min(left + width, bottom)))
 
 
 def tile_elements(memory_budget: int, dtype: torch.dtype) -> int:
-    return max(1, memory_budget // (LIVE_ARRAYS * dtype.itemsize))
+    return max(1, memory_budget // (SLOTS * dtype.itemsize))

@@ -1,0 +1,70 @@
+"""Time as medians in one process, memory as the peak of a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def seconds(work: Callable[[], object], repeats: int = 9, patience: float = 4.0) -> float:
+    """Median time of `work` after two warm-up calls; fewer repeats (at least three) once `patience` is used up."""
+    begun = time.perf_counter()
+    work()
+    work()
+    taken: list[float] = []
+    while len(taken) < repeats and (len(taken) < 3 or time.perf_counter() - begun < patience):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[len(taken) // 2]
+
+
+def resident_mebibytes(field: str) -> float:
+    """A field of /proc/self/status: VmRSS now, VmHWM at its highest."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"no {field} in /proc/self/status; peak memory is measured on Linux only")
+
+
+def extra_mebibytes(work: Callable[[], object]) -> float:
+    """How far `work` raises the resident memory of this process at its highest."""
+    Path("/proc/self/clear_refs").write_text("5")  # forget earlier peaks
+    before = resident_mebibytes("VmRSS")
+    result = work()
+    peak = resident_mebibytes("VmHWM")
+    del result
+    return max(0.0, peak - before)
+
+
+def in_a_process_of_its_own(module: str, *arguments: object) -> Any:
+    """The JSON that `python -m module arguments…` prints last."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    environment = os.environ | {"MALLOC_TRIM_THRESHOLD_": "131072"}  # memory given back counts as given back
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def machine() -> str:
+    """Processor, threads and versions, for the head of a record."""
+    processor = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        processor = names[0] if names else processor
+    return (
+        f"{processor}, {torch.get_num_threads()} threads, Python {platform.python_version()}, torch {torch.__version__}"
+    )
