@@ -90,7 +90,7 @@ class AffineReluAffine:
 
         The part of K that is linear in the noise is pushed through in one product; the rest is summed tile by tile
         over the pairs of units that are neither dead, linear, nor unused by B. `memory_budget` (bytes) bounds the
-        tiles, by default 24 MiB on a CPU and 1 GiB on a GPU.
+        tiles, by default 16 MiB on a CPU and 1 GiB on a GPU.
         """
         slopes, nonlinear = self._linear_and_nonlinear(noise, memory_budget)
         return (noise.covariance.push_diagonal(slopes) + nonlinear.diagonal(dim1=-2, dim2=-1)).clamp(min=0)

@@ -46,7 +46,7 @@ def relu_covariance(mean: Tensor, covariance: Tensor, *, memory_budget: int | No
     Gradients are the closed-form derivatives (∂Cov/∂Sᵢⱼ is the orthant probability), finite at ρ = ±1 and at zero
     variance; the covariance is taken as symmetric, each entry getting the derivative of its own output entry.
     `torch.func.vmap`, `grad` and `jacrev` work; forward mode and second derivatives raise an error.
-    `memory_budget`, in bytes, bounds the scratch memory (not the result), by default 24 MiB on a CPU, 1 GiB on a GPU.
+    `memory_budget`, in bytes, bounds the scratch memory (not the result), by default 16 MiB on a CPU, 1 GiB on a GPU.
 
     Values are not validated here: build a `Gaussian` for that.
     """

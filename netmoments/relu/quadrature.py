@@ -31,6 +31,9 @@ from netmoments.relu.scratch import Scratch, common_shape
 GATHER_COST = 4
 """Picking a single pair out of a block costs about as much as this many nodes."""
 
+FEW = 65536
+"""Up to this many exponentials are done at once: node by node, the calls would cost more than the arithmetic."""
+
 SURVEY = 4096
 """How many pairs of a block are looked at to choose its rule: a matter of speed, every pair gets nodes enough."""
 
@@ -127,12 +130,17 @@ class _Nodes:
 def _nonlinear_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
     """J = 2T²/(π(1+T²)) Σ w(1−u) (1−Tτ)/(1+τ²)² exp(…), as ρ − r = 2(T−τ)(1−Tτ)/((1+T²)(1+τ²))."""
     at = _geometry(h, k, rho, scratch)
-    nodes = _Nodes(at, scratch)
-    for u, weight, v in rule.nodes:
-        height = nodes.height(v)
-        nodes.total.addcmul_(nodes.shortfall(u).div_(nodes.spread(u).square_()), height, value=weight * v)
-    scale = at.square.div_(nodes.spread(1.0)).mul_(2 / math.pi)
-    return nodes.total.mul_(scale)
+    if rule.cost * at.both.numel() <= FEW:
+        every = _all_nodes(rule, at)
+        short = every.heights * (every.weight * every.v) * (1 - at.square * every.u)
+        total = short.div_(every.spread.square_()).sum(0)
+    else:
+        nodes = _Nodes(at, scratch)
+        total = nodes.total
+        for u, weight, v in rule.nodes:
+            height = nodes.height(v)
+            total.addcmul_(nodes.shortfall(u).div_(nodes.spread(u).square_()), height, value=weight * v)
+    return total.mul_((at.square / (1 + at.square)).mul_(2 / math.pi))
 
 
 def _excess_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
@@ -140,11 +148,34 @@ def _excess_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch)
     if rule.limit == 1.0:
         return excess_by_owen(h, k, rho, scratch)
     at = _geometry(h, k, rho, scratch)
-    nodes = _Nodes(at, scratch)
-    for u, weight, v in rule.nodes:
-        height = nodes.height(v)
-        nodes.total.addcdiv_(height, nodes.spread(u), value=weight)
-    return nodes.total.mul_(at.extent.mul_(1 / math.pi))
+    if rule.cost * at.both.numel() <= FEW:
+        every = _all_nodes(rule, at)
+        total = (every.heights * every.weight).div_(every.spread).sum(0)
+    else:
+        nodes = _Nodes(at, scratch)
+        total = nodes.total
+        for u, weight, v in rule.nodes:
+            height = nodes.height(v)
+            total.addcdiv_(height, nodes.spread(u), value=weight)
+    return total.mul_(at.extent.mul_(1 / math.pi))
+
+
+class _AllNodes(NamedTuple):
+    """All nodes of a small block at once, along a new first dimension: what `_Nodes` gives one by one."""
+
+    u: Tensor
+    weight: Tensor
+    v: Tensor
+    heights: Tensor
+    spread: Tensor
+
+
+def _all_nodes(rule: Rule, at: _Geometry) -> _AllNodes:
+    table = torch.tensor(rule.nodes, dtype=at.extent.dtype, device=at.extent.device)
+    u, weight, v = (column.view(-1, *(1,) * at.extent.dim()) for column in table.unbind(1))
+    ratio = torch.addcmul(at.below, at.extent, v).div_(torch.addcmul(at.above, at.extent, v, value=-1)).square_()
+    heights = torch.addcmul(at.both, at.plus, ratio).addcdiv_(at.minus, ratio).exp_()
+    return _AllNodes(u, weight, v, heights, spread=torch.addcmul(heights.new_ones(()), at.square, u * u))
 
 
 Evaluation = Callable[[Rule, Tensor, Tensor, Tensor, Scratch], Tensor]

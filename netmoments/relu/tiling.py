@@ -14,11 +14,11 @@ from netmoments.relu.pairs import Tile, Units, saturation
 from netmoments.relu.scratch import SLOTS
 
 WIDEST_TILE = 4096
-DEFAULT_BUDGET = {"cpu": 24 * 2**20, "cuda": 2**30}
+DEFAULT_BUDGET = {"cpu": 16 * 2**20, "cuda": 2**30}
 
 
 def memory_budget_for(device: torch.device, memory_budget: int | None) -> int:
-    """Bytes of scratch memory for tiles: the caller's, or 24 MiB on a CPU (about its cache) and 1 GiB on a GPU."""
+    """Bytes of scratch memory for tiles: the caller's, or 16 MiB on a CPU (about its cache) and 1 GiB on a GPU."""
     if memory_budget is None:
         return DEFAULT_BUDGET.get(device.type, DEFAULT_BUDGET["cpu"])
     if isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 2**16:
