@@ -1,0 +1,22 @@
+"""Memory stays flat: measured as the peak of a process of its own."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks.measure import in_a_process_of_its_own
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+
+
+def test_variance_of_a_batch():
+    """p = 2000, batch 8, float64: one p×p matrix alone would be 30 MiB an image, the paper's way 1.5 GiB for one."""
+    assert in_a_process_of_its_own("benchmarks.memory", "exact", 2000, 784, 8, "float64") <= 200
+
+
+@pytest.mark.slow
+def test_variance_of_a_wide_layer():
+    """p = 20,000: the p×p matrix would be 3.2 GB."""
+    assert in_a_process_of_its_own("benchmarks.memory", "exact", 20_000, 784, 1, "float64") <= 1024
