@@ -255,6 +255,14 @@ def test_properties(seed, rank, factor):
     assert_close(flipped[0, 1:], (covariance[0] - matrix[0] * gate)[1:], atol=1e-14 * float(scale))
 
 
+def test_orthant_probability_maps_and_refuses_gradients():
+    mean, matrix = random_layer(5, seed=14, batch=(3,))
+    mapped = torch.func.vmap(nm.orthant_probability, in_dims=(0, None))(mean, matrix[0])
+    assert_close(mapped, nm.orthant_probability(mean, matrix[0]), atol=1e-16)
+    with pytest.raises(RuntimeError, match="no derivatives"):
+        nm.orthant_probability(mean.requires_grad_(), matrix).sum().backward()
+
+
 def test_orthant_probability_of_certain_units():
     mean = torch.tensor([1.0, -1.0, 0.0, 0.5], dtype=torch.float64)
     matrix = torch.zeros(4, 4, dtype=torch.float64)

@@ -53,9 +53,7 @@ def relu_covariance(mean: Tensor, covariance: Tensor, *, memory_budget: int | No
     mean, covariance = require_float_tensors("relu_covariance", mean=mean, covariance=covariance)
     batch = _layer_batch("relu_covariance", mean, covariance)
     budget = memory_budget_for(mean.device, memory_budget)
-    variance = covariance.diagonal(dim1=-2, dim2=-1)
-    flat = [flatten_batch(x, batch, kept) for x, kept in ((mean, 1), (variance, 1), (covariance, 2))]
-    return _ReluCovariance.apply(*flat, budget).reshape(*batch, *covariance.shape[-2:])
+    return _ReluCovariance.apply(*_flat_layer(mean, covariance, batch), budget).reshape(*batch, *covariance.shape[-2:])
 
 
 def orthant_probability(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -63,7 +61,7 @@ def orthant_probability(mean: Tensor, covariance: Tensor) -> Tensor:
 
     Φ(hᵢ)Φ(hⱼ) plus the orthant excess; on the diagonal Φ(hᵢ). Absolute error below 1e-14 in float64 for every
     correlation. A unit of zero variance is above 0, below it, or (at mean 0) counts as above with probability 1/2.
-    This is the derivative of `relu_covariance` in the covariance. It has no derivatives of its own.
+    This is the derivative of `relu_covariance` in the covariance. It has no derivatives of its own; `vmap` works.
 
     >>> orthant_probability(torch.zeros(2), torch.eye(2))
     tensor([[0.5000, 0.2500],
@@ -71,16 +69,16 @@ def orthant_probability(mean: Tensor, covariance: Tensor) -> Tensor:
     """
     mean, covariance = require_float_tensors("orthant_probability", mean=mean, covariance=covariance)
     batch = _layer_batch("orthant_probability", mean, covariance)
-    with torch.no_grad():
-        variance = covariance.diagonal(dim1=-2, dim2=-1)
-        units = units_of(flatten_batch(mean, batch, kept=1), flatten_batch(variance, batch, kept=1))
-        pairs = flatten_batch(covariance, batch, kept=2)
-        gate = distribution(units.h)
-        independent = gate.unsqueeze(-1) * gate.unsqueeze(-2)
-        result = independent.expand(batch.numel(), -1, -1).clone()
-        _add_pairs(result, units, pairs, excess_probability, memory_budget_for(mean.device, None))
-        result.diagonal(dim1=1, dim2=2).copy_(gate)
-        return result.clamp_(0, 1).reshape(*batch, *covariance.shape[-2:])
+    flat = _flat_layer(mean, covariance, batch)
+    return _OrthantProbability.apply(*flat, memory_budget_for(mean.device, None)).reshape(
+        *batch, *covariance.shape[-2:]
+    )
+
+
+def _flat_layer(mean: Tensor, covariance: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and covariance with one batch dimension."""
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    return flatten_batch(mean, batch, 1), flatten_batch(variance, batch, 1), flatten_batch(covariance, batch, 2)
 
 
 def flatten_batch(tensor: Tensor, batch: torch.Size, kept: int) -> Tensor:
@@ -116,8 +114,7 @@ class _ReluCovariance(Function):
         images = max(x.shape[0] for x in (mean, variance, covariance))
         units = units_of(mean, variance)
         gate = distribution(units.h)
-        result = (gate.unsqueeze(-1) * gate.unsqueeze(-2)).expand(images, -1, -1)
-        result = result.mul_(covariance) if gate.shape[0] == images else result * covariance
+        result = (gate.unsqueeze(-1) * gate.unsqueeze(-2)).expand(images, -1, -1) * covariance
         _add_pairs(result, units, covariance, nonlinear_covariance, memory_budget)
         result.diagonal(dim1=1, dim2=2).copy_(variance * unit_variance(units.h))
         return result
@@ -159,7 +156,8 @@ class _ReluCovarianceGradient(Function):
                 rows, columns = tile
                 lower, upper = upstream[:, rows, columns], upstream[:, columns, rows].mT
                 weight = torch.add(lower, upper, out=scratch.take("weight", lower.shape))
-                slopes = tile_gradient(here, tile, pairs[:, rows, columns], weight, scratch)
+                with full_precision():
+                    slopes = tile_gradient(here, tile, pairs[:, rows, columns], weight, scratch)
                 by_pair[:, rows, columns].addcmul_(slopes.by_covariance, lower)
                 by_pair[:, columns, rows] += slopes.by_covariance.mul_(upper).mT
                 by_unit.add_tile(slopes, tile)
@@ -183,6 +181,34 @@ class _ReluCovarianceGradient(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         return vmap_gradient(_ReluCovarianceGradient, info.batch_size, in_dims, inputs)
+
+
+class _OrthantProbability(Function):
+    """(mean, variance, covariance) → P(zᵢ > 0, zⱼ > 0), (images, units, units)."""
+
+    @staticmethod
+    def forward(mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Tensor:
+        images = max(x.shape[0] for x in (mean, variance, covariance))
+        units = units_of(mean, variance)
+        gate = distribution(units.h)
+        result = (gate.unsqueeze(-1) * gate.unsqueeze(-2)).expand(images, -1, -1).clone()
+        _add_pairs(result, units, covariance, excess_probability, memory_budget)
+        result.diagonal(dim1=1, dim2=2).copy_(gate)
+        return result.clamp_(0, 1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "orthant_probability has no derivatives; detach its inputs, or differentiate relu_covariance"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        return vmap_forward(_OrthantProbability, info.batch_size, in_dims, inputs)
 
 
 def _separable_gradients(grad: Tensor, units: Units, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
