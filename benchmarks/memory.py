@@ -1,4 +1,8 @@
-"""Peak memory of one way to the output variance: `python -m benchmarks.memory METHOD UNITS INPUTS BATCH DTYPE`."""
+"""Peak memory of one way to the output variance.
+
+`python -m benchmarks.memory METHOD UNITS INPUTS BATCH DTYPE [NOISE]`, the noise `isotropic` (shared by the batch, the
+default), `diagonal` or `dense` (one for each entry).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch import Tensor
 import netmoments as nm
 from benchmarks.measure import extra_mebibytes
 from netmoments.experiments.engine import random_network
+from netmoments.gaussian import Covariance
 
 OUTPUTS = 10
 METHODS: dict[str, Callable[[nm.AffineReluAffine, nm.Gaussian], Tensor]] = {
@@ -21,20 +26,28 @@ METHODS: dict[str, Callable[[nm.AffineReluAffine, nm.Gaussian], Tensor]] = {
 }
 
 
-def problem(units: int, inputs: int, batch: int, dtype: torch.dtype) -> tuple[nm.AffineReluAffine, nm.Gaussian]:
-    """A random network with every unit active, and isotropic noise about `batch` points."""
+def problem(
+    units: int, inputs: int, batch: int, dtype: torch.dtype, noise: str = "isotropic"
+) -> tuple[nm.AffineReluAffine, nm.Gaussian]:
+    """A random network with every unit active, and noise about `batch` points."""
     network = random_network(inputs, units, OUTPUTS, seed=0, dtype=dtype)
     mean = torch.randn(batch, inputs, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    return network, nm.Gaussian(mean, std=1.0)
+    variances = torch.ones(batch, inputs, dtype=dtype)
+    covariances: dict[str, Callable[[], float | Covariance]] = {
+        "isotropic": lambda: 1.0,
+        "diagonal": lambda: nm.Diagonal(variances),
+        "dense": lambda: nm.Dense(torch.diag_embed(variances)),
+    }
+    return network, nm.Gaussian(mean, covariances[noise]())
 
 
 def main() -> None:
-    method, units, inputs, batch, dtype = sys.argv[1:]
+    method, units, inputs, batch, dtype, *noise = sys.argv[1:]
     torch.set_num_threads(2)
     kind = getattr(torch, dtype)
     METHODS[method](*problem(50, 20, 2, kind))  # libraries loaded, thread pools started
-    network, noise = problem(int(units), int(inputs), int(batch), kind)
-    print(json.dumps(extra_mebibytes(lambda: METHODS[method](network, noise))))
+    network, gaussian = problem(int(units), int(inputs), int(batch), kind, *noise)
+    print(json.dumps(extra_mebibytes(lambda: METHODS[method](network, gaussian))))
 
 
 if __name__ == "__main__":

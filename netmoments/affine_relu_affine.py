@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from netmoments.checks import describe, require_broadcastable, require_finite, r
 from netmoments.gaussian import Gaussian
 from netmoments.gaussian.gaussian import require_matrix_for
 from netmoments.normal import standard_deviation
-from netmoments.precision import matmul, matvec
-from netmoments.relu.covariance import flatten_batch
-from netmoments.relu.form import nonlinear_form
-from netmoments.relu.marginal import open_probability, relu_mean
+from netmoments.precision import matmul, matvec, row_products
+from netmoments.relu.covariance import flatten_batch, unflatten_batch
+from netmoments.relu.form import pairs_form, pairs_form_diagonal
+from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean
 from netmoments.relu.tiling import memory_budget_for
 
 CALLER = "AffineReluAffine"
@@ -56,23 +56,23 @@ class AffineReluAffine:
             raise ValueError(
                 f"{CALLER}: c2 must have shape (..., {B.shape[-2]}), one for each row of B, got {describe(c2)}"
             )
-        self._batch(())
+        _ = self.batch_shape
         for name, value in (("A", A), ("c1", c1), ("B", B), ("c2", c2)):
             require_finite(CALLER, name, value)
 
-    def _batch(self, other: tuple[int, ...]) -> torch.Size:
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The leading dimensions of the network; () if it is shared."""
         return require_broadcastable(
-            CALLER,
-            A=self.A.shape[:-2],
-            c1=self.c1.shape[:-1],
-            B=self.B.shape[:-2],
-            c2=self.c2.shape[:-1],
-            noise=other,
+            CALLER, A=self.A.shape[:-2], c1=self.c1.shape[:-1], B=self.B.shape[:-2], c2=self.c2.shape[:-1]
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """g(x) for x (..., n), its leading dimensions broadcast with the network's."""
-        hidden = torch.relu(matvec(self.A, x) + self.c1)
+        """g(x) for x (..., n), or (..., C, H, W) with C·H·W = n; leading dimensions broadcast with the network's."""
+        _, x = require_float_tensors(CALLER, A=self.A, x=x)
+        flat = _flatten_to(x, self.A.shape[-1])
+        require_broadcastable(CALLER, network=self.batch_shape, x=flat.shape[:-1])
+        hidden = torch.relu(matvec(self.A, flat) + self.c1)
         return matvec(self.B, hidden) + self.c2
 
     def to(self, *args: Any, **kwargs: Any) -> AffineReluAffine:
@@ -81,8 +81,9 @@ class AffineReluAffine:
 
     def mean(self, noise: Gaussian) -> Tensor:
         """E g(x), (..., d): the paper's Theorem 1, B·s(hΦ(h) + φ(h)) + c₂."""
-        mean, variance = self._pre_activations(noise)
-        expected = relu_mean(mean, standard_deviation(variance))
+        self._check(noise)
+        variance = noise.covariance.push_diagonal(self.A)
+        expected = relu_mean(self._pre_activation_mean(noise), standard_deviation(variance))
         return matvec(self.B, expected) + self.c2
 
     def variance(self, noise: Gaussian, *, memory_budget: int | None = None) -> Tensor:
@@ -92,36 +93,70 @@ class AffineReluAffine:
         over the pairs of units that are neither dead, linear, nor unused by B. `memory_budget` (bytes) bounds the
         tiles, by default 16 MiB on a CPU and 1 GiB on a GPU.
         """
-        slopes, nonlinear = self._linear_and_nonlinear(noise, memory_budget)
-        return (noise.covariance.push_diagonal(slopes) + nonlinear.diagonal(dim1=-2, dim2=-1)).clamp(min=0)
+        batch = self._check(noise)
+        layer = self._layer(noise)
+        linear = noise.covariance.push_diagonal(layer.slopes(self))
+        own = matvec(self.B.square(), nonlinear_variance(layer.mean, layer.variance))
+        pairs = pairs_form_diagonal(*layer.flat(self.B, batch), memory_budget_for(noise.device, memory_budget))
+        return (linear + own + unflatten_batch(pairs, batch)).clamp(min=0)
 
     def covariance(self, noise: Gaussian, *, memory_budget: int | None = None) -> Tensor:
-        """Cov g(x), (..., d, d): B K Bᵀ, with K never stored; see `variance`."""
-        slopes, nonlinear = self._linear_and_nonlinear(noise, memory_budget)
-        return noise.covariance.push(slopes) + 0.5 * (nonlinear + nonlinear.mT)
+        """Cov g(x), (..., d, d): B K Bᵀ, with K never stored; see `variance`, which is its diagonal."""
+        batch = self._check(noise)
+        layer = self._layer(noise)
+        linear = noise.covariance.push(layer.slopes(self))
+        own = matmul(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B.mT)
+        pairs = pairs_form(*layer.flat(self.B, batch), memory_budget_for(noise.device, memory_budget))
+        nonlinear = own + unflatten_batch(pairs, batch)
+        total = linear + 0.5 * (nonlinear + nonlinear.mT)
+        variance = total.diagonal(dim1=-2, dim2=-1).clamp(min=0)
+        return torch.diagonal_scatter(total, variance, dim1=-2, dim2=-1)
 
-    def _pre_activations(self, noise: Gaussian) -> tuple[Tensor, Tensor]:
-        """Means and variances of z = Ax + c₁."""
+    def _check(self, noise: Gaussian) -> torch.Size:
+        """The common batch shape of network and noise, if they fit each other."""
         if not isinstance(noise, Gaussian):
             raise TypeError(f"{CALLER}: noise must be a netmoments.Gaussian, got {describe(noise)}")
-        A = require_matrix_for(noise, CALLER, "A", self.A)
-        self._batch(noise.batch_shape)
-        mean = matvec(A, noise.flat_mean) + self.c1
-        return mean, noise.covariance.push_diagonal(A)
+        require_matrix_for(noise, CALLER, "A", self.A)
+        return require_broadcastable(CALLER, network=self.batch_shape, noise=noise.batch_shape)
 
-    def _linear_and_nonlinear(self, noise: Gaussian, memory_budget: int | None) -> tuple[Tensor, Tensor]:
-        """B diag(Φ) A, the expected slope of g (..., d, n), and B N Bᵀ (..., d, d) for the nonlinear part N of K."""
-        mean, variance = self._pre_activations(noise)
-        gate = open_probability(mean, variance)
-        slopes = matmul(self.B * gate.unsqueeze(-2), self.A)
+    def _pre_activation_mean(self, noise: Gaussian) -> Tensor:
+        return matvec(self.A, noise.flat_mean) + self.c1
+
+    def _layer(self, noise: Gaussian) -> _PreActivations:
         left, right = noise.covariance.factors(self.A)
-        batch = self._batch(noise.batch_shape)
-        nonlinear = nonlinear_form(
-            flatten_batch(mean, batch, kept=1),
-            flatten_batch(variance, batch, kept=1),
-            flatten_batch(left, batch, kept=2),
-            flatten_batch(right, batch, kept=2),
-            flatten_batch(self.B, batch, kept=2),
-            memory_budget_for(mean.device, memory_budget),
+        variance = row_products(left, right).clamp(min=0)
+        return _PreActivations(self._pre_activation_mean(noise), variance, left, right)
+
+
+class _PreActivations(NamedTuple):
+    """z = Ax + c₁ under the noise: means, variances, and factors of the covariance, Cov(zᵢ, zⱼ) = leftᵢ · rightⱼ."""
+
+    mean: Tensor
+    variance: Tensor
+    left: Tensor
+    right: Tensor
+
+    def slopes(self, network: AffineReluAffine) -> Tensor:
+        """B diag(Φ) A, the expected slope of the network, (..., d, n)."""
+        gate = open_probability(self.mean, self.variance)
+        return matmul(network.B * gate.unsqueeze(-2), network.A)
+
+    def flat(self, weights: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What `pairs_form` takes, with one batch dimension."""
+        return (
+            flatten_batch(self.mean, batch, kept=1),
+            flatten_batch(self.variance, batch, kept=1),
+            flatten_batch(self.left, batch, kept=2),
+            flatten_batch(self.right, batch, kept=2),
+            flatten_batch(weights, batch, kept=2),
         )
-        return slopes, nonlinear.reshape(*batch, *nonlinear.shape[1:])
+
+
+def _flatten_to(x: Tensor, size: int) -> Tensor:
+    """x with as many trailing dimensions flattened as make `size`."""
+    for dimensions in range(1, x.dim() + 1):
+        if x.shape[x.dim() - dimensions :].numel() == size:
+            return x.flatten(x.dim() - dimensions)
+    raise ValueError(
+        f"{CALLER}: x must have shape (..., {size}), or trailing dimensions of that size, got {describe(x)}"
+    )

@@ -50,11 +50,14 @@ def require_float_tensors(caller: str, **values: Any) -> tuple[Tensor, ...]:
 
 def require_broadcastable(caller: str, **shapes: tuple[int, ...]) -> torch.Size:
     """The common shape of the named shapes, else a ValueError naming them."""
+    listed = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
     try:
-        return torch.broadcast_shapes(*shapes.values())
+        common = torch.broadcast_shapes(*shapes.values())
     except RuntimeError:
-        listed = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ValueError(f"{caller}: shapes must broadcast, got {listed}") from None
+    if common.numel() == 0:
+        raise ValueError(f"{caller}: shapes must not be empty, got {listed}")
+    return common
 
 
 def require_finite(caller: str, name: str, value: Tensor) -> None:

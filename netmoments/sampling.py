@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from netmoments.checks import describe, require_float_tensors
+from netmoments.affine_relu_affine import AffineReluAffine
+from netmoments.checks import (
+    describe,
+    require_broadcastable,
+    require_finite,
+    require_float_tensor,
+    require_float_tensors,
+)
 from netmoments.gaussian import Gaussian
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
@@ -133,7 +140,8 @@ def monte_carlo(
     """Mean, variance and covariance of function(x) for x ~ noise, each with its standard error, from samples.
 
     Args:
-        function: takes inputs (N, *event) and returns (N, ...), one row an input: a network, or any callable.
+        function: takes inputs (N, *event) and returns (N, ...), one row an input: any module or callable. An
+            `AffineReluAffine` with a batch of its own gets the samples of each entry apart.
         noise: the input distribution; with batch dimensions, moments are taken for each of its entries.
         samples: how many for each entry; at least 2.
         seed: same seed, same batch, same device: same result.
@@ -143,20 +151,26 @@ def monte_carlo(
     shows its progress if the terminal is one.
     """
     _require_count("samples", samples, least=2)
+    _require_count("seed", seed, least=0)
     if not isinstance(noise, Gaussian):
         raise TypeError(f"{CALLER}: noise must be a netmoments.Gaussian, got {describe(noise)}")
+    if not callable(function):
+        raise TypeError(f"{CALLER}: function must be callable, got {describe(function)}")
     if batch is None:
         bytes_each = noise.batch_shape.numel() * noise.size * noise.dtype.itemsize
         batch = max(1, min(samples, DEFAULT_BATCH_BYTES // bytes_each))
     _require_count("batch", batch, least=1)
+    entries = noise.batch_shape
+    if isinstance(function, AffineReluAffine):
+        entries = require_broadcastable(CALLER, network=function.batch_shape, noise=noise.batch_shape)
     generator = torch.Generator(noise.device).manual_seed(seed)
     sums, output_shape = None, torch.Size()
     with full_precision(), Progress("sampling", samples) as progress:
         for start in range(0, samples, batch):
             x = noise.sample(min(batch, samples - start), generator=generator)
-            values = _evaluate(function, x, noise)
-            output_shape = values.shape[1 + len(noise.batch_shape) :]
-            flat = values.reshape(*values.shape[: 1 + len(noise.batch_shape)], -1)
+            values = _evaluate(function, x, noise, entries)
+            output_shape = values.shape[1 + len(entries) :]
+            flat = values.reshape(*values.shape[: 1 + len(entries)], -1)
             if sums is None:
                 sums = MomentSums(flat.double().mean(0))
             sums.add(flat)
@@ -167,14 +181,25 @@ def monte_carlo(
 
 def relative_difference(x: Tensor, y: Tensor) -> Tensor:
     """2|x − y| / (|x| + |y|), the paper's absolute relative difference: 0 for equal values (0 and 0 too), at most 2."""
-    x, y = (v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in (x, y))
-    x, y = require_float_tensors("relative_difference", x=x, y=y)
-    scale = x.abs() + y.abs()
-    return torch.where(scale > 0, 2 * (x - y).abs() / torch.where(scale > 0, scale, 1.0), 0.0)
+    caller = "relative_difference"
+    x, y = (require_float_tensor(caller, name, value).double() for name, value in (("x", x), ("y", y)))
+    x, y = require_float_tensors(caller, x=x, y=y)
+    require_broadcastable(caller, x=x.shape, y=y.shape)
+    require_finite(caller, "x", x)
+    require_finite(caller, "y", y)
+    scale = 0.25 * x.abs() + 0.25 * y.abs()  # halves and quarters, so that nothing overflows
+    return torch.where(scale > 0, (0.5 * x - 0.5 * y).abs() / torch.where(scale > 0, scale, 1.0), 0.0)
 
 
-def _evaluate(function: Callable[[Tensor], Tensor], x: Tensor, noise: Gaussian) -> Tensor:
-    """function applied to (samples, *batch, *event) as one flat batch of inputs."""
+def _evaluate(function: Callable[[Tensor], Tensor], x: Tensor, noise: Gaussian, entries: torch.Size) -> Tensor:
+    """function of the samples x (samples, *noise's batch, *event), as (samples, *entries, *output).
+
+    The network of this library takes them as they are, one network for each entry of its own batch; anything else gets
+    one flat batch of inputs.
+    """
+    if isinstance(function, AffineReluAffine):
+        ones = (1,) * (len(entries) - len(noise.batch_shape))
+        return _finite(function(x.reshape(len(x), *ones, *noise.batch_shape, noise.size)).expand(len(x), *entries, -1))
     inputs = x.reshape(-1, *noise.event_shape)
     values = function(inputs)
     if not isinstance(values, Tensor) or values.dim() < 1 or values.shape[0] != inputs.shape[0]:
@@ -184,9 +209,13 @@ def _evaluate(function: Callable[[Tensor], Tensor], x: Tensor, noise: Gaussian) 
         )
     if not values.is_floating_point():
         raise TypeError(f"{CALLER}: function must return floating-point values, got {describe(values)}")
+    return _finite(values.reshape(len(x), *entries, *values.shape[1:]))
+
+
+def _finite(values: Tensor) -> Tensor:
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"{CALLER}: function returned NaN or infinite values")
-    return values.reshape(*x.shape[: x.dim() - noise.event_ndim], *values.shape[1:])
+    return values
 
 
 def _require_count(name: str, value: int, least: int) -> None:

@@ -173,3 +173,110 @@ def test_batches_of_one_and_of_shared_factors_agree_in_float32():
     together = network.variance(noise)
     for i in (0, 7, 19):
         assert_close(network.variance(nm.Gaussian(noise.mean[i], std=0.2)), together[i].double(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("per_image_network", [False, True])
+@pytest.mark.parametrize("kind", ["isotropic", "diagonal", "low rank", "low rank plus diagonal", "dense"])
+def test_gradients_with_noise_of_each_image(kind, per_image_network):
+    """Shared or per-image network, per-image noise of every structure: all gradients."""
+    generator = torch.Generator().manual_seed(11)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    lead = (2,) if per_image_network else ()
+    weights = (normal(*lead, 5, 3), normal(*lead, 5), normal(*lead, 2, 5), normal(*lead, 2))
+    values = {
+        "isotropic": (normal(2, 1),),
+        "diagonal": (normal(2, 3),),
+        "low rank": (normal(2, 3, 2),),
+        "low rank plus diagonal": (normal(2, 3, 1), normal(2, 3)),
+        "dense": (normal(2, 3, 4),),
+    }[kind]
+
+    def covariance(values: tuple[Tensor, ...]) -> object:
+        match kind:
+            case "isotropic" | "diagonal":
+                return values[0].square()
+            case "low rank":
+                return nm.LowRank(values[0])
+            case "low rank plus diagonal":
+                return nm.LowRank(values[0], values[1].square())
+            case _:
+                return nm.Dense(values[0] @ values[0].mT)
+
+    def moments(A, c1, B, c2, mean, *values):
+        noise = nm.Gaussian(mean, covariance(values))
+        network = nm.AffineReluAffine(A, c1, B, c2)
+        return network.mean(noise), network.variance(noise), network.covariance(noise)
+
+    assert gradcheck(moments, (*weights, normal(2, 3), *values), atol=1e-7)
+
+
+def test_variance_is_the_diagonal_of_the_covariance_and_never_negative():
+    """Equal units whose weights cancel: the exact variance is 0, and rounding must not make it less."""
+    for dtype in (torch.float32, torch.float64):
+        for seed in range(40):
+            generator = torch.Generator().manual_seed(seed)
+            B = torch.randn(3, 6, dtype=dtype, generator=generator)
+            B -= B.mean(1, keepdim=True)
+            A = torch.randn(1, 4, dtype=dtype, generator=generator).expand(6, 4)
+            network = nm.AffineReluAffine(A, torch.zeros(6, dtype=dtype), B, torch.zeros(3, dtype=dtype))
+            noise = nm.Gaussian(torch.zeros(4, dtype=dtype), std=1.0)
+            covariance = network.covariance(noise)
+            assert (covariance.diagonal() >= 0).all()
+            assert (network.variance(noise) >= 0).all()
+            assert torch.equal(covariance, covariance.mT)
+
+
+@pytest.mark.parametrize(("dtype", "h"), [(torch.float32, -6.1), (torch.float64, -8.6), (torch.float64, -20.0)])
+def test_a_dead_unit_keeps_its_variance(dtype, h):
+    """Beyond the active set the diagonal is still the unit's own variance, to relative accuracy."""
+    one, mean = torch.ones(1, 1, dtype=dtype), torch.tensor([h], dtype=dtype)
+    network = nm.AffineReluAffine(one, torch.zeros(1, dtype=dtype), one, torch.zeros(1, dtype=dtype))
+    noise = nm.Gaussian(mean, std=1.0)
+    expected = nm.relu_variance(mean, torch.ones(1, dtype=dtype)).double()
+    assert_close(network.variance(noise), expected, rtol=1e-5 if dtype == torch.float32 else 1e-13)
+    assert_close(network.covariance(noise).flatten(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-13)
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e-20, 0.0])
+def test_gradients_are_finite_for_nearly_dead_weights(scale):
+    A = torch.eye(2)
+    A[1] *= scale
+    A.requires_grad_()
+    variance = torch.tensor(1.0, requires_grad=True)
+    network = nm.AffineReluAffine(A, torch.tensor([0.0, 1000.0]), torch.ones(1, 2), torch.zeros(1))
+    for output in (network.variance, network.covariance, network.mean):
+        gradients = torch.autograd.grad(output(nm.Gaussian(torch.zeros(2), variance)).sum(), (A, variance))
+        assert all(torch.isfinite(g).all() for g in gradients)
+
+
+def test_only_c2_batched_and_broadcast_batches():
+    A, c1, B, c2, mean = (x.detach() for x in parameters())
+    network = nm.AffineReluAffine(A, c1, B, c2.expand(5, 2))
+    noise = nm.Gaussian(mean, std=0.3)
+    assert network.mean(noise).shape == (5, 2)
+    assert network.variance(noise).shape == (5, 2)
+    assert network.covariance(noise).shape == (5, 2, 2)
+    wide = nm.AffineReluAffine(A.expand(4, 1, 7, 4), c1, B, c2)
+    assert wide.covariance(nm.Gaussian(mean.expand(3, 4), std=0.3)).shape == (4, 3, 2, 2)
+
+
+def test_calling_the_network():
+    A, c1, B, c2, mean = (x.detach() for x in parameters())
+    network = nm.AffineReluAffine(A, c1, B, c2)
+    expected = B @ torch.relu(A @ mean + c1) + c2
+    assert_close(network(mean), expected, atol=1e-14)
+    assert_close(network(mean.reshape(1, 2, 2).expand(6, 1, 2, 2))[3], expected, atol=1e-14)
+
+
+def test_inference_mode_leaves_nothing_behind():
+    network, noise = random_network(20, 30, 3, seed=1), nm.Gaussian(torch.zeros(20, dtype=torch.float64), std=0.5)
+    expected = network.variance(noise)
+    from netmoments.relu import scratch
+
+    scratch._kept.__dict__.clear()
+    with torch.inference_mode():
+        assert_close(network.variance(noise).clone(), expected, rtol=1e-13)
+    assert_close(network.variance(noise), expected, rtol=1e-13)

@@ -123,6 +123,31 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "event_ndim": (lambda: nm.Gaussian(F32, std=1.0, event_ndim=2), ValueError, "event_ndim must be between 1 and"),
     "sample count": (lambda: NOISE.sample(0), ValueError, "count must be a positive integer, got 0"),
+    "empty batch": (lambda: nm.Gaussian(torch.zeros(0, 3), std=1.0), ValueError, "no empty batch"),
+    "std too small": (lambda: nm.Gaussian(F32, std=1e-25), ValueError, "std is too small or too large for its square"),
+    "std too large": (lambda: nm.Gaussian(F32, std=1e25), ValueError, "std is too small or too large for its square"),
+    "isotropic of another dtype": (
+        lambda: nm.Gaussian(F32, nm.Isotropic(torch.tensor(1.0, dtype=torch.float64), 3)),
+        TypeError,
+        "mean and variance must have one dtype",
+    ),
+    "isotropic of a number": (
+        lambda: nm.Gaussian(F32, nm.Isotropic(0.1, 3)),
+        TypeError,
+        "variance must be a torch tensor",
+    ),
+    "low-rank number of another dtype": (
+        lambda: nm.Gaussian(F32, nm.LowRank(torch.ones(3, 1), torch.tensor(0.2, dtype=torch.float64))),
+        TypeError,
+        "mean and diagonal must have one dtype",
+    ),
+    "affine nan": (lambda: NOISE.affine(torch.full((2, 3), math.nan)), ValueError, "matrix must be finite"),
+    "affine dtypes": (lambda: NOISE.affine(torch.ones(2, 3), torch.ones(2).double()), TypeError, "must have one dtype"),
+    "conversion that overflows": (
+        lambda: nm.Gaussian(F32.double() + 1e300, std=1.0).to(torch.float32),
+        ValueError,
+        "Gaussian.to: mean must be finite",
+    ),
     # kernels
     "mean of the wrong type": (
         lambda: nm.relu_mean(1.0, F32),
@@ -135,6 +160,7 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "std must be float32 or float64",
     ),
     "kernel shapes": (lambda: nm.relu_mean(F32, torch.ones(4)), ValueError, r"mean \(3,\), std \(4,\)"),
+    "negative variance in a kernel": (lambda: nm.relu_covariance(F32, -EYE), ValueError, "must be ≥ 0"),
     "no units": (lambda: nm.relu_covariance(torch.zeros(0), torch.zeros(0, 0)), ValueError, "p ≥ 1"),
     "covariance shape": (
         lambda: nm.relu_covariance(F32, torch.eye(4)),
@@ -199,7 +225,28 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"offset must have shape \(\.\.\., 2\)",
     ),
+    "calling with other sizes": (lambda: NETWORK(torch.ones(5)), ValueError, r"x must have shape \(\.\.\., 3\)"),
+    "empty batch of kernels": (lambda: nm.relu_covariance(torch.zeros(0, 3), EYE), ValueError, "must not be empty"),
     # sampling and the paper
+    "seed": (lambda: nm.monte_carlo(NETWORK, NOISE, 10, seed=-1), ValueError, "seed must be an integer of at least 0"),
+    "not a function": (lambda: nm.monte_carlo(3.0, NOISE, 10), TypeError, "function must be callable, got 3.0"),
+    "nan difference": (lambda: nm.relative_difference(F32, F32 * math.nan), ValueError, "y must be finite"),
+    "difference of shapes": (lambda: nm.relative_difference(F32, torch.ones(2)), ValueError, "shapes must broadcast"),
+    "series with zero sigma": (
+        lambda: nm.paper.relu_cross_moment_series(F32, F32, F32, F32, F32),
+        ValueError,
+        "sigma1 and sigma2 must be > 0",
+    ),
+    "series with |rho| > 1": (
+        lambda: nm.paper.relu_cross_moment_series(F32, F32, F32 + 1, F32 + 1, F32 + 2),
+        ValueError,
+        "rho must be within",
+    ),
+    "the paper without noise": (
+        lambda: nm.paper.expected_output(NETWORK, nm.Gaussian(F32, std=0.0)),
+        ValueError,
+        "divide by the standard deviation",
+    ),
     "one sample": (
         lambda: nm.monte_carlo(NETWORK, NOISE, 1),
         ValueError,

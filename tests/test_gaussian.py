@@ -122,7 +122,7 @@ def test_readings(mean, covariance, kind, batch):
     noise = nm.Gaussian(torch.zeros(mean), value)
     assert type(noise.covariance) is kind
     assert noise.batch_shape == batch
-    assert noise.variance.expand(mean).shape == mean
+    assert_close(noise.variance.expand(mean), torch.full(mean, 0.1 if value is covariance else 1.0), rtol=1e-6)
 
 
 def test_std_and_covariance_agree():
@@ -173,3 +173,31 @@ def test_values_are_not_read_inside_vmap():
         return nm.Gaussian(mean, std=2.0).variance + mean
 
     assert torch.func.vmap(variance)(torch.zeros(3, 2)).shape == (3, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_computed_covariances_are_accepted(dtype):
+    """Whatever rounding leaves of a singular covariance: of samples, of a projection, of a rotation."""
+    for seed in range(30):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(5000, 3, dtype=dtype, generator=generator)
+        x[:, 0] = x[:, 1] + x[:, 2]
+        nm.Gaussian(torch.zeros(3, dtype=dtype), torch.cov(x.T))
+        A = torch.randn(5, 1, dtype=dtype, generator=generator)
+        nm.Gaussian(torch.zeros(5, dtype=dtype), A @ (A.T @ A) @ A.T)
+    rotation = torch.linalg.qr(torch.randn(300, 300, dtype=dtype, generator=generator)).Q
+    nm.Gaussian(
+        torch.zeros(300, dtype=dtype), (rotation * torch.rand(300, dtype=dtype, generator=generator)) @ rotation.T
+    )
+
+
+def test_a_learnable_number_as_low_rank_diagonal():
+    diagonal = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
+    noise = nm.Gaussian(
+        torch.zeros(3, dtype=torch.float64), nm.LowRank(torch.ones(3, 1, dtype=torch.float64), diagonal)
+    )
+    (gradient,) = torch.autograd.grad(noise.variance.sum(), diagonal)
+    assert gradient.item() == 3
+    assert (
+        nm.Gaussian(torch.zeros(3, dtype=torch.float64), nm.LowRank(torch.ones(3, 1).double(), 1e39)).variance[0] > 1e38
+    )

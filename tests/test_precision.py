@@ -2,49 +2,84 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch.autograd import gradcheck
 
 import netmoments as nm
-from netmoments.precision import full_precision, matmul, matvec
+from netmoments.precision import _backends, full_precision, matmul, matvec, row_products
 from tests.closeness import assert_close
 
 
 def settings() -> list[str]:
-    return [
-        torch.backends.cuda.matmul.fp32_precision,
-        torch.backends.cudnn.conv.fp32_precision,
-        torch.backends.mkldnn.matmul.fp32_precision,
-    ]
+    return [backend.fp32_precision for backend in _backends()]
 
 
 @pytest.fixture
-def tf32_allowed():
+def reduced():
+    """The user allows reduced precision in every backend that is there."""
     before = settings()
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    for backend in _backends():
+        backend.fp32_precision = "tf32"
     yield settings()
-    torch.backends.cuda.matmul.fp32_precision = before[0]
+    for backend, precision in zip(_backends(), before, strict=True):
+        backend.fp32_precision = precision
 
 
-def test_full_precision_restores_what_was_there(tf32_allowed):
+def test_full_precision_restores_what_was_there(reduced):
+    assert set(reduced) == {"tf32"}
     with full_precision():
-        assert settings() == ["ieee"] * 3
-    assert settings() == tf32_allowed
+        assert set(settings()) == {"ieee"}
+        with full_precision():
+            pass
+        assert set(settings()) == {"ieee"}
+    assert settings() == reduced
     with pytest.raises(KeyError), full_precision():
         raise KeyError
-    assert settings() == tf32_allowed
+    assert settings() == reduced
 
 
-def test_functions_are_sampled_in_full_precision(tf32_allowed):
+def test_full_precision_leaves_alone_what_needs_no_change():
+    before = settings()
+    with full_precision():
+        unchanged = [now for now, was in zip(settings(), before, strict=True) if was in ("none", "ieee")]
+        assert set(unchanged) <= {"none", "ieee"}
+    assert settings() == before
+
+
+def test_full_precision_across_threads(reduced):
+    """Overlapping blocks of several threads: full precision until the last one leaves, then the user's setting."""
+    entered, leave, seen = threading.Barrier(4), [threading.Event() for _ in range(3)], []
+
+    def work(event: threading.Event) -> None:
+        with full_precision():
+            entered.wait()
+            event.wait()
+            seen.append(set(settings()))
+
+    threads = [threading.Thread(target=work, args=(event,)) for event in leave]
+    for thread in threads:
+        thread.start()
+    entered.wait()
+    for thread, event in zip(threads, leave, strict=True):
+        event.set()
+        thread.join()
+    assert seen == [{"ieee"}] * 3
+    assert settings() == reduced
+
+
+def test_functions_are_sampled_in_full_precision(reduced):
     seen = []
 
     def function(x):
-        seen.append(settings())
+        seen.append(set(settings()))
         return x
 
     nm.monte_carlo(function, nm.Gaussian(torch.zeros(2), std=1.0), samples=4)
-    assert seen == [["ieee"] * 3]
+    assert seen == [{"ieee"}]
+    assert settings() == reduced
 
 
 def test_products_and_their_gradients():
@@ -54,6 +89,9 @@ def test_products_and_their_gradients():
     v = torch.randn(5, 4, dtype=torch.float64, generator=generator, requires_grad=True)
     assert gradcheck(matmul, (a, b), check_forward_ad=True)
     assert gradcheck(matvec, (a, v))
+    c = torch.randn(5, 3, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    assert gradcheck(row_products, (a, c), check_forward_ad=True)
+    assert_close(row_products(a, c), (a * c).sum(-1), atol=1e-14)
     assert gradcheck(matvec, (a[0, 0], v))
     assert_close(torch.func.vmap(matmul, in_dims=(None, 0))(a[0, 0], b), a[0, 0] @ b, atol=1e-15)
     assert_close(matvec(a[0, 0], v), v @ a[0, 0].mT, atol=1e-15)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from netmoments.normal import distribution
 from netmoments.relu.conditional import excess_by_owen
-from netmoments.relu.quadrature import nonlinear_part, nonlinear_part_by, orthant_excess
+from netmoments.relu.quadrature import nonlinear_part, nonlinear_part_by, orthant_excess, orthant_excess_by
 from netmoments.relu.rules import RULES, graded
 from netmoments.relu.scratch import Scratch, scratch_for
 from tests.closeness import assert_close
@@ -71,7 +71,13 @@ def test_every_rule_is_good_to_its_limit(dtype):
             nonlinear_part_by(rule, h, k, rho),
             nonlinear_part_by(fine, h, k, rho),
             atol=tolerance,
-            what=f"{rule.cost} nodes at ρ = {rule.limit}",
+            what=f"J, {rule.cost} nodes at ρ = {rule.limit}",
+        )
+        assert_close(
+            orthant_excess_by(rule, h, k, rho),
+            orthant_excess_by(fine, h, k, rho),  # Owen's T
+            atol=2 * tolerance,
+            what=f"D, {rule.cost} nodes at ρ = {rule.limit}",
         )
 
 
@@ -107,6 +113,20 @@ def test_a_block_equals_its_pairs_one_by_one():
         pair = slice(i, i + 1)
         assert_close(block[pair], nonlinear_part(h[pair], k[pair], rho[pair]), atol=3e-16)
         assert_close(excess[pair], orthant_excess(h[pair], k[pair], rho[pair]), atol=5e-16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [0.0, 1e-39, 1e-31, 1e-20])
+def test_orthant_of_tiny_means(dtype, size):
+    """P(z₁>0, z₂>0) → 1/4 + asin(ρ)/2π as both means vanish, from any direction."""
+    rho = torch.tensor([0.995, -0.995, 0.3, 1.0, -1.0], dtype=dtype)
+    for ratio in (1.0, -2.0):
+        h = torch.full_like(rho, size)
+        assert_close(
+            orthant_excess(h, ratio * h, rho),
+            torch.asin(rho.double()) / (2 * torch.pi),
+            atol=2e-7 if dtype == torch.float32 else 1e-15,
+        )
 
 
 def test_broadcasting():

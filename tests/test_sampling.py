@@ -10,7 +10,7 @@ from torch import Tensor
 
 import netmoments as nm
 from netmoments.sampling import MomentSums
-from tests.closeness import assert_close
+from tests.closeness import assert_close, assert_within_standard_errors
 
 NOISE = nm.Gaussian(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64), nm.LowRank(torch.ones(3, 1).double(), 0.5))
 
@@ -86,6 +86,19 @@ def test_seeds_and_batches():
     assert uneven.samples == 301
 
 
+def test_a_network_of_the_library_gets_images_and_batches_of_its_own():
+    image = nm.Gaussian(torch.zeros(1, 2, 2), std=0.5)
+    weights = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
+    network = nm.AffineReluAffine(weights, torch.zeros(6), torch.ones(2, 6), torch.zeros(2))
+    sampled = nm.monte_carlo(network, image, samples=50_000, seed=2)
+    assert sampled.mean.shape == (3, 2)
+    assert_within_standard_errors(sampled.mean, network.mean(image), sampled.mean_standard_error)
+    assert_within_standard_errors(sampled.variance, network.variance(image), sampled.variance_standard_error)
+    batch = nm.Gaussian(torch.arange(3.0).reshape(3, 1).expand(3, 4), std=0.5)
+    sampled = nm.monte_carlo(network, batch, samples=20_000, seed=3, batch=1000)
+    assert_within_standard_errors(sampled.mean, network.mean(batch), sampled.mean_standard_error)
+
+
 def test_no_gradient_is_kept():
     weight = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
     assert not nm.monte_carlo(lambda x: x @ weight, NOISE, samples=10).mean.requires_grad
@@ -95,6 +108,8 @@ def test_relative_difference():
     x = torch.tensor([1.0, 0.0, -1.0, 0.0, 3.0])
     y = torch.tensor([1.0, 0.0, 1.0, 2.0, 1.0])
     assert nm.relative_difference(x, y).tolist() == [0.0, 0.0, 2.0, 2.0, 1.0]
+    huge = torch.tensor([1e308], dtype=torch.float64)
+    assert nm.relative_difference(huge, -huge).tolist() == [2.0]
 
 
 @given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6))

@@ -22,7 +22,7 @@ import torch
 from torch import Generator, Tensor
 
 from netmoments.normal import standard_deviation
-from netmoments.precision import matmul
+from netmoments.precision import matmul, row_products
 
 
 class Covariance(ABC):
@@ -55,7 +55,7 @@ class Covariance(ABC):
 
     def push_diagonal(self, matrix: Tensor) -> Tensor:
         left, right = self.factors(matrix)
-        return (left * right).sum(-1).clamp(min=0)
+        return row_products(left, right).clamp(min=0)
 
     def pushed(self, matrix: Tensor) -> Covariance:
         """A Σ Aᵀ as a structure: `LowRank` where A has more rows than the structure has directions, else `Dense`."""
@@ -102,7 +102,7 @@ class Isotropic(Covariance):
         return matmul(matrix, matrix.mT) * self.variance[..., None, None]
 
     def push_diagonal(self, matrix: Tensor) -> Tensor:
-        return (matrix * matrix).sum(-1) * self.variance.unsqueeze(-1)
+        return row_products(matrix, matrix) * self.variance.unsqueeze(-1)
 
     def _thin_root(self, matrix: Tensor) -> Tensor | None:
         if matrix.shape[-2] <= self.size:

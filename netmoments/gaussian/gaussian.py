@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from netmoments.checks import describe, require_broadcastable, require_finite, require_float_tensor
+from netmoments.checks import (
+    describe,
+    require_broadcastable,
+    require_finite,
+    require_float_tensor,
+    require_float_tensors,
+)
 from netmoments.gaussian.covariance import Covariance
 from netmoments.gaussian.reading import read_covariance, read_std
 from netmoments.gaussian.validation import require_covariance_values
@@ -26,8 +32,8 @@ class Gaussian:
         std: instead of `covariance`: a number or a tensor of *standard deviations*.
         event_ndim: how many trailing dimensions of the mean make one input.
 
-    Values are validated here: finite, variances ≥ 0, a dense covariance symmetric to 8n·eps of its largest entry
-    and its smallest eigenvalue no less than −n·eps of its largest (n·eps is 2e-13 for n = 784 in float64, 9e-5 in
+    Values are validated here: finite, variances ≥ 0, a dense covariance symmetric to max(n, 100)·eps of its largest
+    entry, its smallest eigenvalue no less than −max(n, 100)·eps of its largest (for n ≤ 100: 2e-14 in float64, 1e-5 in
     float32). A singular covariance is good input. Inside `torch.func.vmap` values cannot be read and are not checked.
 
     >>> Gaussian(torch.zeros(3, 28, 28), std=0.05)
@@ -48,8 +54,10 @@ class Gaussian:
     ) -> None:
         mean = require_float_tensor("Gaussian", "mean", mean)
         event_ndim = _event_ndim(mean, event_ndim)
-        if mean.shape[mean.dim() - event_ndim :].numel() == 0:
-            raise ValueError(f"Gaussian: mean must have at least one coordinate, got {describe(mean)}")
+        if mean.numel() == 0:
+            raise ValueError(
+                f"Gaussian: mean must have at least one coordinate and no empty batch, got {describe(mean)}"
+            )
         if (covariance is None) == (std is None):
             given = "neither" if std is None else "both"
             raise ValueError(
@@ -120,7 +128,10 @@ class Gaussian:
     def to(self, *args: Any, **kwargs: Any) -> Gaussian:
         """Convert to another dtype or device, as `Tensor.to` does."""
         mean = require_float_tensor("Gaussian.to", "mean", self.mean.to(*args, **kwargs))
-        return Gaussian._trusted(mean, self.covariance.to(*args, **kwargs), self.event_ndim)
+        moved = Gaussian._trusted(mean, self.covariance.to(*args, **kwargs), self.event_ndim)
+        require_finite("Gaussian.to", "mean", mean)
+        require_finite("Gaussian.to", "variance", moved.covariance.variances())
+        return moved
 
     @torch.no_grad()
     def sample(self, count: int, *, generator: Generator | None = None) -> Tensor:
@@ -136,9 +147,11 @@ class Gaussian:
         σ²I never becomes n×n, and where p exceeds the rank of the covariance the result is `LowRank`, not p×p.
         """
         matrix = require_matrix_for(self, "Gaussian.affine", "matrix", matrix)
+        require_finite("Gaussian.affine", "matrix", matrix)
         mean = matvec(matrix, self.flat_mean)
         if offset is not None:
-            offset = require_float_tensor("Gaussian.affine", "offset", offset)
+            _, offset = require_float_tensors("Gaussian.affine", matrix=matrix, offset=offset)
+            require_finite("Gaussian.affine", "offset", offset)
             if offset.dim() < 1 or offset.shape[-1] != matrix.shape[-2]:
                 raise ValueError(
                     f"Gaussian.affine: offset must have shape (..., {matrix.shape[-2]}), got {describe(offset)}"

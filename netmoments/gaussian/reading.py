@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from netmoments.checks import describe, require_float_tensors
+from netmoments.checks import describe, require_float_tensors, values_hold
 from netmoments.gaussian.covariance import Covariance, Dense, Diagonal, Isotropic, LowRank
 from netmoments.gaussian.validation import require_non_negative
 
@@ -72,6 +72,8 @@ def _read_structure(value: Covariance, mean: Tensor, batch: torch.Size, event: t
         value = Diagonal(_flat_event("Diagonal variance", variance, batch, event))
     elif isinstance(value, LowRank):
         value = _read_low_rank(value, mean, batch, event)
+    elif isinstance(value, Isotropic):
+        require_float_tensors(CALLER, mean=mean, variance=value.variance)
     elif isinstance(value, Dense):
         require_float_tensors(CALLER, mean=mean, covariance=value.matrix)
         if value.matrix.dim() < 2 or value.matrix.shape[-2] != value.matrix.shape[-1]:
@@ -93,8 +95,10 @@ def _read_low_rank(value: LowRank, mean: Tensor, batch: torch.Size, event: torch
         raise ValueError(
             f"{CALLER}: LowRank factor must have shape (..., {event.numel()}, r) with r ≥ 1, got {describe(factor)}"
         )
-    if _is_number(value.diagonal):
+    if not isinstance(value.diagonal, Tensor) and _is_number(value.diagonal):
         return LowRank(factor, float(value.diagonal))
+    if isinstance(value.diagonal, Tensor) and value.diagonal.dim() == 0:
+        value = LowRank(factor, value.diagonal.expand(event.numel()))
     _, diagonal = require_float_tensors(CALLER, mean=mean, diagonal=value.diagonal)
     return LowRank(factor, _flat_event("LowRank diagonal", diagonal, batch, event))
 
@@ -127,7 +131,13 @@ def _number(name: str, value: Any, mean: Tensor) -> Tensor:
 
 def _square(name: str, std: Tensor) -> Tensor:
     require_non_negative(name, std)
-    return std * std
+    square = std * std
+    if not values_hold(torch.isfinite(square) & ((square > 0) | (std == 0))):
+        raise ValueError(
+            f"{CALLER}: {name} is too small or too large for its square in {str(std.dtype).removeprefix('torch.')}, "
+            f"got values from {float(std.min()):g} to {float(std.max()):g}; use float64"
+        )
+    return square
 
 
 def _either(event: torch.Size, batch: torch.Size) -> str:

@@ -25,19 +25,23 @@ def require_covariance_values(covariance: Covariance) -> None:
             require_non_negative("variance", variance)
         case LowRank(factor=factor, diagonal=diagonal):
             require_finite(CALLER, "LowRank factor", factor)
-            require_non_negative("LowRank diagonal", torch.as_tensor(diagonal))
+            require_non_negative("LowRank diagonal", torch.as_tensor(diagonal, dtype=factor.dtype))
         case Dense(matrix=matrix):
             require_finite(CALLER, "covariance", matrix)
             require_symmetric(matrix)
             require_positive_semidefinite(matrix)
 
 
+def tolerance(matrix: Tensor) -> float:
+    """max(n, 100)·eps: how far rounding may take a computed n×n covariance from being one, relative to its size."""
+    return max(matrix.shape[-1], 100) * torch.finfo(matrix.dtype).eps
+
+
 def require_symmetric(matrix: Tensor) -> None:
-    """|Σᵢⱼ − Σⱼᵢ| ≤ 8n·eps·max|Σ|, what rounding leaves of A Σ Aᵀ."""
+    """|Σᵢⱼ − Σⱼᵢ| ≤ `tolerance`·max|Σ|, what rounding leaves of A Σ Aᵀ."""
     largest = matrix.detach().abs().amax((-2, -1))
     asymmetry = (matrix.detach() - matrix.detach().mT).abs().amax((-2, -1))
-    tolerance = 8 * matrix.shape[-1] * torch.finfo(matrix.dtype).eps
-    if not values_hold(asymmetry <= tolerance * largest):
+    if not values_hold(asymmetry <= tolerance(matrix) * largest):
         raise ValueError(
             f"{CALLER}: covariance must be symmetric, got |Σ − Σᵀ| up to {float(asymmetry.max()):.3g} where the "
             f"largest entry is {float(largest.max()):.3g}; pass (S + S.mT) / 2 if the difference is noise"
@@ -45,10 +49,9 @@ def require_symmetric(matrix: Tensor) -> None:
 
 
 def require_positive_semidefinite(matrix: Tensor) -> None:
-    """λ_min ≥ −n·eps·λ_max. A Cholesky factorization just above that bound decides; eigenvalues only if it fails."""
-    size = matrix.shape[-1]
+    """λ_min ≥ −`tolerance`·λ_max. A Cholesky factorization just above the bound decides; eigenvalues if it fails."""
     fixed = matrix.detach()
-    bound = size * torch.finfo(matrix.dtype).eps
+    bound = tolerance(matrix)
     variances = fixed.diagonal(dim1=-2, dim2=-1)
     if not values_hold(variances >= 0):
         raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
+from netmoments.checks import values_hold
 from netmoments.gaussian import Gaussian
 from netmoments.normal import density, distribution
 from netmoments.paper.densities import relu_mean_zero_mean, squared_relu_mean
@@ -74,7 +75,13 @@ def _quadratic_form(weights: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _pre_activations(network: AffineReluAffine, noise: Gaussian) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard deviation and covariance of Ax + c₁, the last one p×p."""
-    mean = matvec(network.A, noise.flat_mean) + network.c1
-    covariance = noise.covariance.push(network.A)
-    return mean, covariance.diagonal(dim1=-2, dim2=-1).sqrt(), covariance
+    """Mean, standard deviation and covariance of Ax + c₁, the last one p×p. The paper divides by the deviations."""
+    image = noise.affine(network.A, network.c1)
+    covariance = image.covariance.dense()
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    if not values_hold(variance > 0):
+        raise ValueError(
+            "the paper's expressions divide by the standard deviation of every unit, and one is 0: "
+            "use AffineReluAffine, which has the limit"
+        )
+    return image.mean, variance.sqrt(), covariance

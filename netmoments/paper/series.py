@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from netmoments.checks import require_broadcastable, require_float_tensors
+from netmoments.checks import require_broadcastable, require_float_tensors, values_hold
 
 ROOT_TWO = math.sqrt(2)
 ROOT_TWO_PI = math.sqrt(2 * math.pi)
@@ -30,9 +31,7 @@ def relu_cross_moment_series(
 
     Both branches as printed; |ρ| = 1/√2 exactly is taken with the first, and hardly converges.
     """
-    value = mu1
-    for value in relu_cross_moment_partial_sums(mu1, mu2, sigma1, sigma2, rho, terms):  # noqa: B007
-        pass
+    (value,) = deque(relu_cross_moment_partial_sums(mu1, mu2, sigma1, sigma2, rho, terms), maxlen=1)
     return value
 
 
@@ -40,11 +39,22 @@ def relu_cross_moment_partial_sums(
     mu1: Tensor, mu2: Tensor, sigma1: Tensor, sigma2: Tensor, rho: Tensor, terms: int
 ) -> Iterator[Tensor]:
     """Lemma 4 with 1, 2, …, `terms` terms, one after the other."""
+    caller = "relu_cross_moment_series"
     named = {"mu1": mu1, "mu2": mu2, "sigma1": sigma1, "sigma2": sigma2, "rho": rho}
-    mu1, mu2, sigma1, sigma2, rho = require_float_tensors("relu_cross_moment_series", **named)
-    require_broadcastable("relu_cross_moment_series", **{name: value.shape for name, value in named.items()})
+    require_float_tensors(caller, **named)
+    require_broadcastable(caller, **{name: value.shape for name, value in named.items()})
     if isinstance(terms, bool) or not isinstance(terms, int) or terms < 1:
-        raise ValueError(f"relu_cross_moment_series: terms must be a positive integer, got {terms!r}")
+        raise ValueError(f"{caller}: terms must be a positive integer, got {terms!r}")
+    if not values_hold(sigma1 > 0) or not values_hold(sigma2 > 0):
+        raise ValueError(f"{caller}: sigma1 and sigma2 must be > 0")
+    if not values_hold(rho.abs() <= 1):
+        raise ValueError(f"{caller}: rho must be within [−1, 1]")
+    return _partial_sums(mu1, mu2, sigma1, sigma2, rho, terms)
+
+
+def _partial_sums(
+    mu1: Tensor, mu2: Tensor, sigma1: Tensor, sigma2: Tensor, rho: Tensor, terms: int
+) -> Iterator[Tensor]:
     h, k = mu1 / sigma1, mu2 / sigma2
     root = torch.sqrt((1 - rho) * (1 + rho))
     first = _quotient(h - rho * k, root)  # e₁ᵀΣ̃μ

@@ -42,7 +42,7 @@ def excess_by_owen(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tenso
     P = Φ(h)/2 + Φ(k)/2 − T(h, (k−ρh)/hq) − T(k, (h−ρk)/kq) − [h and k on different sides of 0]/2   (Owen 1956)
     """
     h, k, rho = torch.broadcast_tensors(h, k, rho)
-    origin = (h == 0) & (k == 0)  # the one point where the two directions are not defined: step off it
+    origin = (h.abs() < 1e-30) & (k.abs() < 1e-30)  # here the two directions are lost; P itself is continuous: step off
     h = torch.where(origin, 1e-30, h)
     k = torch.where(origin, 1e-30, k)
     given = conditional(h, k, rho, scratch)

@@ -13,7 +13,7 @@ from netmoments.checks import describe, require_broadcastable, require_float_ten
 from netmoments.normal import distribution
 from netmoments.precision import full_precision
 from netmoments.relu.gradient import UnitGradients, refuse_forward_mode, refuse_second_derivative
-from netmoments.relu.marginal import unit_variance
+from netmoments.relu.marginal import unit_variance, variance_slopes
 from netmoments.relu.pairs import (
     Tile,
     Units,
@@ -21,11 +21,9 @@ from netmoments.relu.pairs import (
     gate_slopes,
     nonlinear_covariance,
     tile_gradient,
-    variance_slopes,
 )
 from netmoments.relu.scratch import Scratch, scratch_for
 from netmoments.relu.tiling import (
-    Chunk,
     active,
     chunks,
     memory_budget_for,
@@ -81,6 +79,12 @@ def _flat_layer(mean: Tensor, covariance: Tensor, batch: torch.Size) -> tuple[Te
     return flatten_batch(mean, batch, 1), flatten_batch(variance, batch, 1), flatten_batch(covariance, batch, 2)
 
 
+def unflatten_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
+    """One batch dimension back to `batch`; what all images share is expanded."""
+    event = tensor.shape[1:]
+    return tensor.expand(batch.numel(), *event).reshape(*batch, *event)
+
+
 def flatten_batch(tensor: Tensor, batch: torch.Size, kept: int) -> Tensor:
     """Batch dimensions to one: N images, or 1 when every image shares the tensor (and then without a copy)."""
     own = tensor.shape[: tensor.dim() - kept]
@@ -114,7 +118,8 @@ class _ReluCovariance(Function):
         images = max(x.shape[0] for x in (mean, variance, covariance))
         units = units_of(mean, variance)
         gate = distribution(units.h)
-        result = (gate.unsqueeze(-1) * gate.unsqueeze(-2)).expand(images, -1, -1) * covariance
+        independent = gate.unsqueeze(-1) * gate.unsqueeze(-2)
+        result = independent.mul_(covariance) if len(independent) == images else independent * covariance
         _add_pairs(result, units, covariance, nonlinear_covariance, memory_budget)
         result.diagonal(dim1=1, dim2=2).copy_(variance * unit_variance(units.h))
         return result
@@ -144,27 +149,23 @@ class _ReluCovarianceGradient(Function):
     def forward(grad: Tensor, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Any:
         images = grad.shape[0]
         units = units_of(mean, variance)
-        by_mean, by_variance, by_covariance = _separable_gradients(grad, units, covariance)
+        by_mean, by_variance, by_covariance = _separable_gradients(grad, units, mean, variance, covariance)
         elements = tile_elements(memory_budget, mean.dtype)
         scratch = scratch_for(mean, elements)
         for chunk in chunks(active(units), images, elements, shared=covariance.shape[0] == 1):
-            here, pairs = _restrict(chunk, units, covariance)
-            upstream = chunk.pick(chunk.pick(grad), dim=2)
+            here = chunk.restrict(units)
             by_unit = UnitGradients(chunk.count, here)
-            by_pair = by_covariance[chunk.images] if chunk.every_unit else torch.zeros_like(upstream)
-            for tile in triangle(by_pair.shape[1], elements // chunk.count):
+            for tile in triangle(here.h.shape[1], elements // chunk.count):
                 rows, columns = tile
-                lower, upper = upstream[:, rows, columns], upstream[:, columns, rows].mT
+                lower, upper = chunk.block(grad, rows, columns), chunk.block(grad, columns, rows).mT
                 weight = torch.add(lower, upper, out=scratch.take("weight", lower.shape))
                 with full_precision():
-                    slopes = tile_gradient(here, tile, pairs[:, rows, columns], weight, scratch)
-                by_pair[:, rows, columns].addcmul_(slopes.by_covariance, lower)
-                by_pair[:, columns, rows] += slopes.by_covariance.mul_(upper).mT
+                    slopes = tile_gradient(here, tile, chunk.block(covariance, rows, columns), weight, scratch)
+                chunk.add_block(by_covariance, rows, columns, slopes.by_covariance * lower)
+                chunk.add_block(by_covariance, columns, rows, (slopes.by_covariance * upper).mT)
                 by_unit.add_tile(slopes, tile)
             chunk.add(by_mean, by_unit.by_mean)
             chunk.add(by_variance, by_unit.by_variance)
-            if not chunk.every_unit:
-                by_covariance[chunk.images, chunk.units.unsqueeze(1), chunk.units.unsqueeze(0)] += by_pair
         return tuple(
             x.sum_to_size(like.shape)
             for x, like in zip((by_mean, by_variance, by_covariance), (mean, variance, covariance), strict=True)
@@ -211,7 +212,9 @@ class _OrthantProbability(Function):
         return vmap_forward(_OrthantProbability, info.batch_size, in_dims, inputs)
 
 
-def _separable_gradients(grad: Tensor, units: Units, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _separable_gradients(
+    grad: Tensor, units: Units, mean: Tensor, variance: Tensor, covariance: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of SᵢⱼΦᵢΦⱼ off the diagonal and of the units' variances on it, for each image."""
     gate = distribution(units.h)
     by_covariance = (gate.unsqueeze(-1) * gate.unsqueeze(-2)).mul(grad)
@@ -221,7 +224,7 @@ def _separable_gradients(grad: Tensor, units: Units, covariance: Tensor) -> tupl
     with full_precision():
         by_gate = (weighted @ gate.unsqueeze(-1) + weighted.mT @ gate.unsqueeze(-1)).squeeze(-1)
     by_mean, by_variance = gate_slopes(units)
-    own_mean, own_variance = variance_slopes(units)
+    own_mean, own_variance = variance_slopes(mean, variance)
     own = grad.diagonal(dim1=1, dim2=2)
     return by_gate * by_mean + own * own_mean, by_gate * by_variance + own * own_variance, by_covariance
 
@@ -237,16 +240,9 @@ def _add_pairs(
     elements = tile_elements(memory_budget, result.dtype)
     scratch = scratch_for(result, elements)
     for chunk in chunks(active(units), result.shape[0], elements, shared=covariance.shape[0] == 1):
-        here, pairs = _restrict(chunk, units, covariance)
-        part = result[chunk.images] if chunk.every_unit else pairs.new_zeros(chunk.count, *pairs.shape[1:])
-        for tile in triangle(part.shape[1], elements // chunk.count):
-            value = of_tile(here, tile, pairs[:, tile.rows, tile.columns], scratch)
-            part[:, tile.rows, tile.columns] += value
-            part[:, tile.columns, tile.rows] += value.mT
-        if not chunk.every_unit:
-            result[chunk.images, chunk.units.unsqueeze(1), chunk.units.unsqueeze(0)] += part
-
-
-def _restrict(chunk: Chunk, units: Units, covariance: Tensor) -> tuple[Units, Tensor]:
-    """The chunk's units and their pairwise covariances."""
-    return Units(chunk.pick(units.h), chunk.pick(units.s)), chunk.pick(chunk.pick(covariance), dim=2)
+        here = chunk.restrict(units)
+        for tile in triangle(here.h.shape[1], elements // chunk.count):
+            rows, columns = tile
+            value = of_tile(here, tile, chunk.block(covariance, rows, columns), scratch)
+            chunk.add_block(result, rows, columns, value)
+            chunk.add_block(result, columns, rows, value.mT)

@@ -1,4 +1,4 @@
-"""B N Bᵀ for the nonlinear part N of a layer's covariance, without ever storing N."""
+"""The quadratic form B N Bᵀ of the nonlinear covariances between units, without ever storing N."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ from torch.autograd import Function
 
 from netmoments.precision import full_precision
 from netmoments.relu.gradient import UnitGradients, refuse_forward_mode, refuse_second_derivative
-from netmoments.relu.pairs import Tile, Units, nonlinear_covariance, nonlinear_variance, tile_gradient
+from netmoments.relu.pairs import Tile, Units, nonlinear_covariance, tile_gradient
 from netmoments.relu.scratch import scratch_for
 from netmoments.relu.tiling import Chunk, active, chunks, tile_elements, triangle, units_of
 from netmoments.relu.vmapping import vmap_forward, vmap_gradient
 
 
-def nonlinear_form(
+def pairs_form(
     mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, memory_budget: int
 ) -> Tensor:
-    """B N Bᵀ, (images, d, d), where the pre-activations have Cov(zᵢ, zⱼ) = leftᵢ · rightⱼ.
+    """B N Bᵀ, (images, d, d), for the nonlinear covariances N of pairs of different units (the diagonal of N is 0).
 
-    Dimension 0 of every input is images, or 1 where they share it: mean and variance (·, p), left and right
-    (·, p, r), weights B (·, d, p). Differentiable in all of them, tile by tile, with nothing stored.
+    The pre-activations have Cov(zᵢ, zⱼ) = leftᵢ · rightⱼ. Dimension 0 of every input is images, or 1 where they share
+    it: mean and variance (·, p), left and right (·, p, r), weights B (·, d, p). Differentiable in all of them, tile by
+    tile, with nothing stored.
     """
-    return _NonlinearForm.apply(mean, variance, left, right, weights, memory_budget)
+    return _PairsForm.apply(mean, variance, left, right, weights, False, memory_budget)
+
+
+def pairs_form_diagonal(
+    mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, memory_budget: int
+) -> Tensor:
+    """The diagonal of `pairs_form`, (images, d), for when there are many outputs."""
+    return _PairsForm.apply(mean, variance, left, right, weights, True, memory_budget)
 
 
 class _Layer(NamedTuple):
@@ -36,21 +44,19 @@ class _Layer(NamedTuple):
     columns: Tensor
     """The columns of B, (images or 1, units, d)."""
 
+    @classmethod
+    def of(cls, chunk: Chunk, units: Units, left: Tensor, right: Tensor, weights: Tensor) -> _Layer:
+        return cls(chunk.restrict(units), chunk.pick(left), chunk.pick(right), chunk.pick(weights.mT))
+
     def covariance(self, tile: Tile) -> Tensor:
         """Covariances of the pre-activations of a tile's pairs."""
         return self.left[:, tile.rows] @ self.right[:, tile.columns].mT
 
 
-def _restrict(chunk: Chunk, units: Units, left: Tensor, right: Tensor, weights: Tensor) -> _Layer:
-    here = Units(chunk.pick(units.h), chunk.pick(units.s))
-    return _Layer(here, chunk.pick(left), chunk.pick(right), chunk.pick(weights.mT))
-
-
 def _times_columns(layer: _Layer, images: int, elements: int) -> Tensor:
     """N Bᵀ, (images, units, d)."""
     scratch = scratch_for(layer.left, images * elements)
-    product = nonlinear_variance(layer.units).unsqueeze(-1) * layer.columns
-    product = product.expand(images, *product.shape[1:]).clone()
+    product = layer.columns.new_zeros(images, *layer.columns.shape[1:])
     for tile in triangle(product.shape[1], elements):
         value = nonlinear_covariance(layer.units, tile, layer.covariance(tile), scratch)
         product[:, tile.rows] += value @ layer.columns[:, tile.columns]
@@ -69,10 +75,9 @@ def _source_gradients(layer: _Layer, images: int, upstream: Tensor, elements: in
         weight = upstream[:, rows] @ layer.columns[:, columns].mT
         slopes = tile_gradient(layer.units, tile, covariance, weight, scratch)
         by_unit.add_tile(slopes, tile)
-        by_pair = weight.mul_(slopes.by_covariance).sum_to_size(covariance.shape)
-        by_left[:, rows] += by_pair @ layer.right[:, columns]
-        by_right[:, columns] += by_pair.mT @ layer.left[:, rows]
-    by_unit.add_diagonal(layer.units, 0.5 * (upstream * layer.columns).sum(-1))
+        by_pair = (weight * slopes.by_covariance).sum_to_size(covariance.shape)
+        by_left[:, rows] += (by_pair @ layer.right[:, columns]).sum_to_size(by_left[:, rows].shape)
+        by_right[:, columns] += (by_pair.mT @ layer.left[:, rows]).sum_to_size(by_right[:, columns].shape)
     return by_unit.by_mean, by_unit.by_variance, by_left, by_right
 
 
@@ -81,45 +86,57 @@ def _live(weights: Tensor) -> Tensor:
     return (weights != 0).any(1)
 
 
-class _NonlinearForm(Function):
+class _PairsForm(Function):
     @staticmethod
     def forward(
-        mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, memory_budget: int
+        mean: Tensor,
+        variance: Tensor,
+        left: Tensor,
+        right: Tensor,
+        weights: Tensor,
+        diagonal: bool,
+        memory_budget: int,
     ) -> Tensor:
         images = max(x.shape[0] for x in (mean, variance, left, right, weights))
         units = units_of(mean, variance)
-        result = mean.new_zeros(images, weights.shape[1], weights.shape[1])
+        outputs = weights.shape[1]
+        result = mean.new_zeros(images, outputs) if diagonal else mean.new_zeros(images, outputs, outputs)
         elements = tile_elements(memory_budget, mean.dtype)
+        shared = left.shape[0] == right.shape[0] == 1
         with full_precision():
-            for chunk in chunks(active(units) & _live(weights), images, elements, shared=left.shape[0] == 1):
-                layer = _restrict(chunk, units, left, right, weights)
-                result[chunk.images] = layer.columns.mT @ _times_columns(layer, chunk.count, elements // chunk.count)
+            for chunk in chunks(active(units) & _live(weights), images, elements, shared):
+                layer = _Layer.of(chunk, units, left, right, weights)
+                product = _times_columns(layer, chunk.count, elements // chunk.count)
+                if diagonal:
+                    result[chunk.images] = product.mul_(layer.columns).sum(1)
+                else:
+                    result[chunk.images] = layer.columns.mT @ product
         return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:5])
-        ctx.memory_budget = inputs[5]
+        ctx.memory_budget = inputs[6]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _NonlinearFormGradient.apply(grad, *ctx.saved_tensors, ctx.needs_input_grad[4], ctx.memory_budget)
-        return (*gradients, None)
+        gradients = _PairsFormGradient.apply(grad, *ctx.saved_tensors, ctx.needs_input_grad[4], ctx.memory_budget)
+        return (*gradients, None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return vmap_forward(_NonlinearForm, info.batch_size, in_dims, inputs)
+        return vmap_forward(_PairsForm, info.batch_size, in_dims, inputs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
         refuse_forward_mode()
 
 
-class _NonlinearFormGradient(Function):
-    """The vector–Jacobian product of `_NonlinearForm`.
+class _PairsFormGradient(Function):
+    """The vector–Jacobian product of `_PairsForm`, for an upstream gradient G of the form or of its diagonal.
 
-    For the upstream gradient G it weights the pair (i, j) by bᵢᵀ(G + Gᵀ)bⱼ, with b the columns of B; the gradient in B
-    is (G + Gᵀ) B N, for which no unit may be skipped, and which is computed only if wanted.
+    It weights the pair (i, j) by bᵢᵀ(G + Gᵀ)bⱼ, with b the columns of B; the gradient in B is (G + Gᵀ) B N, for which
+    no unit may be skipped, and which is computed only if wanted.
     """
 
     @staticmethod
@@ -137,17 +154,18 @@ class _NonlinearFormGradient(Function):
         relevant = active(units) if weights_too else active(units) & _live(weights)
         results = tuple(torch.zeros_like(x) for x in (mean, variance, left, right, weights.mT))
         elements = tile_elements(memory_budget, mean.dtype)
-        symmetric = grad + grad.mT
+        shared = left.shape[0] == right.shape[0] == 1
         with full_precision():
-            for chunk in chunks(relevant, grad.shape[0], elements, shared=left.shape[0] == 1):
-                layer = _restrict(chunk, units, left, right, weights)
-                upstream = symmetric if symmetric.shape[0] == 1 else symmetric[chunk.images]
-                parts = _source_gradients(layer, chunk.count, layer.columns @ upstream, elements // chunk.count)
+            for chunk in chunks(relevant, grad.shape[0], elements, shared):
+                layer = _Layer.of(chunk, units, left, right, weights)
+                here = grad[chunk.images]
+                upstream = _times_symmetric(layer.columns, here)
+                parts = _source_gradients(layer, chunk.count, upstream, elements // chunk.count)
                 for target, part in zip(results, parts, strict=False):
                     chunk.add(target, part)
                 if weights_too:
                     product = _times_columns(layer, chunk.count, elements // chunk.count)
-                    chunk.add(results[4], product @ upstream)
+                    chunk.add(results[4], _times_symmetric(product, here))
         return (*results[:4], results[4].mT.contiguous())
 
     @staticmethod
@@ -160,4 +178,9 @@ class _NonlinearFormGradient(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        return vmap_gradient(_NonlinearFormGradient, info.batch_size, in_dims, inputs)
+        return vmap_gradient(_PairsFormGradient, info.batch_size, in_dims, inputs)
+
+
+def _times_symmetric(matrix: Tensor, grad: Tensor) -> Tensor:
+    """matrix (G + Gᵀ) for G (images, d, d), or the diagonal G given as (images, d)."""
+    return matrix * (2 * grad).unsqueeze(1) if grad.dim() == 2 else matrix @ (grad + grad.mT)

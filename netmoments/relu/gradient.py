@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from torch import Tensor
-
-from netmoments.relu.pairs import Tile, TileGradient, Units, nonlinear_variance_slopes
+from netmoments.relu.pairs import Tile, TileGradient, Units
 
 
 class UnitGradients:
@@ -22,12 +20,6 @@ class UnitGradients:
         self.by_mean[:, tile.columns] += slopes.by_column_mean
         self.by_variance[:, tile.rows] += slopes.by_row_variance
         self.by_variance[:, tile.columns] += slopes.by_column_variance
-
-    def add_diagonal(self, units: Units, weight: Tensor) -> None:
-        """The units' own nonlinear variances."""
-        by_mean, by_variance = nonlinear_variance_slopes(units)
-        self.by_mean += by_mean * weight
-        self.by_variance += by_variance * weight
 
 
 def refuse_second_derivative() -> NoReturn:

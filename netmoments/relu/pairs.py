@@ -18,13 +18,12 @@ from torch import Tensor
 
 from netmoments.normal import density, distribution
 from netmoments.relu.conditional import conditional
-from netmoments.relu.marginal import unit_mean, unit_nonlinear_variance
 from netmoments.relu.quadrature import nonlinear_part, orthant_excess
 from netmoments.relu.scratch import Scratch, common_shape
 
 
 class Units(NamedTuple):
-    """Standardized means h and standard deviations s > 0 of a set of units, (images or 1, units)."""
+    """Standardized means h and standard deviations s of a set of units, (images or 1, units); in pairs s > 0."""
 
     h: Tensor
     s: Tensor
@@ -104,6 +103,7 @@ def tile_gradient(units: Units, tile: Tile, covariance: Tensor, weight: Tensor, 
     row, column = units.span(tile.rows), units.span(tile.columns)
     h, k = row.h.unsqueeze(-1), column.h.unsqueeze(-2)
     rho = correlation(units, tile, covariance, scratch)
+    weight = torch.mul(weight, rho != 0, out=scratch.take("used", weight.shape))
     excess = orthant_excess(h, k, rho, scratch)
     given = conditional(h, k, rho, scratch)
     phi_h, phi_k = density(row.h), density(column.h)
@@ -142,28 +142,11 @@ def tile_gradient(units: Units, tile: Tile, covariance: Tensor, weight: Tensor, 
     )
 
 
-def nonlinear_variance(units: Units) -> Tensor:
-    """The diagonal of the nonlinear part: s²(v(h) − Φ(h)²)."""
-    return units.s * units.s * unit_nonlinear_variance(units.h)
-
-
-def variance_slopes(units: Units) -> tuple[Tensor, Tensor]:
-    """Derivatives of a unit's variance s²v(h): 2s e(h)Φ(−h) in the mean, Φ(h) − e(h)φ(h) in s²."""
-    gain = unit_mean(units.h)
-    by_variance = distribution(units.h) - gain * density(units.h)
-    return 2 * units.s * gain * distribution(-units.h), by_variance
-
-
 def gate_slopes(units: Units) -> tuple[Tensor, Tensor]:
-    """Derivatives of Φ(h): φ(h)/s in the mean, −hφ(h)/(2s²) in s²; 0 for a unit without variance."""
-    noisy = units.s > 0
+    """Derivatives of Φ(h): φ(h)/s in the mean, −hφ(h)/(2s²) in s²; 0 for a unit without variance, never infinite."""
+    bell = density(units.h)
+    noisy = (units.s > 0) & (bell > 0)
     safe = torch.where(noisy, units.s, torch.ones_like(units.s))
-    by_mean = torch.where(noisy, density(units.h) / safe, torch.zeros_like(safe))
-    return by_mean, -0.5 * units.h * by_mean / safe
-
-
-def nonlinear_variance_slopes(units: Units) -> tuple[Tensor, Tensor]:
-    """Derivatives of the nonlinear variance s²(v − Φ²): those of s²v less those of s²Φ²."""
-    by_mean, by_variance = variance_slopes(units)
-    gate, slope = distribution(units.h), density(units.h)
-    return by_mean - 2 * units.s * gate * slope, by_variance - gate * gate + units.h * gate * slope
+    by_mean = torch.where(noisy, bell / safe, torch.zeros_like(safe))
+    largest = torch.finfo(safe.dtype).max
+    return by_mean.clamp(max=largest), (-0.5 * units.h * by_mean / safe).clamp(-largest, largest)

@@ -56,6 +56,11 @@ def nonlinear_part_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
     return _nonlinear_sum(rule, h, k, rho, _fresh(h, k, rho))
 
 
+def orthant_excess_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
+    """D with one rule for every pair (Owen's T if its limit is 1): to study rules."""
+    return _excess_sum(rule, h, k, rho, _fresh(h, k, rho))
+
+
 def _fresh(h: Tensor, k: Tensor, rho: Tensor) -> Scratch:
     return Scratch(rho.dtype, rho.device, common_shape(h, k, rho).numel())
 

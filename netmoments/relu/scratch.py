@@ -7,8 +7,8 @@ import threading
 import torch
 from torch import Tensor
 
-SLOTS = 20
-"""Buffers of the size of one tile: 13 for the quadrature, 6 more for derivatives, 1 for their weights."""
+SLOTS = 21
+"""Buffers of the size of one tile: 13 for the quadrature, 6 more for derivatives, 2 for their weights."""
 
 KEPT_BYTES = 64 * 2**20
 """Up to this size a CPU thread keeps its scratch memory for the next call: fresh pages cost more than arithmetic."""
@@ -24,7 +24,8 @@ class Scratch:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, elements: int) -> None:
         self.elements = elements
-        self._block = torch.empty(SLOTS, elements, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # else a block kept from inside inference mode would be unusable outside
+            self._block = torch.empty(SLOTS, elements, dtype=dtype, device=device)
         self._slots: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: torch.Size) -> Tensor:

@@ -39,27 +39,46 @@ class Chunk:
         """How many images."""
         return self.images.stop - self.images.start
 
-    def pick(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """This chunk's part of a tensor whose dimension 0 is images (or 1, shared) and `dim` is units."""
-        part = tensor if tensor.shape[0] == 1 else tensor[self.images]
-        return part if self.every_unit else part.index_select(dim, self.units)
+    def restrict(self, units: Units) -> Units:
+        """The units of this chunk."""
+        return Units(self.pick(units.h), self.pick(units.s))
 
-    def add(self, target: Tensor, value: Tensor, dim: int = 1) -> None:
+    def pick(self, tensor: Tensor) -> Tensor:
+        """This chunk's part of a tensor whose dimension 0 is images (or 1, shared) and whose dimension 1 is units."""
+        part = tensor if tensor.shape[0] == 1 else tensor[self.images]
+        return part if self.every_unit else part.index_select(1, self.units)
+
+    def add(self, target: Tensor, value: Tensor) -> None:
         """target[images, units] += value, summed over images where the target is shared."""
-        if target.shape[0] == 1:
-            part, value = target, value.sum(0, keepdim=True)
-        else:
-            part = target[self.images]
+        part = target if target.shape[0] == 1 else target[self.images]
+        value = value.sum_to_size(part.shape[0], *value.shape[1:])
         if self.every_unit:
             part += value
         else:
-            part.index_add_(dim, self.units, value.expand(part.shape[0], *value.shape[1:]))
+            part.index_add_(1, self.units, value)
+
+    def block(self, square: Tensor, rows: slice, columns: slice) -> Tensor:
+        """square[images, rows, columns], counting rows and columns among this chunk's units; a copy if not all are."""
+        part = square if square.shape[0] == 1 else square[self.images]
+        if self.every_unit:
+            return part[:, rows, columns]
+        return part[:, self.units[rows].unsqueeze(1), self.units[columns]]
+
+    def add_block(self, square: Tensor, rows: slice, columns: slice, value: Tensor) -> None:
+        """square[images, rows, columns] += value."""
+        part = square[self.images]
+        if self.every_unit:
+            part[:, rows, columns] += value
+        else:
+            part[:, self.units[rows].unsqueeze(1), self.units[columns]] += value
 
 
 def units_of(mean: Tensor, variance: Tensor) -> Units:
-    """The units with these means and variances; NaN among them is an error here, before it spreads."""
-    if bool(torch.isnan(mean).any()) or bool(torch.isnan(variance).any()):
-        raise ValueError("the mean or the diagonal of the covariance of a ReLU layer holds NaN")
+    """The units with these means and variances; NaN or a negative variance is an error here, before it spreads."""
+    if bool(torch.isnan(mean).any()):
+        raise ValueError("the mean of a ReLU layer holds NaN")
+    if not bool((variance >= 0).all()):
+        raise ValueError("the diagonal of the covariance of a ReLU layer must be ≥ 0, got a negative value or NaN")
     std = standard_deviation(variance)
     return Units(standardize(mean, std), std)
 
