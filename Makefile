@@ -17,7 +17,7 @@ test-slow: $(READY)
 
 # The GPU machine brings its own torch and may have nothing else: no virtual environment there.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu tests
 
 lint: $(READY)
 	$(BIN)/ruff check .
