@@ -10,9 +10,10 @@ from torch import Tensor
 
 from netmoments.checks import describe, require_broadcastable, require_finite, require_float_tensors
 from netmoments.gaussian import Gaussian
+from netmoments.gaussian.covariance import Factors
 from netmoments.gaussian.gaussian import require_matrix_for
 from netmoments.normal import standard_deviation
-from netmoments.precision import matmul, matvec, row_products
+from netmoments.precision import matmul, matvec
 from netmoments.relu.covariance import flatten_batch, unflatten_batch
 from netmoments.relu.form import pairs_form, pairs_form_diagonal
 from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean
@@ -98,7 +99,7 @@ class AffineReluAffine:
         linear = noise.covariance.push_diagonal(layer.slopes(self))
         own = matvec(self.B.square(), nonlinear_variance(layer.mean, layer.variance))
         pairs = pairs_form_diagonal(*layer.flat(self.B, batch), memory_budget_for(noise.device, memory_budget))
-        return (linear + own + unflatten_batch(pairs, batch)).clamp(min=0)
+        return (linear + own + layer.rescale(unflatten_batch(pairs, batch), kept=1)).clamp(min=0)
 
     def covariance(self, noise: Gaussian, *, memory_budget: int | None = None) -> Tensor:
         """Cov g(x), (..., d, d): B K Bᵀ, with K never stored; see `variance`, which is its diagonal."""
@@ -107,7 +108,7 @@ class AffineReluAffine:
         linear = noise.covariance.push(layer.slopes(self))
         own = matmul(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B.mT)
         pairs = pairs_form(*layer.flat(self.B, batch), memory_budget_for(noise.device, memory_budget))
-        nonlinear = own + unflatten_batch(pairs, batch)
+        nonlinear = own + layer.rescale(unflatten_batch(pairs, batch), kept=2)
         total = linear + 0.5 * (nonlinear + nonlinear.mT)
         variance = total.diagonal(dim1=-2, dim2=-1).clamp(min=0)
         return torch.diagonal_scatter(total, variance, dim1=-2, dim2=-1)
@@ -123,18 +124,20 @@ class AffineReluAffine:
         return matvec(self.A, noise.flat_mean) + self.c1
 
     def _layer(self, noise: Gaussian) -> _PreActivations:
-        left, right = noise.covariance.factors(self.A)
-        variance = row_products(left, right).clamp(min=0)
-        return _PreActivations(self._pre_activation_mean(noise), variance, left, right)
+        factors = noise.covariance.factors(self.A)
+        return _PreActivations(self._pre_activation_mean(noise), factors.diagonal(), factors)
 
 
 class _PreActivations(NamedTuple):
-    """z = Ax + c₁ under the noise: means, variances, and factors of the covariance, Cov(zᵢ, zⱼ) = leftᵢ · rightⱼ."""
+    """z = Ax + c₁ under the noise: means, variances, and factors of the covariance.
+
+    A scale common to all covariances is taken out of the sum over pairs, for Cov relu(√c z) = c Cov relu(z): then
+    images that differ in their noise level only (and in their means) share one covariance, computed once.
+    """
 
     mean: Tensor
     variance: Tensor
-    left: Tensor
-    right: Tensor
+    factors: Factors
 
     def slopes(self, network: AffineReluAffine) -> Tensor:
         """B diag(Φ) A, the expected slope of the network, (..., d, n)."""
@@ -144,12 +147,26 @@ class _PreActivations(NamedTuple):
     def flat(self, weights: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What `pairs_form` takes, with one batch dimension."""
         return (
-            flatten_batch(self.mean, batch, kept=1),
-            flatten_batch(self.variance, batch, kept=1),
-            flatten_batch(self.left, batch, kept=2),
-            flatten_batch(self.right, batch, kept=2),
+            flatten_batch(self._unscaled_mean(), batch, kept=1),
+            flatten_batch(self.factors.unscaled_diagonal(), batch, kept=1),
+            flatten_batch(self.factors.left, batch, kept=2),
+            flatten_batch(self.factors.right, batch, kept=2),
             flatten_batch(weights, batch, kept=2),
         )
+
+    def _unscaled_mean(self) -> Tensor:
+        """m/√c; where c is 0, so far from 0 that no unit has a nonlinear part (and where m is 0 too, 0)."""
+        if self.factors.scale is None:
+            return self.mean
+        root = standard_deviation(self.factors.scale).unsqueeze(-1)
+        noisy = root > 0
+        certain = torch.sign(self.mean.detach()) * torch.finfo(root.dtype).max
+        return torch.where(noisy, self.mean / torch.where(noisy, root, torch.ones_like(root)), certain)
+
+    def rescale(self, pairs: Tensor, kept: int) -> Tensor:
+        """Sums over pairs, whose last `kept` dimensions are outputs, in the units of the outputs."""
+        scale = self.factors.scale
+        return pairs if scale is None else pairs * scale.reshape(*scale.shape, *(1,) * kept)
 
 
 def _flatten_to(x: Tensor, size: int) -> Tensor:

@@ -280,3 +280,23 @@ def test_inference_mode_leaves_nothing_behind():
     with torch.inference_mode():
         assert_close(network.variance(noise).clone(), expected, rtol=1e-13)
     assert_close(network.variance(noise), expected, rtol=1e-13)
+
+
+def test_noise_levels_as_a_batch():
+    """Many noise levels for many images at once, zero among them: as one at a time, values and gradients."""
+    network = random_network(6, 40, 3, seed=12)
+    images = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    levels = torch.tensor([0.0, 1e-3, 0.3, 2.0, 1e6], dtype=torch.float64, requires_grad=True)
+    mean = images.expand(5, 4, 6).clone().requires_grad_()
+    together = nm.Gaussian(mean, std=levels[:, None, None].expand(5, 4, 1), event_ndim=1)
+    variance, covariance = network.variance(together), network.covariance(together)
+    by_level, by_mean = torch.autograd.grad(variance.sum(), (levels, mean))
+    for i in range(5):
+        level, point = levels[i].detach().requires_grad_(), images.clone().requires_grad_()
+        alone = nm.Gaussian(point, nm.Diagonal((level**2).expand(6)))
+        expected = network.variance(alone)
+        one_level, one_mean = torch.autograd.grad(expected.sum(), (level, point))
+        assert_close(variance[i], expected, rtol=1e-12)
+        assert_close(covariance[i], network.covariance(alone), rtol=1e-10, atol=1e-12 * float(expected.max().detach()))
+        assert_close(by_level[i], one_level, rtol=1e-10)
+        assert_close(by_mean[i], one_mean, rtol=1e-9, atol=1e-12 * float(expected.max().detach()))

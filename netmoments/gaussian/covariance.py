@@ -6,7 +6,7 @@ Each has leading batch dimensions and acts on n flat coordinates. `Σ` is the co
     times(A)        A Σ               (..., p, n)
     push(A)         A Σ Aᵀ            (..., p, p)
     push_diagonal(A) diag(A Σ Aᵀ)     (..., p), without the p×p matrix
-    factors(A)      U, V with A Σ Aᵀ = U Vᵀ and as few columns as the structure allows
+    factors(A)      U, V and a number c with A Σ Aᵀ = c U Vᵀ, with as few columns as the structure allows
     dense()         Σ                 (..., n, n), for those who really want it
     draw(...)       samples of N(0, Σ)
 """
@@ -16,13 +16,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Generator, Tensor
 
 from netmoments.normal import standard_deviation
 from netmoments.precision import matmul, row_products
+
+
+class Factors(NamedTuple):
+    """A p×p covariance scale·left·rightᵀ, left and right (..., p, r); no scale is a scale of 1."""
+
+    left: Tensor
+    right: Tensor
+    scale: Tensor | None = None
+
+    def unscaled_diagonal(self) -> Tensor:
+        return row_products(self.left, self.right).clamp(min=0)
+
+    def diagonal(self) -> Tensor:
+        unscaled = self.unscaled_diagonal()
+        return unscaled if self.scale is None else unscaled * self.scale.unsqueeze(-1)
 
 
 class Covariance(ABC):
@@ -45,17 +60,17 @@ class Covariance(ABC):
     @abstractmethod
     def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor: ...
 
-    def factors(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        return matrix, self.times(matrix)
+    def factors(self, matrix: Tensor) -> Factors:
+        return Factors(matrix, self.times(matrix))
 
     def push(self, matrix: Tensor) -> Tensor:
-        left, right = self.factors(matrix)
-        pushed = matmul(left, right.mT)
-        return 0.5 * (pushed + pushed.mT)
+        factors = self.factors(matrix)
+        pushed = matmul(factors.left, factors.right.mT)
+        pushed = 0.5 * (pushed + pushed.mT)
+        return pushed if factors.scale is None else pushed * factors.scale[..., None, None]
 
     def push_diagonal(self, matrix: Tensor) -> Tensor:
-        left, right = self.factors(matrix)
-        return row_products(left, right).clamp(min=0)
+        return self.factors(matrix).diagonal()
 
     def pushed(self, matrix: Tensor) -> Covariance:
         """A Σ Aᵀ as a structure: `LowRank` where A has more rows than the structure has directions, else `Dense`."""
@@ -98,11 +113,8 @@ class Isotropic(Covariance):
     def times(self, matrix: Tensor) -> Tensor:
         return matrix * self.variance[..., None, None]
 
-    def push(self, matrix: Tensor) -> Tensor:
-        return matmul(matrix, matrix.mT) * self.variance[..., None, None]
-
-    def push_diagonal(self, matrix: Tensor) -> Tensor:
-        return row_products(matrix, matrix) * self.variance.unsqueeze(-1)
+    def factors(self, matrix: Tensor) -> Factors:
+        return Factors(matrix, matrix, self.variance)
 
     def _thin_root(self, matrix: Tensor) -> Tensor | None:
         if matrix.shape[-2] <= self.size:
@@ -184,13 +196,13 @@ class LowRank(Covariance):
         scaled = matrix * standard_deviation(self._diagonal_tensor()).unsqueeze(-2)
         return torch.cat(_same_batch(thin, scaled), -1)
 
-    def factors(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(self, matrix: Tensor) -> Factors:
         thin = matmul(matrix, self.factor)
         if not self._has_diagonal:
-            return thin, thin
+            return Factors(thin, thin)
         scaled = matrix * self._diagonal_tensor().unsqueeze(-2)
         thin, scaled, plain = _same_batch(thin, scaled, matrix)
-        return torch.cat([thin, scaled], -1), torch.cat([thin, plain], -1)
+        return Factors(torch.cat([thin, scaled], -1), torch.cat([thin, plain], -1))
 
     def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
         weights = _standard_normal((*shape, self.factor.shape[-1]), self.factor, generator)
