@@ -97,7 +97,7 @@ def tile_gradient(units: Units, tile: Tile, covariance: Tensor, weight: Tensor, 
     ∂(s₁s₂J)/∂m₁  = s₂ (k D + φ(k)[Φ(a) − Φ(h)] + ρφ(h)[Φ(b) − Φ(k)])
     ∂(s₁s₂J)/∂s₁² = s₂/(2s₁) (φ(h)(k−ρh)[Φ(b) − Φ(k)] + qφ(h)φ(b) − φ(h)φ(k))
 
-    They are the design's derivatives of the whole covariance less those of cΦ(h)Φ(k). All are finite at ρ = ±1, and
+    They are the derivatives of the whole covariance less those of cΦ(h)Φ(k). All are finite at ρ = ±1, and
     zero at ρ = 0. What depends on one unit only is taken out of the sums, which are products with vectors.
     """
     row, column = units.span(tile.rows), units.span(tile.columns)
