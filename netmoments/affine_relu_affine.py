@@ -13,10 +13,10 @@ from netmoments.gaussian import Gaussian
 from netmoments.gaussian.covariance import Factors
 from netmoments.gaussian.gaussian import require_matrix_for
 from netmoments.normal import standard_deviation
-from netmoments.precision import matmul, matvec
+from netmoments.precision import matmul, matvec, row_products
 from netmoments.relu.covariance import flatten_batch, unflatten_batch
 from netmoments.relu.form import pairs_form, pairs_form_diagonal
-from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean
+from netmoments.relu.marginal import SATURATED, nonlinear_variance, open_probability, relu_mean
 from netmoments.relu.tiling import memory_budget_for
 
 CALLER = "AffineReluAffine"
@@ -97,7 +97,7 @@ class AffineReluAffine:
         batch = self._check(noise)
         layer = self._layer(noise)
         linear = noise.covariance.push_diagonal(layer.slopes(self))
-        own = matvec(self.B.square(), nonlinear_variance(layer.mean, layer.variance))
+        own = row_products(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B)
         pairs = pairs_form_diagonal(*layer.flat(self.B, batch), memory_budget_for(noise.device, memory_budget))
         return (linear + own + layer.rescale(unflatten_batch(pairs, batch), kept=1)).clamp(min=0)
 
@@ -155,13 +155,13 @@ class _PreActivations(NamedTuple):
         )
 
     def _unscaled_mean(self) -> Tensor:
-        """m/√c; where c is 0, so far from 0 that no unit has a nonlinear part (and where m is 0 too, 0)."""
+        """m/√c; where that is beyond saturation, or c is 0, a constant far beyond (and 0 where m = c = 0)."""
         if self.factors.scale is None:
             return self.mean
         root = standard_deviation(self.factors.scale).unsqueeze(-1)
-        noisy = root > 0
+        inside = self.mean.abs() < SATURATED * root * self.factors.unscaled_diagonal().sqrt()
         certain = torch.sign(self.mean.detach()) * torch.finfo(root.dtype).max
-        return torch.where(noisy, self.mean / torch.where(noisy, root, torch.ones_like(root)), certain)
+        return torch.where(inside, self.mean / torch.where(inside, root, torch.ones_like(root)), certain)
 
     def rescale(self, pairs: Tensor, kept: int) -> Tensor:
         """Sums over pairs, whose last `kept` dimensions are outputs, in the units of the outputs."""
@@ -170,10 +170,9 @@ class _PreActivations(NamedTuple):
 
 
 def _flatten_to(x: Tensor, size: int) -> Tensor:
-    """x with as many trailing dimensions flattened as make `size`."""
-    for dimensions in range(1, x.dim() + 1):
-        if x.shape[x.dim() - dimensions :].numel() == size:
-            return x.flatten(x.dim() - dimensions)
-    raise ValueError(
-        f"{CALLER}: x must have shape (..., {size}), or trailing dimensions of that size, got {describe(x)}"
-    )
+    """(..., n) as it is, (..., C, H, W) with C·H·W = n as (..., n)."""
+    if x.dim() >= 1 and x.shape[-1] == size:
+        return x
+    if x.dim() >= 3 and x.shape[-3:].numel() == size:
+        return x.flatten(-3)
+    raise ValueError(f"{CALLER}: x must have shape (..., {size}) or (..., C, H, W) of that size, got {describe(x)}")

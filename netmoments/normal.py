@@ -27,7 +27,7 @@ def distribution(x: Tensor) -> Tensor:
 
 
 def standard_deviation(variance: Tensor) -> Tensor:
-    """√variance, with derivative 0 at 0 (where every use of it is multiplied by φ(±∞) = 0, or is a convention)."""
+    """√variance, with derivative 0 at 0, where the true one is infinite."""
     noisy = variance > 0
     return torch.where(noisy, torch.sqrt(torch.where(noisy, variance, torch.ones_like(variance))), 0.0)
 

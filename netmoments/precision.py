@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,22 +21,24 @@ _replaced: list[tuple[Any, str]] = []
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Inside this block no backend rounds float32 inputs to TF32 or bfloat16.
+    """Inside this block nothing rounds float32 inputs to TF32 or bfloat16: not a backend, not autocast.
 
-    cuDNN convolutions use TF32 by default; its 10-bit mantissa is noise far above sigma = 0.001. The settings are
-    global to the process: they are changed when the first thread enters, only those that need it, and put back when the
-    last one leaves.
+    cuDNN convolutions use TF32 by default; its 10-bit mantissa is noise far above sigma = 0.001. The backends' settings
+    are global to the process: those that need it are changed when a thread enters, put back when the last one leaves.
     """
     global _inside
     with _lock:
         _inside += 1
-        if _inside == 1:
-            for backend in _backends():
-                if backend.fp32_precision not in ("ieee", "none"):
-                    _replaced.append((backend, backend.fp32_precision))
-                    backend.fp32_precision = "ieee"
+        for backend in _backends():
+            if backend.fp32_precision not in ("ieee", "none"):
+                _replaced.append((backend, backend.fp32_precision))
+                backend.fp32_precision = "ieee"
     try:
-        yield
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
     finally:
         with _lock:
             _inside -= 1
@@ -93,10 +95,15 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Product of (..., i, j) and (..., j), with broadcast batch dimensions."""
-    if matrix.dim() == 2 and vector.dim() > 1:
-        return matmul(vector, matrix.mT)
-    return matmul(matrix, vector.unsqueeze(-1)).squeeze(-1)
+    """Product of (..., i, j) and (..., j), with broadcast batch dimensions.
+
+    Dimensions that only the vector has (samples, say) become columns of one product: the matrix is never copied.
+    """
+    extra = vector.dim() - (matrix.dim() - 1)
+    if extra <= 0:
+        return matmul(matrix, vector.unsqueeze(-1)).squeeze(-1)
+    columns = vector.flatten(0, extra - 1).movedim(0, -2)
+    return matmul(columns, matrix.mT).movedim(-2, 0).unflatten(0, vector.shape[:extra])
 
 
 class _RowProducts(Function):

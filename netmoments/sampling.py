@@ -156,13 +156,13 @@ def monte_carlo(
         raise TypeError(f"{CALLER}: noise must be a netmoments.Gaussian, got {describe(noise)}")
     if not callable(function):
         raise TypeError(f"{CALLER}: function must be callable, got {describe(function)}")
-    if batch is None:
-        bytes_each = noise.batch_shape.numel() * noise.size * noise.dtype.itemsize
-        batch = max(1, min(samples, DEFAULT_BATCH_BYTES // bytes_each))
-    _require_count("batch", batch, least=1)
     entries = noise.batch_shape
     if isinstance(function, AffineReluAffine):
         entries = require_broadcastable(CALLER, network=function.batch_shape, noise=noise.batch_shape)
+    if batch is None:
+        bytes_each = entries.numel() * noise.size * noise.dtype.itemsize
+        batch = max(1, min(samples, DEFAULT_BATCH_BYTES // bytes_each))
+    _require_count("batch", batch, least=1)
     generator = torch.Generator(noise.device).manual_seed(seed)
     sums, output_shape = None, torch.Size()
     with full_precision(), Progress("sampling", samples) as progress:
@@ -187,8 +187,11 @@ def relative_difference(x: Tensor, y: Tensor) -> Tensor:
     require_broadcastable(caller, x=x.shape, y=y.shape)
     require_finite(caller, "x", x)
     require_finite(caller, "y", y)
-    scale = 0.25 * x.abs() + 0.25 * y.abs()  # halves and quarters, so that nothing overflows
-    return torch.where(scale > 0, (0.5 * x - 0.5 * y).abs() / torch.where(scale > 0, scale, 1.0), 0.0)
+    larger = torch.maximum(x.abs(), y.abs())
+    larger = torch.where(larger > 0, larger, 1.0)
+    x, y = x / larger, y / larger  # so that nothing overflows or vanishes
+    size = x.abs() + y.abs()
+    return torch.where(size > 0, 2 * (x - y).abs() / torch.where(size > 0, size, 1.0), 0.0).clamp(max=2)
 
 
 def _evaluate(function: Callable[[Tensor], Tensor], x: Tensor, noise: Gaussian, entries: torch.Size) -> Tensor:

@@ -268,7 +268,47 @@ def test_calling_the_network():
     network = nm.AffineReluAffine(A, c1, B, c2)
     expected = B @ torch.relu(A @ mean + c1) + c2
     assert_close(network(mean), expected, atol=1e-14)
-    assert_close(network(mean.reshape(1, 2, 2).expand(6, 1, 2, 2))[3], expected, atol=1e-14)
+    images = mean.reshape(1, 2, 2).expand(6, 1, 2, 2)
+    assert network(images).shape == (6, 2)
+    assert_close(network(images)[3], expected, atol=1e-14)
+    several = nm.AffineReluAffine(A.expand(3, 7, 4), c1, B, c2)
+    assert several(mean.expand(5, 2, 3, 4)).shape == (5, 2, 3, 2)
+    assert_close(several(mean.expand(5, 2, 3, 4))[4, 1, 2], expected, atol=1e-14)
+
+
+def test_forward_mode_is_refused_in_words():
+    A, c1, B, c2, mean = (x.detach() for x in parameters())
+    network = nm.AffineReluAffine(A, c1, B, c2)
+    for output in (network.variance, network.covariance):
+        with pytest.raises(RuntimeError, match="use reverse mode"):
+            torch.func.jacfwd(lambda m, output=output: output(nm.Gaussian(m, std=0.3)))(mean)
+
+
+def test_autocast_changes_nothing():
+    network, noise = random_network(20, 60, 3, seed=1, dtype=torch.float32), nm.Gaussian(torch.ones(20), std=0.5)
+    expected = network.variance(noise)
+    mean = torch.ones(20, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(network.variance(noise), expected)
+        (gradient,) = torch.autograd.grad(network.variance(nm.Gaussian(mean, std=0.5)).sum(), mean)
+    (apart,) = torch.autograd.grad(network.variance(nm.Gaussian(mean, std=0.5)).sum(), mean)
+    assert_close(gradient, apart.double(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("mean", "variance"), [(1e3, 1e-36), (1e30, 1e-20), (1.0, 1e-39), (0.0, 1e-36)])
+def test_gradient_in_a_vanishing_noise_level(mean, variance):
+    """Two open units without noise to speak of: dVar/dσ² = 2 (or, at mean 0, what two independent ReLUs have)."""
+    level = torch.tensor(variance, requires_grad=True)
+    network = nm.AffineReluAffine(torch.eye(2), torch.zeros(2), torch.ones(1, 2), torch.zeros(1))
+    (gradient,) = torch.autograd.grad(network.variance(nm.Gaussian(torch.full((2,), mean), level)).sum(), level)
+    assert gradient.item() == pytest.approx(2.0 if mean else 1 - 1 / torch.pi, rel=1e-5)
+
+
+def test_large_weights_do_not_overflow():
+    A = 1e-20 * torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    network = nm.AffineReluAffine(A, torch.zeros(2), torch.full((1, 2), 1e20), torch.zeros(1))
+    noise = nm.Gaussian(torch.zeros(2), torch.full((2,), 1e5))
+    assert_close(network.variance(noise), network.covariance(noise)[0].double(), rtol=1e-5)
 
 
 def test_inference_mode_leaves_nothing_behind():

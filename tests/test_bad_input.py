@@ -123,6 +123,11 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "event_ndim": (lambda: nm.Gaussian(F32, std=1.0, event_ndim=2), ValueError, "event_ndim must be between 1 and"),
     "sample count": (lambda: NOISE.sample(0), ValueError, "count must be a positive integer, got 0"),
+    "low-rank variance that overflows": (
+        lambda: nm.Gaussian(F32, nm.LowRank(torch.full((3, 1), 1e30))),
+        ValueError,
+        "variance must be finite",
+    ),
     "empty batch": (lambda: nm.Gaussian(torch.zeros(0, 3), std=1.0), ValueError, "no empty batch"),
     "std too small": (lambda: nm.Gaussian(F32, std=1e-25), ValueError, "std is too small or too large for its square"),
     "std too large": (lambda: nm.Gaussian(F32, std=1e25), ValueError, "std is too small or too large for its square"),

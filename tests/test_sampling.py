@@ -107,9 +107,10 @@ def test_no_gradient_is_kept():
 def test_relative_difference():
     x = torch.tensor([1.0, 0.0, -1.0, 0.0, 3.0])
     y = torch.tensor([1.0, 0.0, 1.0, 2.0, 1.0])
-    assert nm.relative_difference(x, y).tolist() == [0.0, 0.0, 2.0, 2.0, 1.0]
+    assert nm.relative_difference(x, y).tolist() == pytest.approx([0.0, 0.0, 2.0, 2.0, 1.0], abs=1e-15)
     huge = torch.tensor([1e308], dtype=torch.float64)
     assert nm.relative_difference(huge, -huge).tolist() == [2.0]
+    assert nm.relative_difference(torch.full((1,), 5e-324, dtype=torch.float64), 0 * huge).tolist() == [2.0]
 
 
 @given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6))

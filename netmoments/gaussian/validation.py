@@ -26,6 +26,7 @@ def require_covariance_values(covariance: Covariance) -> None:
         case LowRank(factor=factor, diagonal=diagonal):
             require_finite(CALLER, "LowRank factor", factor)
             require_non_negative("LowRank diagonal", torch.as_tensor(diagonal, dtype=factor.dtype))
+            require_finite(CALLER, "variance", covariance.variances())
         case Dense(matrix=matrix):
             require_finite(CALLER, "covariance", matrix)
             require_symmetric(matrix)

@@ -66,15 +66,33 @@ class _NonlinearVariance(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        mean, variance = ctx.saved_tensors
-        std = standard_deviation(variance)
-        h = standardize(mean, std)
-        gate, bell = distribution(h), density(h)
-        by_mean, by_variance = variance_slopes(mean, variance)
-        return grad * (by_mean - 2 * std * gate * bell), grad * (by_variance - gate * gate + h * gate * bell)
+        by_mean, by_variance = _nonlinear_variance_slopes(*ctx.saved_tensors)
+        return grad * by_mean, grad * by_variance
+
+    @staticmethod
+    def jvp(ctx: Any, mean_tangent: Tensor | None, variance_tangent: Tensor | None) -> Tensor:
+        return _along(_nonlinear_variance_slopes(*ctx.saved_tensors), (mean_tangent, variance_tangent))
+
+
+def _nonlinear_variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    std = standard_deviation(variance)
+    h = standardize(mean, std)
+    gate, bell = distribution(h), density(h)
+    by_mean, by_variance = variance_slopes(mean, variance)
+    return by_mean - 2 * std * gate * bell, by_variance - gate * gate + h * gate * bell
+
+
+def _along(slopes: tuple[Tensor, Tensor], tangents: tuple[Tensor | None, Tensor | None]) -> Tensor:
+    """The derivative along two tangents, either of which may be absent."""
+    total = torch.zeros_like(slopes[0])
+    for slope, tangent in zip(slopes, tangents, strict=True):
+        if tangent is not None:
+            total = total + slope * tangent
+    return total
 
 
 def nonlinear_variance(mean: Tensor, variance: Tensor) -> Tensor:
@@ -105,14 +123,8 @@ class _ReluMean(Function):
 
     @staticmethod
     def jvp(ctx: Any, mean_tangent: Tensor | None, std_tangent: Tensor | None) -> Tensor:
-        mean, std = ctx.saved_tensors
-        h = standardize(mean, std)
-        total = torch.zeros_like(h)
-        if mean_tangent is not None:
-            total = total + mean_tangent * distribution(h)
-        if std_tangent is not None:
-            total = total + std_tangent * density(h)
-        return total
+        h = standardize(*ctx.saved_tensors)
+        return _along((distribution(h), density(h)), (mean_tangent, std_tangent))
 
 
 class _ReluVariance(Function):
@@ -136,13 +148,7 @@ class _ReluVariance(Function):
 
     @staticmethod
     def jvp(ctx: Any, mean_tangent: Tensor | None, variance_tangent: Tensor | None) -> Tensor:
-        by_mean, by_variance = variance_slopes(*ctx.saved_tensors)
-        total = torch.zeros_like(by_mean)
-        if mean_tangent is not None:
-            total = total + mean_tangent * by_mean
-        if variance_tangent is not None:
-            total = total + variance_tangent * by_variance
-        return total
+        return _along(variance_slopes(*ctx.saved_tensors), (mean_tangent, variance_tangent))
 
 
 def variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
