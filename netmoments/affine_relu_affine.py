@@ -125,19 +125,23 @@ class AffineReluAffine:
 
     def _layer(self, noise: Gaussian) -> _PreActivations:
         factors = noise.covariance.factors(self.A)
-        return _PreActivations(self._pre_activation_mean(noise), factors.diagonal(), factors)
+        return _PreActivations(self._pre_activation_mean(noise), factors, factors.unscaled_diagonal())
 
 
 class _PreActivations(NamedTuple):
-    """z = Ax + c₁ under the noise: means, variances, and factors of the covariance.
+    """z = Ax + c₁ under the noise: means, factors of the covariance, and its diagonal but for their scale.
 
     A scale common to all covariances is taken out of the sum over pairs, for Cov relu(√c z) = c Cov relu(z): then
     images that differ in their noise level only (and in their means) share one covariance, computed once.
     """
 
     mean: Tensor
-    variance: Tensor
     factors: Factors
+    unscaled_variance: Tensor
+
+    @property
+    def variance(self) -> Tensor:
+        return self.rescale(self.unscaled_variance, kept=1)
 
     def slopes(self, network: AffineReluAffine) -> Tensor:
         """B diag(Φ) A, the expected slope of the network, (..., d, n)."""
@@ -148,7 +152,7 @@ class _PreActivations(NamedTuple):
         """What `pairs_form` takes, with one batch dimension."""
         return (
             flatten_batch(self._unscaled_mean(), batch, kept=1),
-            flatten_batch(self.factors.unscaled_diagonal(), batch, kept=1),
+            flatten_batch(self.unscaled_variance, batch, kept=1),
             flatten_batch(self.factors.left, batch, kept=2),
             flatten_batch(self.factors.right, batch, kept=2),
             flatten_batch(weights, batch, kept=2),
@@ -159,14 +163,14 @@ class _PreActivations(NamedTuple):
         if self.factors.scale is None:
             return self.mean
         root = standard_deviation(self.factors.scale).unsqueeze(-1)
-        inside = self.mean.abs() < SATURATED * root * self.factors.unscaled_diagonal().sqrt()
+        inside = self.mean.abs() < SATURATED * root * self.unscaled_variance.detach().sqrt()
         certain = torch.sign(self.mean.detach()) * torch.finfo(root.dtype).max
         return torch.where(inside, self.mean / torch.where(inside, root, torch.ones_like(root)), certain)
 
-    def rescale(self, pairs: Tensor, kept: int) -> Tensor:
-        """Sums over pairs, whose last `kept` dimensions are outputs, in the units of the outputs."""
+    def rescale(self, unscaled: Tensor, kept: int) -> Tensor:
+        """The scale put back into variances or covariances whose last `kept` dimensions are not batch."""
         scale = self.factors.scale
-        return pairs if scale is None else pairs * scale.reshape(*scale.shape, *(1,) * kept)
+        return unscaled if scale is None else unscaled * scale.reshape(*scale.shape, *(1,) * kept)
 
 
 def _flatten_to(x: Tensor, size: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -55,43 +55,58 @@ def _backends() -> list[Any]:
     return [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, *found] if torch.cuda.is_available() else found
 
 
-class _Matmul(Function):
-    """`a @ b` whose backward keeps full precision too (autograd would run it under the caller's settings)."""
+Product = Callable[[Tensor, Tensor], Tensor]
 
-    generate_vmap_rule = True
 
-    @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        with full_precision():
-            return a @ b
+def _bilinear(product: Product, by_first: Product, by_second: Product) -> Product:
+    """`product(a, b)` at full precision, backward too (autograd would run that under the user's settings).
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    `by_first(grad, b)` and `by_second(grad, a)` are its gradients before broadcast dimensions are summed.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        a, b = ctx.saved_tensors
-        needs_a, needs_b = ctx.needs_input_grad
-        grad_a = matmul(grad, b.mT).sum_to_size(a.shape) if needs_a else None
-        grad_b = matmul(a.mT, grad).sum_to_size(b.shape) if needs_b else None
-        return grad_a, grad_b
+    class Bilinear(Function):
+        generate_vmap_rule = True
 
-    @staticmethod
-    def jvp(ctx: Any, tangent_a: Tensor | None, tangent_b: Tensor | None) -> Tensor:
-        a, b = ctx.saved_tensors
-        parts = []
-        if tangent_a is not None:
-            parts.append(matmul(tangent_a, b))
-        if tangent_b is not None:
-            parts.append(matmul(a, tangent_b))
-        return sum(parts[1:], parts[0])
+        @staticmethod
+        def forward(a: Tensor, b: Tensor) -> Tensor:
+            with full_precision():
+                return product(a, b)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+            a, b = ctx.saved_tensors
+            needs_a, needs_b = ctx.needs_input_grad
+            return (
+                by_first(grad, b).sum_to_size(a.shape) if needs_a else None,
+                by_second(grad, a).sum_to_size(b.shape) if needs_b else None,
+            )
+
+        @staticmethod
+        def jvp(ctx: Any, tangent_a: Tensor | None, tangent_b: Tensor | None) -> Tensor:
+            a, b = ctx.saved_tensors
+            moved = [(tangent_a, b), (a, tangent_b)]
+            parts = [Bilinear.apply(x, y) for x, y in moved if x is not None and y is not None]
+            return sum(parts[1:], parts[0])
+
+    return Bilinear.apply
+
+
+_matmul = _bilinear(torch.matmul, lambda grad, b: matmul(grad, b.mT), lambda grad, a: matmul(a.mT, grad))
+_row_products = _bilinear(
+    lambda a, b: torch.einsum("...ij,...ij->...i", a, b),  # batched products: no temporary of the size of a and b
+    lambda grad, b: grad.unsqueeze(-1) * b,
+    lambda grad, a: grad.unsqueeze(-1) * a,
+)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product of (..., i, j) and (..., j, k) without TF32, forward and backward."""
-    return _Matmul.apply(a, b)
+    return _matmul(a, b)
 
 
 def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
@@ -106,40 +121,6 @@ def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
     return matmul(columns, matrix.mT).movedim(-2, 0).unflatten(0, vector.shape[:extra])
 
 
-class _RowProducts(Function):
-    """Σⱼ aᵢⱼbᵢⱼ as batched products, which need no temporary of the size of a and b."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        with full_precision():
-            return torch.einsum("...ij,...ij->...i", a, b)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        a, b = ctx.saved_tensors
-        needs_a, needs_b = ctx.needs_input_grad
-        grad_a = (grad.unsqueeze(-1) * b).sum_to_size(a.shape) if needs_a else None
-        grad_b = (grad.unsqueeze(-1) * a).sum_to_size(b.shape) if needs_b else None
-        return grad_a, grad_b
-
-    @staticmethod
-    def jvp(ctx: Any, tangent_a: Tensor | None, tangent_b: Tensor | None) -> Tensor:
-        a, b = ctx.saved_tensors
-        parts = []
-        if tangent_a is not None:
-            parts.append(row_products(tangent_a, b))
-        if tangent_b is not None:
-            parts.append(row_products(a, tangent_b))
-        return sum(parts[1:], parts[0])
-
-
 def row_products(a: Tensor, b: Tensor) -> Tensor:
     """The scalar products of corresponding rows of (..., i, j) and (..., i, j): (..., i), the diagonal of a bᵀ."""
-    return _RowProducts.apply(a, b)
+    return _row_products(a, b)

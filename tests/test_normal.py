@@ -45,6 +45,19 @@ def test_gauss_legendre_integrates_polynomials(count):
         assert value == pytest.approx(1 / (degree + 1), rel=1e-14)
 
 
+def test_gauss_legendre_weights_are_rounded_correctly():
+    """Against mpmath at 30 digits; numpy's own weights are not, which is why they are mended."""
+    nodes, weights = gauss_legendre(56)
+    exact = []
+    for start in nodes:
+        x = mpmath.findroot(lambda t: mpmath.legendre(56, t), mpmath.mpf(2 * start - 1))
+        slope = 56 * (x * mpmath.legendre(56, x) - mpmath.legendre(55, x)) / (x * x - 1)
+        exact.append(float(1 / ((1 - x * x) * slope**2)))
+    expected = np.array(exact)
+    assert np.abs(np.array(weights) / expected - 1).max() < 5e-16
+    assert np.abs(0.5 * np.polynomial.legendre.leggauss(56)[1] / expected - 1).max() > 1e-13
+
+
 def test_owen_t_against_scipy():
     rng = np.random.default_rng(1)
     h, a = rng.uniform(-6, 6, 2000), rng.standard_cauchy(2000)

@@ -6,6 +6,7 @@ Every function takes any shape, float32 or float64, and broadcasts its arguments
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,31 +55,67 @@ def unit_nonlinear_variance(h: Tensor) -> Tensor:
     return unit_variance(left) - distribution(left) ** 2
 
 
-class _NonlinearVariance(Function):
-    """(m, s²) → s²(v(h) − Φ(h)²), with derivatives those of s²v less those of s²Φ²."""
+Value = Callable[[Tensor, Tensor], Tensor]
+Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-    generate_vmap_rule = True
 
-    @staticmethod
-    def forward(mean: Tensor, variance: Tensor) -> Tensor:
-        return variance * unit_nonlinear_variance(standardize(mean, standard_deviation(variance)))
+def _with_slopes(value: Value, slopes: Slopes) -> Value:
+    """The elementwise function `value` of two tensors, with `slopes` as its derivatives in closed form."""
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    class ClosedForm(Function):
+        generate_vmap_rule = True
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        by_mean, by_variance = _nonlinear_variance_slopes(*ctx.saved_tensors)
-        return grad * by_mean, grad * by_variance
+        @staticmethod
+        def forward(first: Tensor, second: Tensor) -> Tensor:
+            return value(first, second)
 
-    @staticmethod
-    def jvp(ctx: Any, mean_tangent: Tensor | None, variance_tangent: Tensor | None) -> Tensor:
-        return _along(_nonlinear_variance_slopes(*ctx.saved_tensors), (mean_tangent, variance_tangent))
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            by_first, by_second = slopes(*ctx.saved_tensors)
+            return grad * by_first, grad * by_second
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+            pairs = zip(slopes(*ctx.saved_tensors), tangents, strict=True)
+            parts = [slope * tangent for slope, tangent in pairs if tangent is not None]
+            return sum(parts[1:], parts[0])
+
+    return ClosedForm.apply
+
+
+def _mean(mean: Tensor, std: Tensor) -> Tensor:
+    return torch.relu(mean) + std * unit_mean(-standardize(mean, std).abs())
+
+
+def _mean_slopes(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    """Φ(h) in the mean and φ(h) in the deviation; at m = s = 0 these are 1/2 and φ(0)."""
+    h = standardize(mean, std)
+    return distribution(h), density(h)
+
+
+def _variance(mean: Tensor, variance: Tensor) -> Tensor:
+    return variance * unit_variance(standardize(mean, standard_deviation(variance)))
+
+
+def variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Derivatives of a unit's variance s²v(h): 2 E[y] Φ(−h) in the mean, Φ(h) − e(h)φ(h) in s², finite everywhere."""
+    std = standard_deviation(variance)
+    h = standardize(mean, std)
+    gate, bell = distribution(h), density(h)
+    return 2 * _mean_of(mean, std) * distribution(-h), gate - bell * (h * gate + bell)
+
+
+def _nonlinear_variance(mean: Tensor, variance: Tensor) -> Tensor:
+    return variance * unit_nonlinear_variance(standardize(mean, standard_deviation(variance)))
 
 
 def _nonlinear_variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of s²v less those of s²Φ²."""
     std = standard_deviation(variance)
     h = standardize(mean, std)
     gate, bell = distribution(h), density(h)
@@ -86,77 +123,14 @@ def _nonlinear_variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, 
     return by_mean - 2 * std * gate * bell, by_variance - gate * gate + h * gate * bell
 
 
-def _along(slopes: tuple[Tensor, Tensor], tangents: tuple[Tensor | None, Tensor | None]) -> Tensor:
-    """The derivative along two tangents, either of which may be absent."""
-    total = torch.zeros_like(slopes[0])
-    for slope, tangent in zip(slopes, tangents, strict=True):
-        if tangent is not None:
-            total = total + slope * tangent
-    return total
+_mean_of = _with_slopes(_mean, _mean_slopes)
+_variance_of = _with_slopes(_variance, variance_slopes)
+_nonlinear_variance_of = _with_slopes(_nonlinear_variance, _nonlinear_variance_slopes)
 
 
 def nonlinear_variance(mean: Tensor, variance: Tensor) -> Tensor:
     """s²(v(h) − Φ(h)²): what is left of a unit's variance when its best linear approximation's is taken away."""
-    return _NonlinearVariance.apply(mean, variance)
-
-
-class _ReluMean(Function):
-    """(m, s) → E y with ∂/∂m = Φ(h) and ∂/∂s = φ(h); at m = s = 0 these are 1/2 and φ(0)."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(mean: Tensor, std: Tensor) -> Tensor:
-        h = standardize(mean, std)
-        return torch.relu(mean) + std * unit_mean(-h.abs())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        mean, std = ctx.saved_tensors
-        h = standardize(mean, std)
-        return grad * distribution(h), grad * density(h)
-
-    @staticmethod
-    def jvp(ctx: Any, mean_tangent: Tensor | None, std_tangent: Tensor | None) -> Tensor:
-        h = standardize(*ctx.saved_tensors)
-        return _along((distribution(h), density(h)), (mean_tangent, std_tangent))
-
-
-class _ReluVariance(Function):
-    """(m, s²) → Var y with ∂/∂m = 2 E[y] Φ(−h) and ∂/∂s² = Φ(h) − e(h)φ(h), finite everywhere."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(mean: Tensor, variance: Tensor) -> Tensor:
-        return variance * unit_variance(standardize(mean, standard_deviation(variance)))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        by_mean, by_variance = variance_slopes(*ctx.saved_tensors)
-        return grad * by_mean, grad * by_variance
-
-    @staticmethod
-    def jvp(ctx: Any, mean_tangent: Tensor | None, variance_tangent: Tensor | None) -> Tensor:
-        return _along(variance_slopes(*ctx.saved_tensors), (mean_tangent, variance_tangent))
-
-
-def variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Derivatives of a unit's variance s²v(h): 2 E[y] Φ(−h) in the mean, Φ(h) − e(h)φ(h) in s²."""
-    std = standard_deviation(variance)
-    h = standardize(mean, std)
-    expected = _ReluMean.apply(mean, std)
-    return 2 * expected * distribution(-h), distribution(h) - density(h) * (h * distribution(h) + density(h))
+    return _nonlinear_variance_of(*torch.broadcast_tensors(mean, variance))
 
 
 def relu_mean(mean: Tensor, std: Tensor) -> Tensor:
@@ -171,7 +145,7 @@ def relu_mean(mean: Tensor, std: Tensor) -> Tensor:
     """
     mean, std = require_float_tensors("relu_mean", mean=mean, std=std)
     require_broadcastable("relu_mean", mean=mean.shape, std=std.shape)
-    return _ReluMean.apply(*torch.broadcast_tensors(mean, std))
+    return _mean_of(*torch.broadcast_tensors(mean, std))
 
 
 def relu_variance(mean: Tensor, std: Tensor) -> Tensor:
@@ -185,4 +159,4 @@ def relu_variance(mean: Tensor, std: Tensor) -> Tensor:
     """
     mean, std = require_float_tensors("relu_variance", mean=mean, std=std)
     require_broadcastable("relu_variance", mean=mean.shape, std=std.shape)
-    return _ReluVariance.apply(*torch.broadcast_tensors(mean, std * std))
+    return _variance_of(*torch.broadcast_tensors(mean, std * std))

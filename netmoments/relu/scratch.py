@@ -48,5 +48,5 @@ def scratch_for(like: Tensor, elements: int) -> Scratch:
 
 
 def common_shape(*tensors: Tensor) -> torch.Size:
-    """The broadcast shape of tensors with equally many dimensions (`torch.broadcast_shapes` takes 50 µs)."""
+    """The broadcast shape of tensors with equally many dimensions (`torch.broadcast_shapes` is slow)."""
     return torch.Size(map(max, *(x.shape for x in tensors)))
