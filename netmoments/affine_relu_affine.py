@@ -1,4 +1,4 @@
-"""The network the paper is about: g(x) = B relu(A x + c₁) + c₂, and its exact moments under a Gaussian input."""
+"""The network the paper is about: g(x) = B relu(A x + c₁) + c₂ (+ D x), and its exact moments under a Gaussian."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ CALLER = "AffineReluAffine"
 class AffineReluAffine:
     """g(x) = B relu(A x + c₁) + c₂ with A (..., p, n), c₁ (..., p), B (..., d, p), c₂ (..., d).
 
-    Leading dimensions make a batch of networks (one for each image, say) and broadcast with those of the noise;
-    without them the network is shared. All moments are exact to rounding and differentiable in A, B, c₁, c₂ and in
-    the noise's mean and covariance. An input with an event shape (C, H, W) is flattened. Shapes, dtypes, devices and
+    With D (..., d, n), a path around the ReLU is added: g(x) = B relu(A x + c₁) + D x + c₂. Leading dimensions make a batch of networks (one for each image, say) and broadcast with those of the noise;
+    without them the network is shared. All moments are exact to rounding and differentiable in A, B, c₁, c₂, D
+    and in the noise's mean and covariance. An input with an event shape (C, H, W) is flattened. Shapes, dtypes, devices and
     finite values are checked when it is built.
 
     >>> network = AffineReluAffine(torch.eye(2), torch.zeros(2), torch.ones(1, 2), torch.zeros(1))
@@ -40,6 +40,7 @@ class AffineReluAffine:
     c1: Tensor
     B: Tensor
     c2: Tensor
+    D: Tensor | None = None
 
     def __post_init__(self) -> None:
         A, c1, B, c2 = require_float_tensors(CALLER, A=self.A, c1=self.c1, B=self.B, c2=self.c2)
@@ -57,15 +58,24 @@ class AffineReluAffine:
             raise ValueError(
                 f"{CALLER}: c2 must have shape (..., {B.shape[-2]}), one for each row of B, got {describe(c2)}"
             )
+        named = {"A": A, "c1": c1, "B": B, "c2": c2}
+        if self.D is not None:
+            _, named["D"] = require_float_tensors(CALLER, A=A, D=self.D)
+            if self.D.dim() < 2 or self.D.shape[-2:] != (B.shape[-2], A.shape[-1]):
+                raise ValueError(
+                    f"{CALLER}: D must have shape (..., {B.shape[-2]}, {A.shape[-1]}), from inputs to outputs, "
+                    f"got {describe(self.D)}"
+                )
         _ = self.batch_shape
-        for name, value in (("A", A), ("c1", c1), ("B", B), ("c2", c2)):
+        for name, value in named.items():
             require_finite(CALLER, name, value)
 
     @property
     def batch_shape(self) -> torch.Size:
         """The leading dimensions of the network; () if it is shared."""
+        around = {} if self.D is None else {"D": self.D.shape[:-2]}
         return require_broadcastable(
-            CALLER, A=self.A.shape[:-2], c1=self.c1.shape[:-1], B=self.B.shape[:-2], c2=self.c2.shape[:-1]
+            CALLER, A=self.A.shape[:-2], c1=self.c1.shape[:-1], B=self.B.shape[:-2], c2=self.c2.shape[:-1], **around
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -74,18 +84,23 @@ class AffineReluAffine:
         flat = _flatten_to(x, self.A.shape[-1])
         require_broadcastable(CALLER, network=self.batch_shape, x=flat.shape[:-1])
         hidden = torch.relu(matvec(self.A, flat) + self.c1)
-        return matvec(self.B, hidden) + self.c2
+        return self._with_offset(matvec(self.B, hidden), flat)
+
+    def _with_offset(self, through: Tensor, x: Tensor) -> Tensor:
+        """What came through the ReLU, plus D x + c₂."""
+        return through + self.c2 if self.D is None else through + matvec(self.D, x) + self.c2
 
     def to(self, *args: Any, **kwargs: Any) -> AffineReluAffine:
         """Convert to another dtype or device, as `Tensor.to` does."""
-        return AffineReluAffine(*(x.to(*args, **kwargs) for x in (self.A, self.c1, self.B, self.c2)))
+        around = None if self.D is None else self.D.to(*args, **kwargs)
+        return AffineReluAffine(*(x.to(*args, **kwargs) for x in (self.A, self.c1, self.B, self.c2)), around)
 
     def mean(self, noise: Gaussian) -> Tensor:
-        """E g(x), (..., d): the paper's Theorem 1, B·s(hΦ(h) + φ(h)) + c₂."""
+        """E g(x), (..., d): the paper's Theorem 1, B·s(hΦ(h) + φ(h)) + c₂ (+ D·mean)."""
         self._check(noise)
         variance = noise.covariance.push_diagonal(self.A)
         expected = relu_mean(self._pre_activation_mean(noise), standard_deviation(variance))
-        return matvec(self.B, expected) + self.c2
+        return self._with_offset(matvec(self.B, expected), noise.flat_mean)
 
     def variance(self, noise: Gaussian, *, memory_budget: int | None = None) -> Tensor:
         """Var g(x), (..., d): diag(B K Bᵀ) with K = Cov relu(Ax + c₁), never stored.
@@ -144,9 +159,10 @@ class _PreActivations(NamedTuple):
         return self.rescale(self.unscaled_variance, kept=1)
 
     def slopes(self, network: AffineReluAffine) -> Tensor:
-        """B diag(Φ) A, the expected slope of the network, (..., d, n)."""
+        """B diag(Φ) A + D, the expected slope of the network, (..., d, n); Cov(x, relu(z)) = Cov(x, z)Φ makes D exact."""
         gate = open_probability(self.mean, self.variance)
-        return matmul(network.B * gate.unsqueeze(-2), network.A)
+        through = matmul(network.B * gate.unsqueeze(-2), network.A)
+        return through if network.D is None else through + network.D
 
     def flat(self, weights: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What `pairs_form` takes, with one batch dimension."""

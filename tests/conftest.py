@@ -57,3 +57,13 @@ def reference() -> Reference:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(20261115)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The development datasets, mnist/ and fer2013/ and others; none of them is in the repository."""
+    folder = os.environ.get("NETMOMENTS_DATA")
+    path = Path(folder) if folder else ROOT.parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip(f"no data at {path}; set NETMOMENTS_DATA to its folder")
+    return path

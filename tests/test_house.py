@@ -44,7 +44,8 @@ def test_modules_import_only_from_their_left():
 
 def test_the_core_needs_only_torch_and_numpy():
     allowed = {"torch", "numpy", "netmoments", *sys.stdlib_module_names}
-    optional = {"progress": {"rich"}}  # imported inside a function, and done without where it is missing
+    # imported inside a function, and done without or asked for clearly where it is missing
+    optional = {"progress": {"rich"}, "data": {"PIL", "sklearn"}}
     for path in sorted(PACKAGE.rglob("*.py")):
         if room(path) in CORE:
             extra = {name.split(".")[0] for name in imports(path)} - allowed - optional.get(room(path), set())

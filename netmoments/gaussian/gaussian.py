@@ -53,7 +53,7 @@ class Gaussian:
         event_ndim: int | None = None,
     ) -> None:
         mean = require_float_tensor("Gaussian", "mean", mean)
-        event_ndim = _event_ndim(mean, event_ndim)
+        event_ndim = event_dimensions("Gaussian", "mean", mean, event_ndim)
         if mean.numel() == 0:
             raise ValueError(
                 f"Gaussian: mean must have at least one coordinate and no empty batch, got {describe(mean)}"
@@ -185,18 +185,19 @@ def require_matrix_for(noise: Gaussian, caller: str, name: str, matrix: Any) -> 
     return matrix
 
 
-def _event_ndim(mean: Tensor, event_ndim: int | None) -> int:
+def event_dimensions(caller: str, name: str, value: Tensor, event_ndim: int | None) -> int:
+    """How many trailing dimensions make one input: 1 of (n,) and (N, n), 3 of (C, H, W) and (N, C, H, W), else as told."""
     if event_ndim is None:
-        if mean.dim() in (1, 2):
+        if value.dim() in (1, 2):
             return 1
-        if mean.dim() in (3, 4):
+        if value.dim() in (3, 4):
             return 3
         raise ValueError(
-            f"Gaussian: a mean of {mean.dim()} dimensions does not say which are one input (1 or 2 dimensions are read "
-            f"as (..., n), 3 or 4 as (..., C, H, W)), got {describe(mean)}; pass event_ndim="
+            f"{caller}: {name} of {value.dim()} dimensions does not say which are one input (1 or 2 dimensions are read "
+            f"as (..., n), 3 or 4 as (..., C, H, W)), got {describe(value)}; pass event_ndim="
         )
-    if isinstance(event_ndim, bool) or not isinstance(event_ndim, int) or not 1 <= event_ndim <= mean.dim():
+    if isinstance(event_ndim, bool) or not isinstance(event_ndim, int) or not 1 <= event_ndim <= value.dim():
         raise ValueError(
-            f"Gaussian: event_ndim must be between 1 and the mean's {mean.dim()} dimensions, got {event_ndim!r}"
+            f"{caller}: event_ndim must be between 1 and the {value.dim()} dimensions of {name}, got {event_ndim!r}"
         )
     return event_ndim

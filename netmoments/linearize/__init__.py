@@ -1,0 +1,1 @@
+"""Networks made affine at a point: exact Jacobians, the two-stage linearization, banks of points."""

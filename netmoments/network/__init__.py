@@ -1,0 +1,1 @@
+"""Any trained network: its ReLUs, cuts at one of them, loading, the zoo, training."""

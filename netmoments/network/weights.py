@@ -1,0 +1,89 @@
+"""Weights as plain tensors in safetensors files: nothing is ever unpickled, nothing half-written is left behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file (or arrays of an `.npz`); half-precision ones as float32."""
+    tensors = _read_arrays(Path(path)) if Path(path).suffix == ".npz" else read_tensors(path)[0]
+    return {name: x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for name, x in tensors.items()}
+
+
+def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a safetensors file, as they are."""
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if path.suffix in PICKLES:
+        raise ValueError(
+            f"{path} is a pickle, which runs code when it is loaded, and is refused; save the weights with "
+            f"safetensors.torch.save_file(network.state_dict(), 'weights.safetensors'), "
+            f"or the whole network with torch.export.save(torch.export.export(network, (example,)), 'network.pt2')"
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights at {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from None
+
+
+def _read_arrays(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights at {path}")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: torch.from_numpy(file[name]) for name in file.files}
+    except (ValueError, OSError, BadZipFile, TypeError) as error:
+        raise ValueError(f"{path} does not hold plain arrays, or is damaged: {error}") from None
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file whole or not at all: beside the target first, then moved into place."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, temporary, dict(metadata))
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def half_precision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every float tensor as float16, for shipping."""
+    return {name: x.half() if x.is_floating_point() else x for name, x in tensors.items()}
+
+
+def load_weights(network: nn.Module, path: str | Path) -> None:
+    """Fill a network from a safetensors file; names and shapes must match, and the differences are listed if not."""
+    tensors = read_weights(path)
+    wanted = network.state_dict()
+    problems = [f"missing {name}" for name in wanted.keys() - tensors.keys() if not name.endswith("num_batches_tracked")]
+    problems += [f"unknown {name}" for name in tensors.keys() - wanted.keys()]
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)}, wanted {tuple(wanted[name].shape)}"
+        for name in wanted.keys() & tensors.keys()
+        if tensors[name].shape != wanted[name].shape
+    ]
+    if problems:
+        shown = "; ".join(sorted(problems)[:6]) + ("; …" if len(problems) > 6 else "")
+        raise ValueError(f"{path} does not fit {type(network).__name__}: {shown}")
+    network.load_state_dict(tensors, strict=False)
