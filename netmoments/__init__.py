@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from netmoments import paper
+    from netmoments import data, paper
     from netmoments.affine_relu_affine import AffineReluAffine
     from netmoments.gaussian import Dense, Diagonal, Gaussian, Isotropic, LowRank
+    from netmoments.linearize.bank import LinearizationBank
+    from netmoments.linearize.two_stage import two_stage
+    from netmoments.moments.front_door import output_moments
+    from netmoments.moments.result import OutputMoments
+    from netmoments.network import zoo
+    from netmoments.network.inspection import relus
+    from netmoments.network.loading import load_network
     from netmoments.relu import orthant_probability, relu_covariance, relu_mean, relu_variance
     from netmoments.sampling import SampledMoments, monte_carlo, relative_difference
 
@@ -23,15 +30,22 @@ _HOME = {
     "Diagonal": "netmoments.gaussian",
     "Gaussian": "netmoments.gaussian",
     "Isotropic": "netmoments.gaussian",
+    "LinearizationBank": "netmoments.linearize.bank",
     "LowRank": "netmoments.gaussian",
+    "OutputMoments": "netmoments.moments.result",
     "SampledMoments": "netmoments.sampling",
+    "load_network": "netmoments.network.loading",
     "monte_carlo": "netmoments.sampling",
+    "output_moments": "netmoments.moments.front_door",
     "orthant_probability": "netmoments.relu",
     "relative_difference": "netmoments.sampling",
     "relu_covariance": "netmoments.relu",
     "relu_mean": "netmoments.relu",
     "relu_variance": "netmoments.relu",
+    "relus": "netmoments.network.inspection",
+    "two_stage": "netmoments.linearize.two_stage",
 }
+_ROOMS = {"data": "netmoments.data", "paper": "netmoments.paper", "zoo": "netmoments.network.zoo"}
 
 __all__ = [
     "AffineReluAffine",
@@ -39,21 +53,29 @@ __all__ = [
     "Diagonal",
     "Gaussian",
     "Isotropic",
+    "LinearizationBank",
     "LowRank",
+    "OutputMoments",
     "SampledMoments",
+    "data",
+    "load_network",
     "monte_carlo",
     "orthant_probability",
+    "output_moments",
     "paper",
     "relative_difference",
     "relu_covariance",
     "relu_mean",
     "relu_variance",
+    "relus",
+    "two_stage",
+    "zoo",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "paper":
-        return importlib.import_module("netmoments.paper")
+    if name in _ROOMS:
+        return importlib.import_module(_ROOMS[name])
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'netmoments' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,10 +27,11 @@ CALLER = "AffineReluAffine"
 class AffineReluAffine:
     """g(x) = B relu(A x + c₁) + c₂ with A (..., p, n), c₁ (..., p), B (..., d, p), c₂ (..., d).
 
-    With D (..., d, n), a path around the ReLU is added: g(x) = B relu(A x + c₁) + D x + c₂. Leading dimensions make a batch of networks (one for each image, say) and broadcast with those of the noise;
-    without them the network is shared. All moments are exact to rounding and differentiable in A, B, c₁, c₂, D
-    and in the noise's mean and covariance. An input with an event shape (C, H, W) is flattened. Shapes, dtypes, devices and
-    finite values are checked when it is built.
+    With D (..., d, n), a path around the ReLU is added: g(x) = B relu(A x + c₁) + D x + c₂. Leading dimensions make a
+    batch of networks (one for each image, say) and broadcast with those of the noise; without them the network is
+    shared. All moments are exact to rounding and differentiable in A, B, c₁, c₂, D and in the noise's mean and
+    covariance. An input with an event shape (C, H, W) is flattened. Shapes, dtypes, devices and finite values are
+    checked when it is built.
 
     >>> network = AffineReluAffine(torch.eye(2), torch.zeros(2), torch.ones(1, 2), torch.zeros(1))
     >>> network.mean(Gaussian(torch.zeros(2), std=1.0))
@@ -92,8 +94,27 @@ class AffineReluAffine:
 
     def to(self, *args: Any, **kwargs: Any) -> AffineReluAffine:
         """Convert to another dtype or device, as `Tensor.to` does."""
-        around = None if self.D is None else self.D.to(*args, **kwargs)
-        return AffineReluAffine(*(x.to(*args, **kwargs) for x in (self.A, self.c1, self.B, self.c2)), around)
+        return self._each(lambda x: x.to(*args, **kwargs))
+
+    def entries(self, index: int | slice | Tensor) -> AffineReluAffine:
+        """Chosen networks of a batch (its first dimension); one of them for a number. All parts must have the batch."""
+        return self._each(lambda x: x[index])
+
+    def outputs(self, rows: Tensor) -> AffineReluAffine:
+        """The same network with chosen outputs only, indices (k,), or (..., k) with the network's batch dimensions."""
+        batch = torch.broadcast_shapes(self.batch_shape, rows.shape[:-1])
+        index = rows.to(self.A.device).expand(*batch, -1)
+
+        def picked(x: Tensor) -> Tensor:
+            wide = index.unsqueeze(-1).expand(*batch, -1, x.shape[-1])
+            return x.expand(*batch, *x.shape[-2:]).gather(-2, wide)
+
+        c2 = self.c2.expand(*batch, -1).gather(-1, index)
+        return AffineReluAffine(self.A, self.c1, picked(self.B), c2, None if self.D is None else picked(self.D))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> AffineReluAffine:
+        around = None if self.D is None else change(self.D)
+        return AffineReluAffine(change(self.A), change(self.c1), change(self.B), change(self.c2), around)
 
     def mean(self, noise: Gaussian) -> Tensor:
         """E g(x), (..., d): the paper's Theorem 1, B·s(hΦ(h) + φ(h)) + c₂ (+ D·mean)."""
@@ -159,7 +180,7 @@ class _PreActivations(NamedTuple):
         return self.rescale(self.unscaled_variance, kept=1)
 
     def slopes(self, network: AffineReluAffine) -> Tensor:
-        """B diag(Φ) A + D, the expected slope of the network, (..., d, n); Cov(x, relu(z)) = Cov(x, z)Φ makes D exact."""
+        """B diag(Φ) A + D, the expected slope of the network, (..., d, n); exact, as Cov(x, relu(z)) = Cov(x, z)Φ."""
         gate = open_probability(self.mean, self.variance)
         through = matmul(network.B * gate.unsqueeze(-2), network.A)
         return through if network.D is None else through + network.D

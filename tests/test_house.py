@@ -45,7 +45,7 @@ def test_modules_import_only_from_their_left():
 def test_the_core_needs_only_torch_and_numpy():
     allowed = {"torch", "numpy", "netmoments", *sys.stdlib_module_names}
     # imported inside a function, and done without or asked for clearly where it is missing
-    optional = {"progress": {"rich"}, "data": {"PIL", "sklearn"}}
+    optional = {"progress": {"rich"}, "data": {"PIL", "sklearn"}, "network": {"safetensors"}, "linearize": {"sklearn"}}
     for path in sorted(PACKAGE.rglob("*.py")):
         if room(path) in CORE:
             extra = {name.split(".")[0] for name in imports(path)} - allowed - optional.get(room(path), set())

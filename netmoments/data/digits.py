@@ -18,7 +18,7 @@ def read_digits(split: str) -> LabelledImages:
     """1×8×8 images, 0 to 16 scaled to [0, 1]; every fourth image of each class is a test image: 1,352 and 445."""
     require_split("digits", split, DIGITS_SPLITS)
     try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+        from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError('the digits come with scikit-learn: pip install "netmoments[data]"') from error
     digits = load_digits()

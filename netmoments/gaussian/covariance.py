@@ -14,7 +14,8 @@ Each has leading batch dimensions and acts on n flat coordinates. `Σ` is the co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -85,11 +86,31 @@ class Covariance(ABC):
         like = self.variances()
         return self.push(torch.eye(self.size, dtype=like.dtype, device=like.device))
 
+    def flattened(self) -> Self:
+        """The same with one batch dimension, or none where the batch shares it."""
+        if not self.batch_shape:
+            return self
+        return self._each(lambda x, kept: x.expand(*self.batch_shape, *x.shape[x.dim() - kept :]).flatten(0, -1 - kept))
+
+    def entries(self, index: Tensor | slice) -> Self:
+        """Chosen entries of the one batch dimension; a covariance that the batch shares as it is."""
+        return self._each(lambda x, kept: x[index]) if self.batch_shape else self
+
+    def _each(self, change: Callable[[Tensor, int], Tensor]) -> Self:
+        """Every tensor changed, told how many of its last dimensions are not batch."""
+        kept = self._kept_dimensions
+        named = {name: getattr(self, name) for name in kept}
+        changed = {name: change(value, kept[name]) for name, value in named.items() if isinstance(value, Tensor)}
+        return replace(self, **changed)  # type: ignore[type-var]
+
+    @property
+    @abstractmethod
+    def _kept_dimensions(self) -> dict[str, int]:
+        """How many trailing dimensions of each tensor belong to one entry."""
+
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Every tensor converted as by `Tensor.to`."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        moved = {name: value.to(*args, **kwargs) for name, value in named.items() if isinstance(value, Tensor)}
-        return replace(self, **moved)  # type: ignore[type-var]
+        return self._each(lambda x, kept: x.to(*args, **kwargs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +119,10 @@ class Isotropic(Covariance):
 
     variance: Tensor
     dimension: int
+
+    @property
+    def _kept_dimensions(self) -> dict[str, int]:
+        return {"variance": 0}
 
     @property
     def size(self) -> int:
@@ -132,6 +157,10 @@ class Diagonal(Covariance):
     variance: Tensor
 
     @property
+    def _kept_dimensions(self) -> dict[str, int]:
+        return {"variance": 1}
+
+    @property
     def size(self) -> int:
         return self.variance.shape[-1]
 
@@ -160,6 +189,10 @@ class LowRank(Covariance):
 
     factor: Tensor
     diagonal: Tensor | float = 0.0
+
+    @property
+    def _kept_dimensions(self) -> dict[str, int]:
+        return {"factor": 2, "diagonal": 1}
 
     @property
     def size(self) -> int:
@@ -219,6 +252,10 @@ class Dense(Covariance):
     """A full symmetric matrix (..., n, n), singular or not."""
 
     matrix: Tensor
+
+    @property
+    def _kept_dimensions(self) -> dict[str, int]:
+        return {"matrix": 2}
 
     @property
     def size(self) -> int:

@@ -133,6 +133,18 @@ class Gaussian:
         require_finite("Gaussian.to", "variance", moved.covariance.variances())
         return moved
 
+    def flattened(self) -> Gaussian:
+        """The same with one batch dimension, (N, ...), one input being a batch of 1."""
+        batch = self.batch_shape
+        mean = self.mean.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
+        return Gaussian._trusted(mean, self.covariance.flattened(), self.event_ndim)
+
+    def entries(self, index: Tensor | slice) -> Gaussian:
+        """Chosen entries of a Gaussian with one batch dimension."""
+        if self.mean.dim() != self.event_ndim + 1:
+            raise ValueError(f"Gaussian.entries: one batch dimension is needed, got {tuple(self.batch_shape)}")
+        return Gaussian._trusted(self.mean[index], self.covariance.entries(index), self.event_ndim)
+
     @torch.no_grad()
     def sample(self, count: int, *, generator: Generator | None = None) -> Tensor:
         """`count` independent samples, (count, *batch_shape, *event_shape). They carry no gradient."""
@@ -186,15 +198,15 @@ def require_matrix_for(noise: Gaussian, caller: str, name: str, matrix: Any) -> 
 
 
 def event_dimensions(caller: str, name: str, value: Tensor, event_ndim: int | None) -> int:
-    """How many trailing dimensions make one input: 1 of (n,) and (N, n), 3 of (C, H, W) and (N, C, H, W), else as told."""
+    """How many trailing dimensions make one input: 1 of (n,), (N, n); 3 of (C, H, W), (N, C, H, W); else as told."""
     if event_ndim is None:
         if value.dim() in (1, 2):
             return 1
         if value.dim() in (3, 4):
             return 3
         raise ValueError(
-            f"{caller}: {name} of {value.dim()} dimensions does not say which are one input (1 or 2 dimensions are read "
-            f"as (..., n), 3 or 4 as (..., C, H, W)), got {describe(value)}; pass event_ndim="
+            f"{caller}: {name} of {value.dim()} dimensions does not say which are one input (1 or 2 dimensions are "
+            f"read as (..., n), 3 or 4 as (..., C, H, W)), got {describe(value)}; pass event_ndim="
         )
     if isinstance(event_ndim, bool) or not isinstance(event_ndim, int) or not 1 <= event_ndim <= value.dim():
         raise ValueError(

@@ -16,9 +16,7 @@ from netmoments.precision import full_precision
 from netmoments.progress import Progress
 
 
-def by_reverse_mode(
-    outputs: Tensor, inputs: tuple[Tensor, ...], rows: Tensor, chunk: int
-) -> tuple[Tensor | None, ...]:
+def by_reverse_mode(outputs: Tensor, inputs: tuple[Tensor, ...], rows: Tensor, chunk: int) -> tuple[Tensor | None, ...]:
     """Rows ∂outputs[image, rows[image, r]] / ∂input, (N, R, n) for each of the inputs, None for one without influence.
 
     `outputs` (N, ...) must come from `inputs` (N, ...) by autograd; `rows` (N, R) are indices of the flat outputs.
@@ -57,7 +55,7 @@ def by_forward_mode(function: Callable[[Tensor], Tensor], at: Tensor, rows: Tens
     result: Tensor | None = None
 
     def column(direction: Tensor) -> Tensor:
-        _, tangent = jvp(function, (at,), (direction.reshape(at.shape[1:]).expand(at.shape),))
+        tangent = jvp(function, (at,), (direction.reshape(at.shape[1:]).expand(at.shape),))[1]
         return tangent.reshape(images, -1)
 
     with torch.no_grad(), full_precision(), Progress("Jacobian, column by column", size) as progress:

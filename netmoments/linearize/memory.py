@@ -10,6 +10,9 @@ WORKING_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 COPIES = 6
 """Tensors of the size of the largest activation that a direction's pass holds at a time: values, gradients, scratch."""
 
+DIRECTIONS = 64
+"""Directions of each point that go through the network together, at least, before points are put together."""
+
 
 def memory_limit(device: torch.device, budget: int | None) -> int:
     """The bytes a linearization may keep: the budget if there is one, else half of what is free on the device."""
@@ -22,6 +25,11 @@ def memory_limit(device: torch.device, budget: int | None) -> int:
     return _free_memory() // 2
 
 
+def points_at_once(device: torch.device, elements: int, itemsize: int, budget: int | None) -> int:
+    """How many points are linearized together, so that a good number of directions of each fit."""
+    return max(1, directions_at_once(device, elements, itemsize, budget) // DIRECTIONS)
+
+
 def directions_at_once(device: torch.device, elements: int, itemsize: int, budget: int | None) -> int:
     """How many directions go through a network at a time, each with `elements` numbers in its largest activation."""
     working = WORKING_BYTES.get(device.type, WORKING_BYTES["cpu"])
@@ -30,7 +38,10 @@ def directions_at_once(device: torch.device, elements: int, itemsize: int, budge
 
 
 def gigabytes(count: float) -> str:
-    return f"{count / 1e9:,.0f} GB" if count >= 1e10 else f"{count / 1e9:.2g} GB" if count >= 1e8 else f"{count / 1e6:.2g} MB"
+    """A number of bytes, to be read."""
+    if count >= 1e10:
+        return f"{count / 1e9:,.0f} GB"
+    return f"{count / 1e9:.2g} GB" if count >= 1e8 else f"{count / 1e6:.2g} MB"
 
 
 def _free_memory() -> int:

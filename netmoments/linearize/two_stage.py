@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import pad
 
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_finite, require_float_tensor
 from netmoments.gaussian.gaussian import event_dimensions
 from netmoments.linearize.jacobian import by_forward_mode, by_reverse_mode
-from netmoments.linearize.memory import directions_at_once, gigabytes, memory_limit
+from netmoments.linearize.memory import directions_at_once, gigabytes, memory_limit, points_at_once
 from netmoments.network.cut import Cut, find_relu
 from netmoments.network.inspection import as_network, inspect
-from netmoments.network.tracing import Trace
 from netmoments.precision import full_precision, matvec
+from netmoments.progress import Progress
 
 CALLER = "two_stage"
 
@@ -40,8 +41,8 @@ def two_stage(
         event_ndim: how many trailing dimensions of `at` make one input, where that is not clear.
         memory_budget: bytes that A, B and D may take, by default half of what is free; more is refused beforehand.
 
-    Units of the ReLU without influence on any output (behind a max-pool, or a dead ReLU) are dropped and their rows of A
-    never computed. D is there only if the output depends on the input by a path around the ReLU (a skip connection).
+    Units of the ReLU without influence on any output (behind a max-pool, or a dead ReLU) are dropped and their rows of
+    A never computed. D is there only if the output depends on the input by a path around the ReLU (a skip connection).
     The result carries no gradient to the network's weights. A network with other nonlinear functions on the way is
     linearized at the point, smooth ones with a warning.
     """
@@ -49,22 +50,58 @@ def two_stage(
     points, batch = points_of(at, event_ndim)
     found = inspect(network, points, CALLER)
     cut = Cut(network, find_relu(found.relus, layer))
-    rows = output_rows(outputs, points.shape[0], found.output.shape[1])
-    working = _directions(found, points, memory_budget)
+    rows = output_rows(outputs, points.shape[0], found.output.shape[1], CALLER)
     limit = memory_limit(points.device, memory_budget)
+    together = points_at_once(points.device, found.largest, points.element_size(), memory_budget)
+    working = directions_at_once(
+        points.device, found.largest * min(together, len(points)), points.element_size(), memory_budget
+    )
     _require_room(cut, points, rows, limit)
+    groups = []
+    with Progress("linearizing", len(points)) as progress:
+        for part, chosen in zip(points.split(together), rows.split(together), strict=True):
+            groups.append(_linearized(cut, part, chosen, working, limit * len(part) // len(points)))
+            progress.advance(len(part))
+    return _shaped(_joined(groups), batch)
+
+
+class Parts(NamedTuple):
+    """The matrices of a group of points, all with one batch dimension."""
+
+    A: Tensor
+    c1: Tensor
+    B: Tensor
+    c2: Tensor
+    D: Tensor | None
+
+
+def _shaped(parts: Parts, batch: torch.Size) -> AffineReluAffine:
+    """With the batch dimensions of the points."""
+    A, c1, B, c2 = (x.reshape(*batch, *x.shape[1:]) for x in parts[:4])
+    return AffineReluAffine(A, c1, B, c2, None if parts.D is None else parts.D.reshape(*batch, *parts.D.shape[1:]))
+
+
+def _linearized(cut: Cut, points: Tensor, rows: Tensor, working: int, limit: int) -> Parts:
     with full_precision():
-        z, out, B, D, live = _after(cut, points, rows, working)
-        refuse_beyond(cut.relu.name, points, live.shape[1], limit)
-        A = _before(cut, points, live, working)
-    z = z.reshape(z.shape[0], -1).gather(1, live)
+        z, out, B, D, live = after_the_cut(cut, points, rows, working)
+        _refuse_beyond(cut.relu.name, points, live.shape[1], limit)
+        A = _before_the_cut(cut, points, live, working)
     flat = points.flatten(1)
-    c1 = z - matvec(A, flat)
+    z = z.gather(1, live)
     c2 = out - matvec(B, torch.relu(z))
-    if D is not None:
-        c2 = c2 - matvec(D, flat)
-    parts = [x.reshape(*batch, *x.shape[1:]) if x is not None else None for x in (A, c1, B, c2, D)]
-    return AffineReluAffine(*parts)  # type: ignore[arg-type]
+    return Parts(A, z - matvec(A, flat), B, c2 if D is None else c2 - matvec(D, flat), D)
+
+
+def _joined(groups: list[Parts]) -> Parts:
+    """One batch of them all; units that only other points have are zero rows of A and columns of B."""
+    if len(groups) == 1:
+        return groups[0]
+    units = max(group.A.shape[1] for group in groups)
+    A = torch.cat([pad(group.A, (0, 0, 0, units - group.A.shape[1])) for group in groups])
+    c1 = torch.cat([pad(group.c1, (0, units - group.c1.shape[1])) for group in groups])
+    B = torch.cat([pad(group.B, (0, units - group.B.shape[2])) for group in groups])
+    around = [group.D for group in groups if group.D is not None]
+    return Parts(A, c1, B, torch.cat([group.c2 for group in groups]), torch.cat(around) if around else None)
 
 
 def points_of(at: Any, event_ndim: int | None) -> tuple[Tensor, torch.Size]:
@@ -78,38 +115,39 @@ def points_of(at: Any, event_ndim: int | None) -> tuple[Tensor, torch.Size]:
     return at.detach().reshape(-1, *at.shape[at.dim() - kept :]), batch
 
 
-def output_rows(outputs: Sequence[int] | Tensor | None, images: int, count: int) -> Tensor:
+def output_rows(outputs: Sequence[int] | Tensor | None, images: int, count: int, caller: str) -> Tensor:
     """The chosen outputs of each image as indices, (N, k)."""
     if outputs is None:
         return torch.arange(count).expand(images, -1)
     chosen = torch.as_tensor(outputs)
     if chosen.is_floating_point() or chosen.dtype == torch.bool or chosen.dim() not in (1, 2) or chosen.numel() == 0:
-        raise ValueError(f"{CALLER}: outputs must be indices of scores, (k,) or (N, k), got {describe(chosen)}")
+        raise ValueError(f"{caller}: outputs must be indices of scores, (k,) or (N, k), got {describe(chosen)}")
     if chosen.dim() == 2 and chosen.shape[0] != images:
-        raise ValueError(f"{CALLER}: outputs has {chosen.shape[0]} rows for {images} points, got {describe(chosen)}")
+        raise ValueError(f"{caller}: outputs has {chosen.shape[0]} rows for {images} points, got {describe(chosen)}")
     if int(chosen.min()) < -count or int(chosen.max()) >= count:
-        raise ValueError(f"{CALLER}: outputs must be from 0 to {count - 1}, got {sorted(set(chosen.flatten().tolist()))}")
+        raise ValueError(
+            f"{caller}: outputs must be from 0 to {count - 1}, got {sorted(set(chosen.flatten().tolist()))}"
+        )
     return (chosen % count).long().expand(images, -1)
 
 
-def _after(cut: Cut, points: Tensor, rows: Tensor, working: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """z, the chosen outputs, B and D at the points, with B restricted to the units that matter, and those units."""
+def after_the_cut(
+    cut: Cut, points: Tensor, rows: Tensor, working: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """z (N, p), the chosen outputs (N, k), B (N, k, L) and D (N, k, n) or None; and which units (N, L) B is about."""
     with torch.enable_grad():
         x = points.clone().requires_grad_()
         z = cut.stem(points).detach()
         y = torch.relu(z).requires_grad_()
         out = cut.head(x, y)
         rows = rows.to(points.device)
-        if out.requires_grad:
-            D, B = by_reverse_mode(out, (x, y), rows, working)
-        else:
-            D = B = None
+        D, B = by_reverse_mode(out, (x, y), rows, working) if out.requires_grad else (None, None)
     if B is None:
         B = z.new_zeros(*rows.shape, z[0].numel())
     live = live_units(B)
     if live.shape[1] < B.shape[2]:
         B = B.gather(2, live.unsqueeze(1).expand(-1, B.shape[1], -1))
-    return z, out.detach().gather(1, rows), B, D, live
+    return z.flatten(1), out.detach().gather(1, rows), B, D, live
 
 
 def live_units(B: Tensor) -> Tensor:
@@ -121,7 +159,7 @@ def live_units(B: Tensor) -> Tensor:
     return torch.argsort(matters, dim=1, descending=True, stable=True)[:, :most].sort(1).values
 
 
-def _before(cut: Cut, points: Tensor, live: Tensor, working: int) -> Tensor:
+def _before_the_cut(cut: Cut, points: Tensor, live: Tensor, working: int) -> Tensor:
     """A, (N, L, n): by forward mode where that takes fewer passes than reverse mode."""
     size = points[0].numel()
     if size < live.shape[1]:
@@ -134,34 +172,24 @@ def _before(cut: Cut, points: Tensor, live: Tensor, working: int) -> Tensor:
     return points.new_zeros(points.shape[0], live.shape[1], size) if A is None else A
 
 
-def _directions(found: Trace, points: Tensor, budget: int | None) -> int:
-    return directions_at_once(points.device, found.largest * points.shape[0], points.element_size(), budget)
-
-
 def _require_room(cut: Cut, points: Tensor, rows: Tensor, limit: int) -> None:
     """B alone must fit before it is computed: it tells which rows of A matter."""
     bytes_needed = rows.numel() * (cut.relu.size + points[0].numel()) * points.element_size()
     if bytes_needed > limit:
         raise MemoryError(
-            f"{CALLER}: {rows.shape[1]} outputs × ({cut.relu.size} units of {cut.relu.name!r} + {points[0].numel()} inputs) "
-            f"for {points.shape[0]} images take {gigabytes(bytes_needed)}, and {gigabytes(limit)} may be used; choose "
-            f"fewer outputs (outputs=), fewer images at a time, or raise memory_budget"
+            f"{CALLER}: {rows.shape[1]} outputs × ({cut.relu.size} units of {cut.relu.name!r} + {points[0].numel()} "
+            f"inputs) for {points.shape[0]} images take {gigabytes(bytes_needed)}, and {gigabytes(limit)} may be used; "
+            f"choose fewer outputs (outputs=), fewer images at a time, or raise memory_budget"
         )
 
 
-def refuse_beyond(name: str, points: Tensor, units: int, limit: int) -> None:
+def _refuse_beyond(name: str, points: Tensor, units: int, limit: int) -> None:
     """A must fit before it is computed."""
     images, size = points.shape[0], points[0].numel()
     bytes_needed = images * units * size * points.element_size()
     if bytes_needed > limit:
         raise MemoryError(
             f"{CALLER}: the Jacobian before {name!r} is {units} × {size} for each of {images} images, "
-            f"{gigabytes(bytes_needed)}, and {gigabytes(limit)} may be used; choose another layer, fewer outputs (outputs=), "
-            f"fewer images at a time, raise memory_budget, or use netmoments.matrix_free_two_stage, which stores no Jacobian"
+            f"{gigabytes(bytes_needed)}, and {gigabytes(limit)} may be used; choose another layer, fewer outputs "
+            f"(outputs=), fewer images at a time, raise memory_budget, or use `two_stage_maps`, which never stores it"
         )
-
-
-def scores(network: nn.Module, points: Tensor) -> Tensor:
-    """The network's output at the points, without a graph."""
-    with torch.no_grad(), full_precision():
-        return network(points.clone())

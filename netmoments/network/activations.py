@@ -20,15 +20,17 @@ _CLAMPS: set[Call] = {torch.clamp, torch.clamp_, torch.clip, torch.clip_, Tensor
 _CLAMPS |= {Tensor.clip_, aten.clamp.default, aten.clamp_.default}
 _LOWER_CLAMPS: set[Call] = {torch.clamp_min, torch.clamp_min_, Tensor.clamp_min, Tensor.clamp_min_}
 _LOWER_CLAMPS |= {aten.clamp_min.default, aten.clamp_min_.default}
-_THRESHOLDS: set[Call] = {functional._threshold, torch.threshold, torch.threshold_}
+_THRESHOLD: Call = functional.threshold  # a function of Python, which passes on another name
+_THRESHOLDS: set[Call] = {_THRESHOLD, torch.threshold, torch.threshold_}
 _THRESHOLDS |= {aten.threshold.default, aten.threshold_.default}
 
-_SMOOTH = frozenset(
-    "gelu sigmoid silu softmax softmin softplus tanh elu selu celu mish hardswish hardsigmoid logsigmoid log_softmax "
-    "log_sigmoid softsign tanhshrink exp expm1 log log1p erf sin cos sqrt rsqrt pow square reciprocal layer_norm "
-    "group_norm instance_norm rms_norm normalize scaled_dot_product_attention native_layer_norm multi_head_attention_forward"
-    .split()
-)
+_SMOOTH = {
+    "gelu", "sigmoid", "silu", "softmax", "softmin", "softplus", "tanh", "elu", "selu", "celu", "mish",
+    "hardswish", "hardsigmoid", "logsigmoid", "log_softmax", "log_sigmoid", "softsign", "tanhshrink", "exp",
+    "expm1", "log", "log1p", "erf", "sin", "cos", "sqrt", "rsqrt", "pow", "square", "reciprocal",
+    "layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize", "scaled_dot_product_attention",
+    "native_layer_norm", "multi_head_attention_forward",
+}  # fmt: skip
 
 
 def is_relu(function: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -47,7 +49,7 @@ def is_relu(function: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
 
 def is_in_place(function: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a ReLU call overwrites its input."""
-    position = {functional.relu: 1, functional._threshold: 3}.get(function)
+    position = {functional.relu: 1, _THRESHOLD: 3}.get(function)
     if position is not None:
         return bool(_argument(args, kwargs, position, "inplace"))
     return _name(function).endswith("_")

@@ -37,7 +37,9 @@ class Cut:
                 network(x.clone())  # a copy: the first call may be in place
         except _Reached as reached:
             return reached.value
-        raise RuntimeError(f"the network never reached its ReLU {self.relu.name!r}: it does not always do the same calls")
+        raise RuntimeError(
+            f"the network never reached its ReLU {self.relu.name!r}: it does not always do the same calls"
+        )
 
     def _head(self, network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         with _Replace(self.relu.index, y):

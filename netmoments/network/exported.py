@@ -23,8 +23,8 @@ class ExportedNetwork(nn.Module):
         self.batch = _fixed_batch(program)
         if self.batch is not None and self.batch != 1:
             raise ValueError(
-                f"the exported network takes batches of exactly {self.batch}; export it with a batch of 1, or with a free "
-                f"one: torch.export.export(network, (example,), dynamic_shapes=({{0: torch.export.Dim.AUTO}},))"
+                f"the exported network takes batches of exactly {self.batch}; export it with a batch of 1, or with a "
+                f"free one: torch.export.export(network, (example,), dynamic_shapes=({{0: torch.export.Dim.AUTO}},))"
             )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ def as_network(network: Any, caller: str) -> nn.Module:
         raise TypeError(f"{caller}: network must be a torch.nn.Module or an exported program, got {describe(network)}")
     if isinstance(network, torch.jit.ScriptModule):
         raise TypeError(
-            f"{caller}: a scripted network cannot be looked into; pass the module it was made from, or export that with "
-            f"torch.export"
+            f"{caller}: a scripted network cannot be looked into; pass the module it was made from, or export that "
+            f"with torch.export"
         )
     if not isinstance(network, ExportedNetwork):
         _require_eval(network, caller)
@@ -61,8 +61,8 @@ def inspect(network: nn.Module, inputs: Tensor, caller: str) -> Trace:
         found[key] = _examined(network, inputs[:1].detach(), caller)
         if found[key].smooth and not seen:
             warnings.warn(
-                f"{caller}: the network calls {', '.join(found[key].smooth)}, which is smooth and not piecewise linear; "
-                f"it is linearized at the given point like everything but the chosen ReLU",
+                f"{caller}: the network calls {', '.join(found[key].smooth)}, which is smooth and not piecewise "
+                f"linear; it is linearized at the given point like everything but the chosen ReLU",
                 stacklevel=3,
             )
     return found[key]
@@ -99,8 +99,8 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
         )
     if beside.shape[0] != 2 or not _same(output, beside[:1]):
         raise ValueError(
-            f"{caller}: the network's output for an image depends on the other images of the batch (batch normalisation in "
-            f"training mode?); netmoments needs each image treated by itself"
+            f"{caller}: the network's output for an image depends on the other images of the batch (batch "
+            f"normalisation in training mode?); netmoments needs each image treated by itself"
         )
     return found
 
@@ -108,8 +108,8 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
 def _require_scores(output: Any, image: Tensor, caller: str) -> None:
     if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[0] != 1 or output.shape[1] == 0:
         raise ValueError(
-            f"{caller}: the network must return scores of shape (batch, classes), got {describe(output)} for one input of "
-            f"shape {tuple(image.shape[1:])}; wrap it in a module that picks or flattens them"
+            f"{caller}: the network must return scores of shape (batch, classes), got {describe(output)} for one input "
+            f"of shape {tuple(image.shape[1:])}; wrap it in a module that picks or flattens them"
         )
     require_finite(caller, "the network's output", output)
 
@@ -123,8 +123,8 @@ def _require_matching_dtype(network: nn.Module, image: Tensor, caller: str) -> N
             )
         if parameter.device != image.device:
             raise ValueError(
-                f"{caller}: the network is on {parameter.device} ({name}) but the input on {image.device}; move one, e.g. "
-                f"input.to({str(parameter.device)!r})"
+                f"{caller}: the network is on {parameter.device} ({name}) but the input on {image.device}; move one, "
+                f"e.g. input.to({str(parameter.device)!r})"
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from zipfile import BadZipFile
@@ -57,13 +56,12 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, temporary, dict(metadata))
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -76,7 +74,8 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
     """Fill a network from a safetensors file; names and shapes must match, and the differences are listed if not."""
     tensors = read_weights(path)
     wanted = network.state_dict()
-    problems = [f"missing {name}" for name in wanted.keys() - tensors.keys() if not name.endswith("num_batches_tracked")]
+    missing = (name for name in wanted.keys() - tensors.keys() if not name.endswith("num_batches_tracked"))
+    problems = [f"missing {name}" for name in missing]
     problems += [f"unknown {name}" for name in tensors.keys() - wanted.keys()]
     problems += [
         f"{name} is {tuple(tensors[name].shape)}, wanted {tuple(wanted[name].shape)}"

@@ -22,7 +22,7 @@ def random_mirror(images: Tensor, generator: Generator) -> Tensor:
 
 
 def random_affine(images: Tensor, generator: Generator, *, degrees: float, shift: float, scale: float) -> Tensor:
-    """Rotated by up to ±degrees, moved by up to ±shift of the side, scaled by up to 1 ± scale; the border is repeated."""
+    """Rotated by up to ±degrees, moved by up to ±shift of the side, scaled by up to 1 ± scale; borders are repeated."""
     angle, by_x, by_y, size = (2 * _uniform(images, generator) - 1 for _ in range(4))
     angle, size = torch.deg2rad(degrees * angle), 1 + scale * size
     cos, sin = size * angle.cos(), size * angle.sin()

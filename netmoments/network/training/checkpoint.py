@@ -35,7 +35,8 @@ class TrainingState:
     def resume(self, path: Path, run: dict[str, str]) -> None:
         """Go on from a saved state of the same run."""
         tensors, saved = read_tensors(path)
-        different = [f"{key} {saved.get(key)!r} there, {value!r} now" for key, value in run.items() if saved.get(key) != value]
+        changed = {key: value for key, value in run.items() if saved.get(key) != value}
+        different = [f"{key} {saved.get(key)!r} there, {value!r} now" for key, value in changed.items()]
         if different:
             raise ValueError(
                 f"{path} is of another run ({'; '.join(different)}); repeat that run's settings, or delete the file"

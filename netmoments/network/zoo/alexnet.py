@@ -44,7 +44,7 @@ class AlexNet(nn.Module):
 
 
 class FaceAlexNet(nn.Module):
-    """AlexNet for 48×48 grey faces in [0, 1] and 7 emotions: the same five convolutions and three fully connected layers.
+    """AlexNet for 48×48 grey faces in [0, 1] and 7 emotions: five convolutions and three fully connected layers.
 
     Smaller kernels and strides for the smaller image, batch normalisation after the convolutions (affine once trained),
     5.2 million parameters.

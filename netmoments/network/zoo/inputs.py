@@ -9,6 +9,9 @@ from torch import Tensor, nn
 class ImageNetInput(nn.Module):
     """(x − mean)/deviation of ImageNet's channels, for RGB images in [0, 1]."""
 
+    mean: Tensor
+    deviation: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).reshape(3, 1, 1), persistent=False)
@@ -20,6 +23,8 @@ class ImageNetInput(nn.Module):
 
 class CaffeInput(nn.Module):
     """RGB in [0, 1] to BGR in 0–255 minus (104, 117, 123)."""
+
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()

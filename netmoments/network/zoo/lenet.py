@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 
 class LeNet(nn.Module):
-    """Two (convolution 5×5, max-pool 2, ReLU) stages and two fully connected layers; ReLUs 0, 1, 2 are the paper's l = 1, 2, 3.
+    """Two (convolution 5×5, max-pool 2, ReLU) stages and two fully connected layers.
 
-    For 28×28 images in [0, 1] with the default sizes: 32 and 64 channels, 1024 hidden units, as in the paper.
+    ReLUs 0, 1, 2 are the paper's l = 1, 2, 3. For 28×28 images in [0, 1] with the default sizes: 32 and 64 channels,
+    1024 hidden units, as in the paper.
     """
 
     def __init__(self, side: int = 28, channels: tuple[int, int] = (32, 64), hidden: int = 1024) -> None:

@@ -25,8 +25,9 @@ class Fire(nn.Module):
 class SqueezeNet(nn.Module):
     """SqueezeNet 1.0: 227×227 images, BGR, 0–255 minus (104, 117, 123), see `CaffeInput`; 1000 classes.
 
-    As in the Caffe model, max-pools are 3 with stride 2 in ceil mode, `conv10` has padding 1, and the scores are the mean
-    over positions of its ReLU. Parameters: `conv1`, `fire2` … `fire9` (`squeeze`, `expand1x1`, `expand3x3`), `conv10`.
+    As in the Caffe model, max-pools are 3 with stride 2 in ceil mode, `conv10` has padding 1, and the scores are the
+    mean over positions of its ReLU. Parameters: `conv1`, `fire2` … `fire9` (`squeeze`, `expand1x1`, `expand3x3`),
+    `conv10`.
     """
 
     def __init__(self, classes: int = 1000) -> None:

@@ -1,0 +1,135 @@
+"""Linearizations made once at representative points, and answers for new inputs from the nearest of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from netmoments.affine_relu_affine import AffineReluAffine
+from netmoments.checks import describe, require_float_tensors
+from netmoments.linearize.clusters import k_means_centres, members_farthest_from
+from netmoments.linearize.two_stage import CALLER, points_of, two_stage
+from netmoments.network.cut import find_relu
+from netmoments.network.inspection import as_network, inspect
+from netmoments.network.weights import read_tensors, write_tensors
+
+FORMAT = "netmoments linearization bank 1"
+
+
+@dataclass(frozen=True, eq=False)
+class LinearizationBank:
+    """Two-stage linearizations of one network at k points, (k, *event).
+
+    Make one with `at` (points of your own), `k_means` (centres of clusters of images) or `farthest` (the member of each
+    cluster farthest from its centre: the paper's baseline), keep it with `save` and `load`.
+    """
+
+    points: Tensor
+    networks: AffineReluAffine
+    relu: str
+    """The ReLU that was kept."""
+
+    def __post_init__(self) -> None:
+        require_float_tensors("LinearizationBank", points=self.points, A=self.networks.A)
+        if self.networks.batch_shape != self.points.shape[:1]:
+            raise ValueError(
+                f"LinearizationBank: one linearization for each of the {len(self.points)} points is needed, got a "
+                f"batch of {tuple(self.networks.batch_shape)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    @classmethod
+    def at(
+        cls, network: Any, points: Tensor, layer: int | str = -1, *, memory_budget: int | None = None
+    ) -> LinearizationBank:
+        """Linearizations at your own points, (k, *event)."""
+        network = as_network(network, CALLER)
+        points = points.detach()
+        if points.dim() < 2:
+            raise ValueError(f"LinearizationBank.at: points must be (k, ...), got {describe(points)}")
+        flat, _ = points_of(points, points.dim() - 1)
+        relu = find_relu(inspect(network, flat, CALLER).relus, layer)
+        networks = two_stage(network, flat, relu.index, event_ndim=flat.dim() - 1, memory_budget=memory_budget)
+        return cls(flat, networks, relu.name)
+
+    @classmethod
+    def k_means(
+        cls,
+        network: Any,
+        images: Tensor,
+        count: int,
+        layer: int | str = -1,
+        *,
+        seed: int = 0,
+        memory_budget: int | None = None,
+    ) -> LinearizationBank:
+        """Linearizations at the centres of `count` clusters of the images, (N, *event)."""
+        return cls.at(network, k_means_centres(images, count, seed=seed), layer, memory_budget=memory_budget)
+
+    @classmethod
+    def farthest(
+        cls,
+        network: Any,
+        images: Tensor,
+        count: int,
+        layer: int | str = -1,
+        *,
+        seed: int = 0,
+        memory_budget: int | None = None,
+    ) -> LinearizationBank:
+        """The paper's baseline: at the member of each cluster that is farthest from its centre."""
+        centres = k_means_centres(images, count, seed=seed)
+        return cls.at(network, members_farthest_from(centres, images), layer, memory_budget=memory_budget)
+
+    def nearest(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """For inputs (..., *event): the number of the nearest point, and its Euclidean distance, both (...)."""
+        _, inputs = require_float_tensors("LinearizationBank.nearest", points=self.points, inputs=inputs)
+        event = self.points.shape[1:]
+        if inputs.shape[max(0, inputs.dim() - len(event)) :] != event:
+            raise ValueError(
+                f"LinearizationBank.nearest: inputs must have shape (..., {', '.join(map(str, event))}), "
+                f"got {describe(inputs)}"
+            )
+        batch = inputs.shape[: inputs.dim() - len(event)]
+        flat = inputs.detach().reshape(-1, event.numel())
+        found = [_nearest(part, self.points.flatten(1)) for part in flat.split(4096)]
+        index, distance = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return index.reshape(batch), distance.reshape(batch)
+
+    def member(self, number: int) -> AffineReluAffine:
+        """The linearization at one point."""
+        return self.networks.entries(number)
+
+    def to(self, *args: Any, **kwargs: Any) -> LinearizationBank:
+        """Convert to another dtype or device, as `Tensor.to` does."""
+        return LinearizationBank(self.points.to(*args, **kwargs), self.networks.to(*args, **kwargs), self.relu)
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file, whole or not at all."""
+        g = self.networks
+        tensors = {"points": self.points, "A": g.A, "c1": g.c1, "B": g.B, "c2": g.c2}
+        if g.D is not None:
+            tensors["D"] = g.D
+        write_tensors(path, tensors, {"format": FORMAT, "relu": json.dumps(self.relu)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> LinearizationBank:
+        tensors, facts = read_tensors(path)
+        if facts.get("format") != FORMAT:
+            raise ValueError(f"{path} is not a linearization bank (format {facts.get('format')!r}, wanted {FORMAT!r})")
+        networks = AffineReluAffine(tensors["A"], tensors["c1"], tensors["B"], tensors["c2"], tensors.get("D"))
+        return cls(tensors["points"], networks, json.loads(facts["relu"]))
+
+
+def _nearest(inputs: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+    """The exact distance to the point that is nearest by |x|² − 2x·p + |p|², in float64."""
+    inputs, points = inputs.double(), points.double()
+    index = (points.square().sum(1) - 2 * inputs @ points.T).argmin(1)
+    return index, (inputs - points[index]).norm(dim=1)

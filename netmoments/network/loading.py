@@ -1,0 +1,91 @@
+"""A network from the command line's words: an exported program, a factory in a Python file, or a name of the zoo."""
+
+from __future__ import annotations
+
+import importlib.util
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from netmoments.checks import describe
+from netmoments.network import zoo
+from netmoments.network.exported import ExportedNetwork
+from netmoments.network.weights import PICKLES, load_weights
+
+
+def load_network(source: str | Path, weights: str | Path | None = None) -> nn.Module:
+    """A network in eval mode.
+
+    Args:
+        source: `network.pt2` written by `torch.export.save`; `file.py:factory`, a function or class without arguments
+            that makes a module; or the name of a network of the zoo.
+        weights: a safetensors file for the factory's or the zoo's network.
+
+    A `.py` file is run, so it must be one you trust; weights are read as tensors and never run.
+    """
+    text = str(source)
+    if text in zoo.ZOO:
+        return zoo.pretrained(text, weights)
+    path, _, factory = text.rpartition(":")
+    if path.endswith(".py"):
+        return _from_factory(Path(path), factory, weights)
+    suffix = Path(text).suffix
+    if suffix == ".py":
+        raise ValueError(f"{text}: which network? name the function or class that makes it: {text}:factory")
+    if suffix == ".pt2":
+        if weights is not None:
+            raise ValueError(f"{text} has its weights inside; leave out weights ({weights})")
+        return _exported(Path(text))
+    if suffix in PICKLES:
+        raise ValueError(
+            f"{text} is a pickle, which runs code when it is loaded, and is refused; export the network with "
+            f"torch.export.save(torch.export.export(network, (example,)), 'network.pt2'), or give file.py:factory and "
+            f"the weights saved by safetensors.torch.save_file(network.state_dict(), 'weights.safetensors')"
+        )
+    raise ValueError(
+        f"{text!r} is not a network: wanted a .pt2 file, file.py:factory, or one of the zoo ({', '.join(zoo.ZOO)})"
+    )
+
+
+def _exported(path: Path) -> nn.Module:
+    if not path.is_file():
+        raise FileNotFoundError(f"no exported network at {path}")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not an archive written by torch.export.save, or is damaged")
+    try:
+        program = torch.export.load(path)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{path} could not be read as an exported network: {reason}") from error
+    return ExportedNetwork(program.module())
+
+
+def _from_factory(path: Path, factory: str, weights: str | Path | None) -> nn.Module:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    made = _attribute(path, factory)()
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"{path}:{factory} must return a torch.nn.Module, got {describe(made)}")
+    if weights is not None:
+        load_weights(made, weights)
+    return made.eval()
+
+
+def _attribute(path: Path, name: str) -> Any:
+    """What a Python file calls `name`; it must be callable."""
+    spec = importlib.util.spec_from_file_location(f"netmoments_user_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path} could not be run: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ValueError(f"{path} has no function or class {name!r}; it has {', '.join(known) or 'none'}")
+    return found
