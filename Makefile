@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 .PHONY: demo test test-slow test-gpu lint bench clean
 
 demo: $(READY)
-	$(BIN)/netmoments demo
+	$(BIN)/netmoments report digits digits --sigma 0.1
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow and not gpu"

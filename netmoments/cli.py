@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter, validators
 
 from netmoments import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from netmoments.data import LabelledImages
+    from netmoments.network.training import Epoch
 
 app = App(
     name="netmoments",
@@ -15,12 +23,196 @@ app = App(
     version=__version__,
 )
 
+Positive = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+NotNegative = Annotated[int, Parameter(validator=validators.Number(gte=0))]
+EXPECTED = (ValueError, TypeError, OSError, MemoryError, ImportError, FloatingPointError)
+"""Errors whose message is for the user; anything else is a bug and shows where it happened."""
+
 
 @app.command
-def demo(
+def report(
+    model: str,
+    data: str,
+    *,
+    sigma: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 0.05,
+    weights: Path | None = None,
+    images: Positive = 500,
+    layer: str = "-1",
+    split: str = "test",
+    data_dir: Path | None = None,
+    size: Positive | None = None,
+    classes: Path | None = None,
+    check: NotNegative = 6,
+    samples: Annotated[int, Parameter(validator=validators.Number(gte=2))] = 10_000,
+    seed: NotNegative = 0,
+    device: str = "auto",
+    out: Path = Path("noise-report"),
+) -> None:
+    """What noise does to a network's answers on your images: flip probabilities, accuracy over noise, fragile images.
+
+    Prints the result and writes report.html, report.json and images.csv.
+
+    Parameters
+    ----------
+    model
+        An exported network (network.pt2), file.py:factory, or a network of the zoo (digits, lenet, faces, alexnet,
+        squeezenet).
+    data
+        mnist, fer2013, digits, a folder of images (with a subfolder for each class, or none), IDX files, or an .npz.
+    sigma
+        Standard deviation of the noise on every pixel; pixels are in [0, 1].
+    weights
+        Safetensors file with the weights, for file.py:factory or a network of the zoo.
+    images
+        Use at most this many, evenly spread over the data.
+    layer
+        The ReLU that is kept exactly: its number, from either end, or its name; see `netmoments relus`.
+    split
+        Which part of a dataset.
+    data_dir
+        Where datasets are; else $NETMOMENTS_DATA, else the cache.
+    size
+        Bring images to this many pixels a side.
+    classes
+        Text file with a class name a line.
+    check
+        How many images are also sampled.
+    samples
+        Samples for each of those, at each noise level.
+    seed
+        Seed of the samples.
+    device
+        cpu, cuda, or auto: a GPU if there is one.
+    out
+        Folder for the files.
+    """
+    from rich.console import Console
+
+    from netmoments.network.loading import load_network
+    from netmoments.report.files import write_report
+    from netmoments.report.provenance import Provenance
+    from netmoments.report.study import StudyConfig, study
+    from netmoments.report.terminal import draw
+
+    place = _device(device)
+    config = StudyConfig(sigma, _layer(layer), check, samples, seed, place)
+    network = load_network(model, weights)
+    chosen = _spread(_images(model, data, split, data_dir, size), images)
+    found = study(network, chosen, config, _class_names(classes))
+    console = Console()
+    console.print(draw(found))
+    title, source = Path(model).name, data if not Path(data).exists() else Path(data).name
+    written = write_report(found, Provenance.of_this_run(place, seed), out, title, source)
+    console.print(f"\nwritten: {', '.join(str(path) for path in written.values())}")
+
+
+@app.command
+def relus(
+    model: str,
+    data: str,
+    *,
+    weights: Path | None = None,
+    split: str = "test",
+    data_dir: Path | None = None,
+    size: Positive | None = None,
+) -> None:
+    """List the ReLUs of a network, any of which can be kept exactly; see the arguments of `report`."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from netmoments.network.inspection import relus
+    from netmoments.network.loading import load_network
+
+    example = _images(model, data, split, data_dir, size).images[:1]
+    table = Table("layer", "name", "shape", "units", box=box.SIMPLE_HEAD)
+    for relu in relus(load_network(model, weights), example):
+        table.add_row(str(relu.index), relu.name, "×".join(map(str, relu.shape)), f"{relu.size:,}")
+    Console().print(table)
+
+
+@app.command
+def train(
+    network: str,
+    *,
+    data: str | None = None,
+    data_dir: Path | None = None,
+    seed: NotNegative = 0,
+    device: str = "auto",
+    out: Path | None = None,
+) -> None:
+    """Train a network of the zoo as its shipped weights were: lenet, faces or digits. Goes on where it was interrupted.
+
+    Parameters
+    ----------
+    network
+        Which: lenet, faces or digits.
+    data
+        Dataset or path, by default the one of the recipe (mnist, fer2013, digits).
+    data_dir
+        Where datasets are; else $NETMOMENTS_DATA, else the cache.
+    seed
+        Seed of the weights, the order of the images and their changes.
+    device
+        cpu, cuda, or auto: a GPU if there is one.
+    out
+        The weights, NETWORK.safetensors by default.
+    """
+    from rich.console import Console
+
+    from netmoments import data as datasets
+    from netmoments.network.training import RECIPES, correct
+    from netmoments.network.training import train as run_training
+
+    if network not in RECIPES:
+        raise ValueError(f"no recipe for {network!r}; there are {', '.join(RECIPES)}")
+    recipe, place, console = RECIPES[network], _device(device), Console()
+    weights = Path(f"{network}.safetensors") if out is None else out
+    source = recipe.data if data is None else data
+    training, held_out = (datasets.load(source, split=split, data_dir=data_dir) for split in ("train", "test"))
+
+    def show(epoch: Epoch) -> None:
+        console.print(
+            f"epoch {epoch.number:3d} of {recipe.epochs}: loss {epoch.loss:.4f}, test accuracy {epoch.accuracy:.2%}, "
+            f"{epoch.seconds:.1f} s"
+        )
+
+    trained = run_training(recipe, training, held_out, weights=weights, seed=seed, device=place, on_epoch=show)
+    right = correct(trained, held_out, device=place)
+    console.print(f"test accuracy of the weights written to {weights}: {float(right.double().mean()):.2%}")
+    known = datasets.duplicates_of(held_out.images, training.images)
+    if bool(known.any()):
+        console.print(
+            f"without the {int(known.sum())} test images that are also in the training set: "
+            f"{float(right[~known].double().mean()):.2%}"
+        )
+
+
+@app.command
+def download(dataset: str = "mnist", *, data_dir: Path | None = None) -> None:
+    """Fetch MNIST, checked, into the cache or --data-dir.
+
+    Parameters
+    ----------
+    dataset
+        mnist.
+    data_dir
+        Where to put it.
+    """
+    from netmoments.data import download_mnist
+
+    if dataset != "mnist":
+        raise ValueError(
+            f"only mnist can be downloaded, got {dataset!r}; fer2013 is on Kaggle and needs an account there"
+        )
+    print(f"MNIST is in {download_mnist(data_dir)}")
+
+
+@app.command
+def engine(
     *,
     samples: Annotated[int, Parameter(validator=validators.Number(gte=2))] = 10_000,
-    seed: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 0,
+    seed: NotNegative = 0,
 ) -> None:
     """Show the engine: exact moments beside Monte Carlo, and the paper's series beside the exact kernel.
 
@@ -43,12 +235,65 @@ def demo(
     console.print(figure_2.draw(comparison))
 
 
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"no device {name!r}; give cpu, cuda or auto") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device is available here; give --device cpu")
+    return device
+
+
+def _images(model: str, data: str, split: str, data_dir: Path | None, size: int | None) -> LabelledImages:
+    """The images, brought to the size of a zoo network if they are a folder of any sizes."""
+    from netmoments import data as datasets
+    from netmoments.network import zoo
+
+    if size is None and model in zoo.ZOO and Path(data).is_dir():
+        size = zoo.entry(model).input_shape[-1]
+    return datasets.load(data, split=split, data_dir=data_dir, size=size)
+
+
+def _spread(images: LabelledImages, count: int) -> LabelledImages:
+    """At most `count` images, evenly spread."""
+    import torch
+
+    if len(images) <= count:
+        return images
+    return images.take((torch.arange(count) * len(images)) // count)
+
+
+def _layer(text: str) -> int | str:
+    return int(text) if text.removeprefix("-").isdigit() else text
+
+
+def _class_names(path: Path | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    if not path.is_file():
+        raise FileNotFoundError(f"no file of class names at {path}")
+    return tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
 def main() -> None:
     """Entry point of the `netmoments` command."""
+    warnings.showwarning = _show_warning
     try:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
+    except EXPECTED as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

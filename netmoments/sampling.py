@@ -179,6 +179,39 @@ def monte_carlo(
     return sums.moments(output_shape)
 
 
+@torch.no_grad()
+def class_frequencies(
+    network: Callable[[Tensor], Tensor],
+    noise: Gaussian,
+    samples: int = 10_000,
+    *,
+    seed: int = 0,
+    batch: int | None = None,
+) -> Tensor:
+    """How often each class has the largest score when x ~ noise, (*batch_shape, classes), in float64, from samples.
+
+    A frequency f has the standard error √(f(1−f)/samples). Arguments and memory as in `monte_carlo`.
+    """
+    _require_count("samples", samples, least=1)
+    _require_count("seed", seed, least=0)
+    if batch is None:
+        batch = max(
+            1, min(samples, DEFAULT_BATCH_BYTES // (noise.batch_shape.numel() * noise.size * noise.dtype.itemsize))
+        )
+    _require_count("batch", batch, least=1)
+    generator = torch.Generator(noise.device).manual_seed(seed)
+    counts: Tensor | None = None
+    with full_precision(), Progress("sampling", samples) as progress:
+        for start in range(0, samples, batch):
+            x = noise.sample(min(batch, samples - start), generator=generator)
+            values = _evaluate(network, x, noise, noise.batch_shape)
+            won = torch.nn.functional.one_hot(values.argmax(-1), values.shape[-1]).sum(0)
+            counts = won if counts is None else counts + won
+            progress.advance(len(x))
+    assert counts is not None
+    return counts.double() / samples
+
+
 def relative_difference(x: Tensor, y: Tensor) -> Tensor:
     """2|x − y| / (|x| + |y|), the paper's absolute relative difference: 0 for equal values (0 and 0 too), at most 2."""
     caller = "relative_difference"

@@ -86,11 +86,11 @@ class Covariance(ABC):
         like = self.variances()
         return self.push(torch.eye(self.size, dtype=like.dtype, device=like.device))
 
-    def flattened(self) -> Self:
-        """The same with one batch dimension, or none where the batch shares it."""
+    def flattened(self, batch: torch.Size) -> Self:
+        """The same for a batch of that shape as one batch dimension, or none where the batch shares it."""
         if not self.batch_shape:
             return self
-        return self._each(lambda x, kept: x.expand(*self.batch_shape, *x.shape[x.dim() - kept :]).flatten(0, -1 - kept))
+        return self._each(lambda x, kept: x.expand(*batch, *x.shape[x.dim() - kept :]).flatten(0, -1 - kept))
 
     def entries(self, index: Tensor | slice) -> Self:
         """Chosen entries of the one batch dimension; a covariance that the batch shares as it is."""

@@ -137,13 +137,14 @@ class Gaussian:
         """The same with one batch dimension, (N, ...), one input being a batch of 1."""
         batch = self.batch_shape
         mean = self.mean.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
-        return Gaussian._trusted(mean, self.covariance.flattened(), self.event_ndim)
+        return Gaussian._trusted(mean, self.covariance.flattened(batch), self.event_ndim)
 
     def entries(self, index: Tensor | slice) -> Gaussian:
         """Chosen entries of a Gaussian with one batch dimension."""
-        if self.mean.dim() != self.event_ndim + 1:
+        if len(self.batch_shape) != 1:
             raise ValueError(f"Gaussian.entries: one batch dimension is needed, got {tuple(self.batch_shape)}")
-        return Gaussian._trusted(self.mean[index], self.covariance.entries(index), self.event_ndim)
+        flat = self.flattened()
+        return Gaussian._trusted(flat.mean[index], flat.covariance.entries(index), self.event_ndim)
 
     @torch.no_grad()
     def sample(self, count: int, *, generator: Generator | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import describe, require_float_tensors
+from netmoments.checks import describe, require_float_tensor, require_float_tensors
 from netmoments.linearize.clusters import k_means_centres, members_farthest_from
 from netmoments.linearize.two_stage import CALLER, points_of, two_stage
 from netmoments.network.cut import find_relu
@@ -51,7 +51,7 @@ class LinearizationBank:
     ) -> LinearizationBank:
         """Linearizations at your own points, (k, *event)."""
         network = as_network(network, CALLER)
-        points = points.detach()
+        points = require_float_tensor("LinearizationBank.at", "points", points).detach()
         if points.dim() < 2:
             raise ValueError(f"LinearizationBank.at: points must be (k, ...), got {describe(points)}")
         flat, _ = points_of(points, points.dim() - 1)

@@ -11,7 +11,7 @@ from netmoments.precision import full_precision
 
 def linearized(network: nn.Module, points: Tensor, rows: Tensor, working: int) -> tuple[Tensor, Tensor]:
     """The chosen scores (N, k) at points (N, *event), and their Jacobian (N, k, n)."""
-    with full_precision(), torch.enable_grad():
+    with torch.inference_mode(False), full_precision(), torch.enable_grad():
         x = points.detach().clone().requires_grad_()
         out = network(x.clone())
         rows = rows.to(points.device)

@@ -15,7 +15,7 @@ from netmoments.gaussian.gaussian import event_dimensions
 from netmoments.linearize.jacobian import by_forward_mode, by_reverse_mode
 from netmoments.linearize.memory import directions_at_once, gigabytes, memory_limit, points_at_once
 from netmoments.network.cut import Cut, find_relu
-from netmoments.network.inspection import as_network, inspect
+from netmoments.network.inspection import as_network, inspect, warn_of_smooth
 from netmoments.precision import full_precision, matvec
 from netmoments.progress import Progress
 
@@ -50,6 +50,7 @@ def two_stage(
     points, batch = points_of(at, event_ndim)
     found = inspect(network, points, CALLER)
     cut = Cut(network, find_relu(found.relus, layer))
+    warn_of_smooth(network, found, CALLER)
     rows = output_rows(outputs, points.shape[0], found.output.shape[1], CALLER)
     limit = memory_limit(points.device, memory_budget)
     together = points_at_once(points.device, found.largest, points.element_size(), memory_budget)
@@ -82,7 +83,8 @@ def _shaped(parts: Parts, batch: torch.Size) -> AffineReluAffine:
 
 
 def _linearized(cut: Cut, points: Tensor, rows: Tensor, working: int, limit: int) -> Parts:
-    with full_precision():
+    with torch.inference_mode(False), full_precision():
+        points = points.clone()  # one made in inference mode could not be differentiated
         z, out, B, D, live = after_the_cut(cut, points, rows, working)
         _refuse_beyond(cut.relu.name, points, live.shape[1], limit)
         A = _before_the_cut(cut, points, live, working)
@@ -100,8 +102,12 @@ def _joined(groups: list[Parts]) -> Parts:
     A = torch.cat([pad(group.A, (0, 0, 0, units - group.A.shape[1])) for group in groups])
     c1 = torch.cat([pad(group.c1, (0, units - group.c1.shape[1])) for group in groups])
     B = torch.cat([pad(group.B, (0, units - group.B.shape[2])) for group in groups])
-    around = [group.D for group in groups if group.D is not None]
-    return Parts(A, c1, B, torch.cat([group.c2 for group in groups]), torch.cat(around) if around else None)
+    c2 = torch.cat([group.c2 for group in groups])
+    if all(group.D is None for group in groups):
+        return Parts(A, c1, B, c2, None)
+    nothing = A.new_zeros(B.shape[1], A.shape[2])
+    around = [nothing.expand(len(group.A), -1, -1) if group.D is None else group.D for group in groups]
+    return Parts(A, c1, B, c2, torch.cat(around))
 
 
 def points_of(at: Any, event_ndim: int | None) -> tuple[Tensor, torch.Size]:
@@ -144,6 +150,8 @@ def after_the_cut(
         D, B = by_reverse_mode(out, (x, y), rows, working) if out.requires_grad else (None, None)
     if B is None:
         B = z.new_zeros(*rows.shape, z[0].numel())
+    if D is not None and not bool(D.any()):  # a ReLU in place leaves a path that carries nothing
+        D = None
     live = live_units(B)
     if live.shape[1] < B.shape[2]:
         B = B.gather(2, live.unsqueeze(1).expand(-1, B.shape[1], -1))
@@ -160,11 +168,16 @@ def live_units(B: Tensor) -> Tensor:
 
 
 def _before_the_cut(cut: Cut, points: Tensor, live: Tensor, working: int) -> Tensor:
-    """A, (N, L, n): by forward mode where that takes fewer passes than reverse mode."""
+    """A, (N, L, n): by forward mode where that takes fewer passes than reverse mode and every function has it."""
     size = points[0].numel()
     if size < live.shape[1]:
         everything = live.shape[1] == cut.relu.size
-        return by_forward_mode(cut.stem, points, None if everything else live, working)
+        try:
+            return by_forward_mode(cut.stem, points, None if everything else live, working)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            pass  # a function with a backward formula only: row by row instead
     with torch.enable_grad():
         x = points.clone().requires_grad_()
         z = cut.stem(x)
@@ -191,5 +204,5 @@ def _refuse_beyond(name: str, points: Tensor, units: int, limit: int) -> None:
         raise MemoryError(
             f"{CALLER}: the Jacobian before {name!r} is {units} × {size} for each of {images} images, "
             f"{gigabytes(bytes_needed)}, and {gigabytes(limit)} may be used; choose another layer, fewer outputs "
-            f"(outputs=), fewer images at a time, raise memory_budget, or use `two_stage_maps`, which never stores it"
+            f"(outputs=), fewer images at a time, or raise memory_budget"
         )

@@ -19,6 +19,7 @@ NEGLIGIBLE = 1e-30
 OVERLOOKED = 1e-9
 """How much of a class's probability may be lost by leaving out rivals that hardly ever matter."""
 
+_GUESS = 1e-6  # of its upper bound: what P(k) is taken for until it is known
 _EXACT = 1e-4  # above it two rivals are an exact orthant probability (absolute error 1e-14)
 
 
@@ -73,16 +74,20 @@ class Contest:
         return torch.where(self.lead == math.inf, 0.0, distribution(-distance))
 
     def chances(self, uniform: Tensor, budget: int) -> Tensor:
-        """P(k), not normalized: (images, k)."""
+        """P(k), not normalized: (images, k).
+
+        Rivals are left out as if P(k) were a guess; where it turns out smaller, again with more of them.
+        """
         chance, relevance = self.upper.clone(), self.relevance()
         image, winner = (self.upper >= NEGLIGIBLE).nonzero(as_tuple=True)
+        guess = _GUESS * self.upper[image, winner]
         while len(image):
             here = relevance[image, winner]
-            kept = here > OVERLOOKED * chance[image, winner, None] / here.shape[-1]
+            kept = here > OVERLOOKED * guess.unsqueeze(-1) / here.shape[-1]
             found = self._orthants(image, winner, kept, uniform, budget)
             chance[image, winner] = found
             unsure = torch.where(kept, 0.0, here).sum(-1) > OVERLOOKED * found
-            image, winner = image[unsure], winner[unsure]
+            image, winner, guess = image[unsure], winner[unsure], found[unsure]
         return chance
 
     def _orthants(self, image: Tensor, winner: Tensor, kept: Tensor, uniform: Tensor, budget: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from netmoments.linearize.two_stage import output_rows
 from netmoments.moments.methods import by_bank, by_linear, by_sampling, by_two_stage, of_affine_relu_affine
 from netmoments.moments.result import OutputMoments
 from netmoments.network.cut import find_relu
-from netmoments.network.inspection import as_network, inspect
+from netmoments.network.inspection import as_network, inspect, warn_of_smooth
 from netmoments.precision import full_precision
 
 CALLER = "output_moments"
@@ -41,7 +42,8 @@ def output_moments(
 
     Args:
         network: any module in eval mode, an exported program, or an `AffineReluAffine`, for which all is exact.
-        noise: the input, with any batch dimensions; inputs that share a mean share its linearization.
+        noise: the input, with any batch dimensions; what shares a mean by `mean.expand(...)` shares its
+            linearization (several noise levels of one image, say).
         method: "two-stage", linearized before and after one ReLU at the noise's mean, with that ReLU exact; "linear",
             the delta method, linearized throughout; "sampling", Monte Carlo with standard errors.
         outputs: which scores: all by default, a list of indices, or a number k for the k largest at each mean.
@@ -61,6 +63,8 @@ def output_moments(
         raise ValueError(f"{CALLER}: method must be one of {', '.join(METHODS)}, got {method!r}")
     if bank is not None and method != "two-stage":
         raise ValueError(f'{CALLER}: a bank is for method="two-stage", got {method!r}')
+    if bank is not None and not isinstance(bank, LinearizationBank):
+        raise TypeError(f"{CALLER}: bank must be a netmoments.LinearizationBank, got {describe(bank)}")
     if isinstance(network, AffineReluAffine):
         return _of_affine_relu_affine(network, noise, outputs)
     network = as_network(network, CALLER)
@@ -69,12 +73,16 @@ def output_moments(
     rows = _chosen(network, flat.mean, outputs, found.output.shape[1])
     if method == "sampling":
         result = by_sampling(network, flat, rows, samples, seed)
-    elif method == "linear":
-        result = by_linear(network, flat, rows, found, memory_budget)
     elif bank is not None:
+        _require_scores_of(bank, found.output.shape[1])
         result = by_bank(bank, flat, rows)
     else:
-        result = by_two_stage(network, flat, _origin(noise), rows, find_relu(found.relus, layer), memory_budget)
+        relu = None if method == "linear" else find_relu(found.relus, layer)
+        warn_of_smooth(network, found, CALLER)
+        if relu is None:
+            result = by_linear(network, flat, rows, found, memory_budget)
+        else:
+            result = by_two_stage(network, flat, _origin(noise, rows), rows, relu, memory_budget)
     return _shaped(result, noise.batch_shape, every=outputs is None)
 
 
@@ -82,23 +90,41 @@ def _chosen(network: nn.Module, means: Tensor, outputs: Choice, count: int) -> T
     """Indices (N, k) of the wanted scores; for a number, of the largest at each mean, in order."""
     if not isinstance(outputs, int):
         return output_rows(outputs, len(means), count, CALLER).to(means.device)
-    if not 1 <= outputs <= count:
-        raise ValueError(f"{CALLER}: outputs must be from 1 to the network's {count} scores, got {outputs}")
+    _require_number(outputs, count)
     with torch.no_grad(), full_precision():
         return torch.cat([network(part.clone()).topk(outputs, 1).indices for part in means.split(64)])
 
 
-def _origin(noise: Gaussian) -> Tensor:
-    """For every entry of the flattened noise the number of its mean, for means that several entries share."""
-    own = noise.mean.shape[: noise.mean.dim() - noise.event_ndim]
-    numbers = torch.arange(own.numel(), device=noise.device).reshape(own)
-    return numbers.expand(noise.batch_shape).reshape(-1)
+def _require_number(outputs: int, count: int) -> None:
+    if isinstance(outputs, bool) or not 1 <= outputs <= count:
+        raise ValueError(
+            f"{CALLER}: outputs must be from 1 to the network's {count} scores, or a list of indices, got {outputs}"
+        )
+
+
+def _require_scores_of(bank: LinearizationBank, count: int) -> None:
+    of_bank = bank.networks.B.shape[-2]
+    if of_bank != count:
+        raise ValueError(
+            f"{CALLER}: the bank is of another network: its linearizations have {of_bank} scores, the network {count}"
+        )
+
+
+def _origin(noise: Gaussian, rows: Tensor) -> Tensor:
+    """For every entry of the flattened noise a number, 0, 1, …: one for those of an expanded mean and equal scores."""
+    mean = noise.mean
+    batch = range(mean.dim() - noise.event_ndim)
+    own = [1 if mean.stride(dim) == 0 else mean.shape[dim] for dim in batch]
+    numbers = torch.arange(math.prod(own), device=noise.device).reshape(own)
+    each = numbers.expand(noise.batch_shape).reshape(-1, 1)
+    return torch.cat([each, rows], 1).unique(dim=0, return_inverse=True)[1]
 
 
 def _of_affine_relu_affine(network: AffineReluAffine, noise: Gaussian, outputs: Choice) -> OutputMoments:
     if outputs is None:
         return of_affine_relu_affine(network, noise)
     if isinstance(outputs, int):
+        _require_number(outputs, network.B.shape[-2])
         with torch.no_grad():
             rows = network(noise.flat_mean).topk(outputs, -1).indices
     else:

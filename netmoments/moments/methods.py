@@ -26,7 +26,7 @@ def by_two_stage(
 ) -> OutputMoments:
     """Linearized before and after one ReLU at the mean of the noise.
 
-    `origin` (N,) numbers the means, equal ones alike: what shares a mean shares its linearization.
+    `origin` (N,) numbers the means, equal ones (with equal scores chosen) alike: they share a linearization.
     """
     first = _first_of_each(origin)
     points, chosen = noise.mean[first].detach(), rows[first]

@@ -62,8 +62,7 @@ class OutputMoments:
                 f"compare: both must be of the same scores, got shapes {tuple(self.mean.shape)} and "
                 f"{tuple(other.mean.shape)}; give both the same outputs="
             )
-        theirs = getattr(other, "outputs", None)
-        if self.outputs is not None and theirs is not None and not torch.equal(self.outputs.cpu(), theirs.cpu()):
+        if isinstance(other, OutputMoments) and not torch.equal(self._scores(), other._scores()):
             raise ValueError("compare: both must be of the same scores; give both the same outputs=")
         parts: dict[str, Any] = {}
         for name in ("mean", "variance", "covariance"):
@@ -74,6 +73,12 @@ class OutputMoments:
                 parts[f"{name}_relative"] = relative_difference(mine, sampled)
         return Comparison(**parts)
 
+    def _scores(self) -> Tensor:
+        """Which scores these are, (*batch, k), on the CPU."""
+        if self.outputs is None:
+            return torch.arange(self.mean.shape[-1]).expand(self.mean.shape)
+        return self.outputs.cpu()
+
     def _position(self, label: int | Tensor) -> int | Tensor:
         """Where the score of a class is among the chosen ones."""
         if self.outputs is None:
@@ -81,9 +86,16 @@ class OutputMoments:
         wanted = torch.as_tensor(label, device=self.outputs.device)
         if wanted.is_floating_point() or wanted.dtype == torch.bool:
             raise TypeError(f"flip_probability: label must be an integer or a tensor of them, got {describe(label)}")
-        hits = self.outputs == wanted.expand(self.outputs.shape[:-1]).unsqueeze(-1)
+        batch = self.outputs.shape[:-1]
+        try:
+            wanted = wanted.expand(batch)
+        except RuntimeError:
+            raise ValueError(
+                f"flip_probability: label must broadcast to the batch shape {tuple(batch)}, got {describe(label)}"
+            ) from None
+        hits = self.outputs == wanted.unsqueeze(-1)
         if not bool(hits.any(-1).all()):
-            missing = wanted.expand(self.outputs.shape[:-1])[~hits.any(-1)].flatten()[:4].tolist()
+            missing = wanted[~hits.any(-1)].flatten().tolist()
             raise ValueError(
                 f"flip_probability: the score of class {missing[0]} is not among the chosen outputs; add it to outputs="
             )

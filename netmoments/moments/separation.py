@@ -39,8 +39,8 @@ class Triangle(NamedTuple):
 
     def remainder(self) -> Tensor:
         """√Σ_{l>g} lower[i, l]²: the standard deviation that row i keeps when z_1 … z_g are known, (pairs, i, g)."""
-        square = self.lower.square()
-        return (square.flip(-1).cumsum(-1).flip(-1) - square).clamp_(min=0).sqrt_()
+        later = torch.nn.functional.pad(self.lower[..., 1:].square(), (0, 1))
+        return later.flip(-1).cumsum(-1).flip(-1).sqrt_()
 
     def decisive(self) -> Tensor:
         """Whether z_g all but decides row i: it moves the row by more than what remains can; (pairs, i, g)."""
@@ -57,7 +57,8 @@ def orthant_by_separation(limit: Tensor, covariance: Tensor, floor: Tensor, unif
     (≥ m, points) is `quasi_random`. Accuracy: see `winning_probabilities`; below 1e-300 the result is 0.
     """
     triangle = greedy_triangle(limit, covariance, floor)
-    simple = triangle.decisive().sum((-2, -1)) == limit.shape[-1]
+    alone = torch.eye(limit.shape[-1], dtype=torch.bool, device=limit.device)
+    simple = (triangle.decisive() == alone).all(-1).all(-1)
     weight = limit.new_empty(limit.shape[0], uniform.shape[-1])
     for mine, log_weight in ((simple, _simple_log_weight), (~simple, _stiff_log_weight)):
         if bool(mine.any()):

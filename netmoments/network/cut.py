@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
 from netmoments.network.activations import is_in_place, is_relu, pre_activations
-from netmoments.network.exported import each_image_apart
+from netmoments.network.exported import ExportedNetwork
 from netmoments.network.tracing import Relu
 
 
@@ -26,24 +27,32 @@ class Cut:
     relu: Relu
 
     def stem(self, x: Tensor) -> Tensor:
-        return each_image_apart(self.network, self._stem)(x)
+        if self.relu.batched:
+            return self._stem(x)
+        return vmap(lambda image: self._stem(image.unsqueeze(0)).reshape(self.relu.shape))(x)
 
     def head(self, x: Tensor, y: Tensor) -> Tensor:
-        return each_image_apart(self.network, self._head)(x, y)
+        if self.relu.batched:
+            return self._head(x, y)
+        return vmap(lambda image, own: self._head(image.unsqueeze(0), own).squeeze(0))(x, y)
 
-    def _stem(self, network: nn.Module, x: Tensor) -> Tensor:
+    @property
+    def _runs(self) -> nn.Module:
+        return self.network.program if isinstance(self.network, ExportedNetwork) else self.network
+
+    def _stem(self, x: Tensor) -> Tensor:
         try:
             with _Stop(self.relu.index):
-                network(x.clone())  # a copy: the first call may be in place
+                self._runs(x.clone())  # a copy: the first call may be in place
         except _Reached as reached:
             return reached.value
         raise RuntimeError(
             f"the network never reached its ReLU {self.relu.name!r}: it does not always do the same calls"
         )
 
-    def _head(self, network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def _head(self, x: Tensor, y: Tensor) -> Tensor:
         with _Replace(self.relu.index, y):
-            return network(x.clone())
+            return self._runs(x.clone())
 
 
 def find_relu(relus: Sequence[Relu], layer: int | str) -> Relu:
@@ -69,7 +78,9 @@ def find_relu(relus: Sequence[Relu], layer: int | str) -> Relu:
     raise ValueError(f"no ReLU is named {layer!r}; the ReLUs are: {listed}")
 
 
-class _Reached(Exception):
+class _Reached(BaseException):
+    """Not an Exception: a network that catches those must not catch this."""
+
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
@@ -107,4 +118,6 @@ class _Replace(_CountingMode):
 
     def at_relu(self, z: Tensor, in_place: bool) -> Tensor:
         value = self._value.reshape(z.shape)
-        return z.copy_(value) if in_place else value  # after a call in place, code may go on with z itself
+        if in_place:  # code may go on with z itself
+            return z.copy_(value)
+        return value.clone()  # code may go on to change it

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Self
 
 import torch
@@ -28,24 +26,13 @@ class ExportedNetwork(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        return each_image_apart(self, lambda program, x: program(x))(x)
+        if self.batch is None or x.shape[0] == 1:
+            return self.program(x)
+        return torch.func.vmap(lambda image: self.program(image.unsqueeze(0)).squeeze(0))(x)
 
     def train(self, mode: bool = True) -> Self:
         """Exported programs are what they were when exported."""
         return self
-
-
-def each_image_apart(network: nn.Module, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """function(network, ·) of a batch; for a program that takes one image, mapped over the batch."""
-    if not isinstance(network, ExportedNetwork):
-        return partial(function, network)
-    if network.batch is None:
-        return partial(function, network.program)
-
-    def one(*values: Tensor) -> Tensor:
-        return function(network.program, *(x.unsqueeze(0) for x in values)).squeeze(0)
-
-    return torch.func.vmap(one)
 
 
 def _fixed_batch(program: fx.GraphModule) -> int | None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, fx, nn
 
 from netmoments.checks import describe, require_finite, require_float_tensor
 from netmoments.network.exported import ExportedNetwork
-from netmoments.network.tracing import Relu, Trace, trace
+from netmoments.network.tracing import Relu, Trace, trace, with_batch_known
 from netmoments.precision import full_precision
 
 _known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], Trace]] = WeakKeyDictionary()
+_warned: WeakSet[nn.Module] = WeakSet()
 
 
 def as_network(network: Any, caller: str) -> nn.Module:
@@ -42,7 +43,12 @@ def _require_eval(network: nn.Module, caller: str) -> None:
             f"{caller}: the network is in training mode, where dropout and batch normalisation are random; call "
             f"network.eval() first"
         )
-    left_on = [name for name, module in network.named_modules() if module.training and not list(module.children())]
+    exported = {id(x) for module in network.modules() if isinstance(module, ExportedNetwork) for x in module.modules()}
+    left_on = [
+        name
+        for name, module in network.named_modules()
+        if module.training and id(module) not in exported and not any(child.training for child in module.children())
+    ]
     if left_on:
         raise ValueError(f"{caller}: {', '.join(left_on[:4])} left in training mode; call network.eval()")
 
@@ -50,22 +56,29 @@ def _require_eval(network: nn.Module, caller: str) -> None:
 def inspect(network: nn.Module, inputs: Tensor, caller: str) -> Trace:
     """The trace of a network on a batch of inputs, once it is known to be a function of each image by itself.
 
-    The first time a network sees inputs of a shape it is run three times: alone twice (is it deterministic?) and beside
-    another image (does the batch matter?). Smooth functions on the way are warned about, once a network.
+    The first time a network sees inputs of a shape it is run on the first of them twice (is it deterministic?), on
+    another image, and on both together (does the batch matter?).
     """
     require_float_tensor(caller, "the input", inputs)
+    if inputs.dim() < 2 or inputs.numel() == 0:
+        raise ValueError(f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}")
+    _require_matching_dtype(network, inputs, caller)
     key = (inputs.shape[1:], inputs.dtype, inputs.device)
     found = _known.setdefault(network, {})
     if key not in found:
-        seen = bool(found)
         found[key] = _examined(network, inputs[:1].detach(), caller)
-        if found[key].smooth and not seen:
-            warnings.warn(
-                f"{caller}: the network calls {', '.join(found[key].smooth)}, which is smooth and not piecewise "
-                f"linear; it is linearized at the given point like everything but the chosen ReLU",
-                stacklevel=3,
-            )
     return found[key]
+
+
+def warn_of_smooth(network: nn.Module, found: Trace, caller: str) -> None:
+    """A warning that names the smooth functions that will be linearized, once a network."""
+    if found.smooth and network not in _warned:
+        _warned.add(network)
+        warnings.warn(
+            f"{caller}: the network calls {', '.join(found.smooth)}, which is smooth and not piecewise "
+            f"linear; it is linearized at the given point like everything but the chosen ReLU",
+            stacklevel=3,
+        )
 
 
 def relus(network: Any, example: Tensor) -> tuple[Relu, ...]:
@@ -79,30 +92,48 @@ def relus(network: Any, example: Tensor) -> tuple[Relu, ...]:
 
 
 def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
-    _require_matching_dtype(network, image, caller)
     with full_precision():
         try:
-            found = trace(network, image)
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).strip().splitlines()[0]
+            alone = trace(network, image)
+        except _REFUSALS as error:
             raise ValueError(
-                f"{caller}: the network cannot take an input of shape {tuple(image.shape[1:])}: {reason}"
+                f"{caller}: the network cannot take an input of shape {tuple(image.shape[1:])}: {_first_line(error)}"
             ) from error
-        output = found.output
-        _require_scores(output, image, caller)
+        _require_scores(alone.output, image, caller)
+        other = _another(image)
         with torch.no_grad():
-            again = network(image.clone())
-            beside = network(torch.cat([image, image.flip(-1) * 0.5]))
-    if not _same(output, again):
-        raise ValueError(
-            f"{caller}: the network is not deterministic: two runs on the same input differ (dropout or noise left on?)"
-        )
-    if beside.shape[0] != 2 or not _same(output, beside[:1]):
+            again, apart = network(image.clone()), network(other.clone())
+        if not _same(alone.output, again):
+            raise ValueError(
+                f"{caller}: the network is not deterministic: two runs on the same input differ (dropout or noise left "
+                f"on?)"
+            )
+        try:
+            pair = trace(network, torch.cat([image, other]))
+        except _REFUSALS as error:
+            raise ValueError(
+                f"{caller}: the network takes one image but not a batch of two: {_first_line(error)}"
+            ) from error
+    together = pair.output
+    if len(together) != 2 or not (_same(again, together[:1]) and _same(apart, together[1:])):
         raise ValueError(
             f"{caller}: the network's output for an image depends on the other images of the batch (batch "
             f"normalisation in training mode?); netmoments needs each image treated by itself"
         )
-    return found
+    return with_batch_known(alone, pair)
+
+
+_REFUSALS = (RuntimeError, AssertionError, ValueError, IndexError)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _another(image: Tensor) -> Tensor:
+    """An image unlike the given one, whatever that is."""
+    ramp = torch.linspace(0.25, 1, image.numel(), dtype=image.dtype, device=image.device).reshape(image.shape)
+    return 0.5 * image.flip(-1) + ramp
 
 
 def _require_scores(output: Any, image: Tensor, caller: str) -> None:
@@ -129,6 +160,8 @@ def _require_matching_dtype(network: nn.Module, image: Tensor, caller: str) -> N
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    """Equal up to the rounding of another order of summation."""
-    tolerance = 1e4 * torch.finfo(x.dtype).eps
-    return bool(((x - y).abs() <= tolerance * x.abs().max().clamp(min=1e-30)).all())
+    """Equal up to the rounding of another order of summation; what is not finite differs from nothing."""
+    if x.shape != y.shape:
+        return False
+    tolerance = 1e4 * torch.finfo(x.dtype).eps * x.abs().max().clamp(min=1e-30)
+    return not bool(((x - y).abs() > tolerance).any())

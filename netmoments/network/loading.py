@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def _attribute(path: Path, name: str) -> Any:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses, among others, look there
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ class Relu:
     index: int
     name: str
     shape: torch.Size
+    batched: bool = field(default=True, repr=False)
+    """Whether its input has the images of a batch as its first dimension; if not, each image is run by itself."""
 
     @property
     def size(self) -> int:
@@ -39,6 +41,8 @@ class Trace:
     output: Tensor
     largest: int
     """Elements of the largest tensor that any call returned, for one image."""
+    shapes: tuple[torch.Size, ...]
+    """What the ReLUs were called with, the whole batch."""
 
 
 def trace(network: nn.Module, inputs: Tensor) -> Trace:
@@ -48,8 +52,24 @@ def trace(network: nn.Module, inputs: Tensor) -> Trace:
         output = network(inputs.clone())  # a copy: the first call may be in place
     names = _exported_names(network.program) if isinstance(network, ExportedNetwork) else watcher.names
     numbered = zip(_numbered(names), watcher.shapes, strict=True)
-    relus = tuple(Relu(index, name, shape) for index, (name, shape) in enumerate(numbered))
-    return Trace(relus, tuple(dict.fromkeys(watcher.smooth)), output, watcher.largest)
+    relus = tuple(Relu(index, name, shape[1:]) for index, (name, shape) in enumerate(numbered))
+    return Trace(relus, tuple(dict.fromkeys(watcher.smooth)), output, watcher.largest, tuple(watcher.shapes))
+
+
+def with_batch_known(alone: Trace, pair: Trace) -> Trace:
+    """The trace of one image, told by that of two which ReLUs have the images as the first dimension of their input.
+
+    Others see images folded into another dimension, (N·T, C) say, or are called once an image.
+    """
+    same_calls = len(alone.shapes) == len(pair.shapes)
+
+    def known(relu: Relu) -> Relu:
+        one = alone.shapes[relu.index]
+        if same_calls and one[:1] == (1,) and pair.shapes[relu.index] == (2, *one[1:]):
+            return relu
+        return replace(relu, shape=one[1:] if one[:1] == (1,) else one, batched=False)
+
+    return replace(alone, relus=tuple(known(relu) for relu in alone.relus))
 
 
 class _Watcher(TorchFunctionMode):
@@ -69,7 +89,7 @@ class _Watcher(TorchFunctionMode):
         where = self.modules[-1] if self.modules else "network"
         if is_relu(func, args, kwargs):
             self.names.append(where)
-            self.shapes.append(pre_activations(args, kwargs).shape[1:])
+            self.shapes.append(pre_activations(args, kwargs).shape)
         elif (smooth := smooth_name(func)) is not None:
             self.smooth.append(f"{smooth} in {where}")
         result = func(*args, **kwargs)

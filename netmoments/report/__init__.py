@@ -1,0 +1,1 @@
+"""Studies of a network under noise, in the terminal, as files and as a page."""

@@ -1,0 +1,116 @@
+"""One self-contained HTML page for a study: no scripts, nothing fetched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from netmoments.report.charts import accuracy_chart, scores_chart
+from netmoments.report.pictures import png_data
+from netmoments.report.provenance import Provenance
+from netmoments.report.study import Check, Study
+from netmoments.report.wording import answer_share, method_in_words, probability_in_words
+
+TEMPLATE = Path(__file__).parent / "templates" / "noise.html"
+RANKED = 18
+
+
+def render_page(found: Study, provenance: Provenance, model: str, data: str) -> str:
+    """The page as text."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError:
+        raise ImportError('the page needs jinja2: pip install "netmoments[report]"') from None
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    what = answer_share(found)
+    sigma = f"{found.config.sigma:.3g}"
+    return environment.from_string(TEMPLATE.read_text()).render(
+        title=f"{model} under noise",
+        headline=f"What noise of σ = {sigma} does to {model}",
+        subtitle=f"{len(found.images)} images of {data}, {provenance.date}",
+        facts=_facts(found),
+        curve_title=what,
+        curve=_curve(found),
+        count=len(found.images),
+        samples=f"{found.config.samples:,}",
+        sigma=sigma,
+        ranking=[_ranked(found, number) for number in found.ranking[:RANKED].tolist()],
+        checks=[_case(found, check) for check in found.checks],
+        skipped=[{"path": str(item.path), "reason": item.reason} for item in found.images.skipped],
+        method=method_in_words(found),
+        provenance=list(asdict(provenance).items()),
+    )
+
+
+def _facts(found: Study) -> list[dict[str, str]]:
+    curve = dict(found.curve)
+    facts = []
+    if found.clean_accuracy is not None:
+        facts.append({"value": f"{found.clean_accuracy:.1%}", "meaning": "right without noise"})
+    kept = curve[found.config.sigma * 1.0]
+    facts.append({"value": f"{kept:.1%}", "meaning": f"{answer_share(found).lower()} at σ = {found.config.sigma:.3g}"})
+    fragile = int((found.flip > 0.1).sum())
+    facts.append({"value": f"{fragile}", "meaning": "images flip more than one time in ten"})
+    if found.largest_check_error is not None:
+        facts.append(
+            {"value": f"{found.largest_check_error:.3f}", "meaning": "largest gap to the sampled flip probability"}
+        )
+    return facts
+
+
+def _curve(found: Study) -> str:
+    """Computed for all; for the checked images computed and sampled, the mean over them with its standard error."""
+    dots, line = [], []
+    if found.checks:
+        chosen = [check.image for check in found.checks]
+        for level, sigma in enumerate(found.config.levels):
+            sampled = [1 - float(check.flips[level]) for check in found.checks]
+            variance = sum(p * (1 - p) for p in sampled) / (len(sampled) ** 2 * found.config.samples)
+            dots.append((sigma, sum(sampled) / len(sampled), 2 * math.sqrt(variance)))
+            line.append((sigma, 1 - float(found.flips[chosen, level].mean())))
+        line.insert(0, (0.0, 1.0))
+    return accuracy_chart(found.curve, line, dots, found.config.sigma, answer_share(found))
+
+
+def _ranked(found: Study, number: int) -> dict[str, Any]:
+    labels = found.images.labels
+    predicted = int(found.predicted[number])
+    label = None if labels is None else int(labels[number])
+    return {
+        "picture": png_data(found.images.images[number]),
+        "name": found.images.names[number],
+        "flip": probability_in_words(float(found.flip[number])),
+        "width": round(100 * float(found.flip[number]), 1),
+        "rival": found.class_name(found.rival(number)),
+        "predicted": found.class_name(predicted),
+        "label": None if label is None else found.class_name(label),
+        "wrong": label is not None and label != predicted,
+    }
+
+
+def _case(found: Study, check: Check) -> dict[str, Any]:
+    number = check.image
+    predicted = int(found.predicted[number])
+    assert found.moments.outputs is not None
+    names = [found.class_name(int(k)) for k in found.moments.outputs[number]]
+    chart = scores_chart(
+        names,
+        found.moments.mean[number].tolist(),
+        found.moments.variance[number].sqrt().tolist(),
+        check.draws.tolist(),
+        list(zip(check.mean.tolist(), check.deviation.tolist(), strict=True)),
+    )
+    copies = [
+        {"picture": png_data(image), "answer": found.class_name(int(k)), "flipped": int(k) != predicted}
+        for image, k in zip(check.noisy, check.noisy_classes, strict=True)
+    ]
+    return {
+        "name": f"{found.images.names[number]}: {found.class_name(predicted)}",
+        "picture": png_data(found.images.images[number]),
+        "copies": copies,
+        "computed": probability_in_words(float(found.flip[number])),
+        "sampled": probability_in_words(float(check.flips[found.chosen_level])),
+        "chart": chart,
+    }

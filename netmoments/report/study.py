@@ -1,0 +1,271 @@
+"""What noise does to a network's answers on a set of images, computed; and a sampled check of a few of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from netmoments.data import LabelledImages
+from netmoments.gaussian import Gaussian, Isotropic
+from netmoments.moments.front_door import output_moments
+from netmoments.moments.result import OutputMoments
+from netmoments.network.inspection import as_network, inspect
+from netmoments.precision import full_precision
+from netmoments.progress import Progress
+from netmoments.sampling import class_frequencies, monte_carlo
+
+CALLER = "report"
+SCORES_SHOWN = 10
+RELATIVE_LEVELS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+"""Noise levels of the accuracy curve, in units of the chosen one."""
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """How much noise, and how it is computed and checked."""
+
+    sigma: float
+    layer: int | str = -1
+    check: int = 6
+    """Images that are also sampled."""
+    samples: int = 10_000
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma < float("inf"):
+            raise ValueError(f"{CALLER}: sigma must be a positive number (pixels are in [0, 1]), got {self.sigma}")
+        if self.check < 0 or self.samples < 2:
+            raise ValueError(f"{CALLER}: check must be ≥ 0 and samples ≥ 2, got {self.check} and {self.samples}")
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        return tuple(self.sigma * level for level in RELATIVE_LEVELS)
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """One image sampled, beside what was computed for it."""
+
+    image: int
+    flips: Tensor
+    """Sampled flip frequencies at the levels of the curve."""
+    mean: Tensor
+    deviation: Tensor
+    """Sampled mean and standard deviation of the scores that are shown, at the chosen noise."""
+    draws: Tensor
+    """A few sampled scores, (draws, k)."""
+    noisy: Tensor
+    """A few noisy copies of the image."""
+    noisy_classes: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """Everything the report shows. N images, k scores shown, L noise levels."""
+
+    config: StudyConfig
+    images: LabelledImages
+    classes: tuple[str, ...]
+    scores: Tensor
+    """Without noise, (N, classes)."""
+    moments: OutputMoments
+    """At the chosen noise, of the k scores that are largest without noise."""
+    probabilities: Tensor
+    """How often each of the k classes wins at the chosen noise, (N, k)."""
+    flips: Tensor
+    """How often another class than the predicted one wins, at each level, (N, L)."""
+    right: Tensor | None
+    """How often the right class wins, (N, L); None without labels."""
+    checks: tuple[Check, ...]
+
+    @property
+    def predicted(self) -> Tensor:
+        return self.scores.argmax(1)
+
+    @property
+    def chosen_level(self) -> int:
+        return RELATIVE_LEVELS.index(1.0)
+
+    @property
+    def flip(self) -> Tensor:
+        """At the chosen noise, (N,)."""
+        return self.flips[:, self.chosen_level]
+
+    @property
+    def ranking(self) -> Tensor:
+        """The images, the most fragile first."""
+        return self.flip.argsort(descending=True, stable=True)
+
+    @property
+    def clean_accuracy(self) -> float | None:
+        labels = self.images.labels
+        return None if labels is None else float((self.predicted == labels).double().mean())
+
+    @property
+    def curve(self) -> list[tuple[float, float]]:
+        """(sigma, share of answers that are right; without labels, that stay the same), beginning without noise."""
+        kept = 1 - self.flips.double().mean(0) if self.right is None else self.right.double().mean(0)
+        start = 1.0 if self.clean_accuracy is None else self.clean_accuracy
+        return [(0.0, start), *zip(self.config.levels, kept.tolist(), strict=True)]
+
+    @property
+    def largest_check_error(self) -> float | None:
+        """The largest difference between computed and sampled flip probability at the chosen noise."""
+        level = self.chosen_level
+        gaps = [abs(float(self.flips[c.image, level]) - float(c.flips[level])) for c in self.checks]
+        return max(gaps) if gaps else None
+
+    def rival(self, number: int) -> int:
+        """The class that wins most often in place of the predicted one."""
+        assert self.moments.outputs is not None
+        outputs = self.moments.outputs[number]
+        others = self.probabilities[number].masked_fill(outputs == self.predicted[number], -1.0)
+        return int(outputs[others.argmax()])
+
+    def class_name(self, number: int) -> str:
+        return self.classes[number] if self.classes else str(number)
+
+
+def study(network: Any, images: LabelledImages, config: StudyConfig, classes: tuple[str, ...] = ()) -> Study:
+    """Compute a `Study`: two-stage moments of every image at every level, samples of a few."""
+    network = as_network(network.to(config.device) if isinstance(network, nn.Module) else network, CALLER)
+    pixels = images.images.to(config.device)
+    count = inspect(network, pixels, CALLER).output.shape[1]
+    _require_labels(images, count)
+    names = classes or (images.classes if len(images.classes) == count else ())
+    if names and len(names) != count:
+        raise ValueError(f"{CALLER}: {len(names)} class names for a network with {count} scores")
+    with torch.no_grad(), full_precision():
+        scores = torch.cat([network(part) for part in pixels.split(256)]).cpu()
+    parts = []
+    with Progress("images", len(images)) as progress:
+        for span in torch.arange(len(images)).split(_together(images, config.device)):
+            parts.append(_computed(network, pixels[span], scores[span], _labels(images, span), config))
+            progress.advance(len(span))
+    moments = _joined([part.moments for part in parts])
+    flips = torch.cat([part.flips for part in parts])
+    right = None if images.labels is None else torch.cat([part.right for part in parts if part.right is not None])
+    probabilities = torch.cat([part.probabilities for part in parts])
+    found = Study(config, images, names, scores, moments, probabilities, flips, right, ())
+    checks = tuple(_check(network, pixels, moments, number, scores, config) for number in checked_images(found))
+    return dataclasses.replace(found, checks=checks)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    moments: OutputMoments
+    probabilities: Tensor
+    flips: Tensor
+    right: Tensor | None
+
+
+def _computed(network: nn.Module, pixels: Tensor, scores: Tensor, labels: Tensor | None, config: StudyConfig) -> _Part:
+    """Moments of some images at every level; the linearization of each image is shared by the levels."""
+    rows = _shown(scores, labels)
+    levels = torch.tensor(config.levels, dtype=pixels.dtype, device=pixels.device)
+    means = pixels.unsqueeze(1).expand(-1, len(levels), *pixels.shape[1:])
+    spread = Isotropic(levels.square().expand(len(pixels), -1), pixels[0].numel())
+    noise = Gaussian(means, spread, event_ndim=pixels.dim() - 1)
+    wide = rows.unsqueeze(1).expand(-1, len(levels), -1).reshape(-1, rows.shape[1])
+    every = _cpu(output_moments(network, noise, "two-stage", wide, layer=config.layer))
+    chances = every.class_probabilities()
+    mine = rows == scores.argmax(1, keepdim=True)
+    flips = chances.masked_fill(mine.unsqueeze(1), 0.0).sum(-1)
+    right = None
+    if labels is not None:
+        right = chances.masked_fill((rows != labels.unsqueeze(1)).unsqueeze(1), 0.0).sum(-1)
+    place = RELATIVE_LEVELS.index(1.0)
+    outputs = rows if rows.shape[1] < scores.shape[1] else torch.arange(scores.shape[1]).expand(len(rows), -1)
+    chosen = OutputMoments(
+        every.mean[:, place], every.variance[:, place], every.covariance[:, place], every.method, every.cut, outputs
+    )
+    return _Part(chosen, chances[:, place], flips, right)
+
+
+def _shown(scores: Tensor, labels: Tensor | None) -> Tensor:
+    """The scores that are followed: all of a few classes, else the largest ones and the right one."""
+    count = scores.shape[1]
+    if count <= SCORES_SHOWN:
+        return torch.arange(count).expand(len(scores), -1)
+    rows = scores.topk(SCORES_SHOWN, 1).indices
+    if labels is not None:
+        missing = ~(rows == labels.unsqueeze(1)).any(1)
+        rows[missing, -1] = labels[missing]
+    return rows
+
+
+def checked_images(found: Study) -> list[int]:
+    """Half of the checks go to the most fragile images, the others evenly down the ranking."""
+    ranking = found.ranking.tolist()
+    count = min(found.config.check, len(ranking))
+    fragile = (count + 1) // 2
+    rest = ranking[fragile:]
+    spread = [rest[(2 * i + 1) * len(rest) // (2 * (count - fragile))] for i in range(count - fragile)]
+    return ranking[:fragile] + spread
+
+
+def _check(
+    network: nn.Module, pixels: Tensor, moments: OutputMoments, number: int, scores: Tensor, config: StudyConfig
+) -> Check:
+    """Sample one image at every level of the curve."""
+    image, predicted = pixels[number], int(scores[number].argmax())
+    flips = []
+    for level, sigma in enumerate(config.levels):
+        won = class_frequencies(network, Gaussian(image, std=sigma), config.samples, seed=config.seed + level)
+        flips.append(1 - float(won[predicted]))
+    noise = Gaussian(image, std=config.sigma)
+    assert moments.outputs is not None
+    rows = moments.outputs[number]
+    sampled = monte_carlo(lambda x: network(x)[:, rows.to(x.device)], noise, config.samples, seed=config.seed)
+    noisy = noise.sample(40, generator=torch.Generator(image.device).manual_seed(config.seed))
+    with torch.no_grad(), full_precision():
+        draws = network(noisy).cpu()
+    return Check(
+        number,
+        torch.tensor(flips, dtype=torch.float64),
+        sampled.mean.cpu(),
+        sampled.variance.sqrt().cpu(),
+        draws[:, rows],
+        noisy[:5].cpu(),
+        draws[:5].argmax(1),
+    )
+
+
+def _joined(parts: list[OutputMoments]) -> OutputMoments:
+    tensors = {
+        name: torch.cat([getattr(part, name) for part in parts])
+        for name in ("mean", "variance", "covariance", "outputs")
+    }
+    return OutputMoments(**tensors, method=parts[0].method, cut=parts[0].cut)
+
+
+def _cpu(moments: OutputMoments) -> OutputMoments:
+    tensors = {
+        name: value.cpu()
+        for name in ("mean", "variance", "covariance", "outputs")
+        if (value := getattr(moments, name)) is not None
+    }
+    return OutputMoments(**tensors, method=moments.method, cut=moments.cut)
+
+
+def _labels(images: LabelledImages, span: Tensor) -> Tensor | None:
+    return None if images.labels is None else images.labels[span]
+
+
+def _together(images: LabelledImages, device: torch.device) -> int:
+    """Images between two steps of the progress bar."""
+    return max(1, (64 if device.type == "cuda" else 16) * 784 // max(784, images.event_shape.numel()))
+
+
+def _require_labels(images: LabelledImages, count: int) -> None:
+    if images.labels is not None and int(images.labels.max()) >= count:
+        worst = int(images.labels.argmax())
+        raise ValueError(
+            f"{CALLER}: the label of {images.names[worst]} is {int(images.labels.max())}, but the network has {count} "
+            f"scores, 0 to {count - 1}; are these images for this network?"
+        )
