@@ -21,7 +21,9 @@ from netmoments.precision import full_precision
 from netmoments.progress import Progress
 
 CALLER = "monte_carlo"
-DEFAULT_BATCH_BYTES = 64 * 2**20
+BATCH_BYTES = {"cpu": 2**20, "cuda": 64 * 2**20}
+"""Inputs that go through a network at a time: about what keeps its activations in a CPU's cache, or a GPU busy."""
+SMALLEST_BATCH = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +147,8 @@ def monte_carlo(
         noise: the input distribution; with batch dimensions, moments are taken for each of its entries.
         samples: how many for each entry; at least 2.
         seed: same seed, same batch, same device: same result.
-        batch: how many samples (of every entry) go through at once, by default as many as make 64 MiB of inputs.
+        batch: how many samples (of every entry) go through at once, by default as many as make
+            1 MiB of inputs on a CPU and 64 MiB on a GPU.
 
     Sums are in float64, streamed, so memory does not grow with `samples`. TF32 is off. A run of more than a second
     shows its progress if the terminal is one.
@@ -160,8 +163,7 @@ def monte_carlo(
     if isinstance(function, AffineReluAffine):
         entries = require_broadcastable(CALLER, network=function.batch_shape, noise=noise.batch_shape)
     if batch is None:
-        bytes_each = entries.numel() * noise.size * noise.dtype.itemsize
-        batch = max(1, min(samples, DEFAULT_BATCH_BYTES // bytes_each))
+        batch = _default_batch(noise, entries, samples)
     _require_count("batch", batch, least=1)
     generator = torch.Generator(noise.device).manual_seed(seed)
     sums, output_shape = None, torch.Size()
@@ -195,9 +197,7 @@ def class_frequencies(
     _require_count("samples", samples, least=1)
     _require_count("seed", seed, least=0)
     if batch is None:
-        batch = max(
-            1, min(samples, DEFAULT_BATCH_BYTES // (noise.batch_shape.numel() * noise.size * noise.dtype.itemsize))
-        )
+        batch = _default_batch(noise, noise.batch_shape, samples)
     _require_count("batch", batch, least=1)
     generator = torch.Generator(noise.device).manual_seed(seed)
     counts: Tensor | None = None
@@ -246,6 +246,12 @@ def _evaluate(function: Callable[[Tensor], Tensor], x: Tensor, noise: Gaussian, 
     if not values.is_floating_point():
         raise TypeError(f"{CALLER}: function must return floating-point values, got {describe(values)}")
     return _finite(values.reshape(len(x), *entries, *values.shape[1:]))
+
+
+def _default_batch(noise: Gaussian, entries: torch.Size, samples: int) -> int:
+    bytes_each = noise.size * noise.dtype.itemsize
+    inputs = max(SMALLEST_BATCH, BATCH_BYTES.get(noise.device.type, BATCH_BYTES["cpu"]) // bytes_each)
+    return max(1, min(samples, inputs // entries.numel()))
 
 
 def _finite(values: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def accuracy_chart(
     """Share of answers over sigma: computed for all images; computed and sampled (value ± error) for those checked."""
     x = Axis(0, max(s for s, _ in curve), LEFT, WIDTH - RIGHT)
     y = Axis(0, 1, HEIGHT - BOTTOM, TOP)
-    parts = [_frame(x, y, "noise σ, in units of the pixel range", what)]
+    parts = [_frame(x, y, "noise σ, in units of the pixel range")]
     parts.append(f'<line class="chosen" x1="{x.at(chosen)}" x2="{x.at(chosen)}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
     if check_curve:
         parts.append(_line(x, y, check_curve, "line checked"))
@@ -98,7 +98,7 @@ def scores_chart(
     return _svg(parts, height, "scores with error bars")
 
 
-def _frame(x: Axis, y: Axis, x_title: str, y_title: str) -> str:
+def _frame(x: Axis, y: Axis, x_title: str) -> str:
     parts = []
     for tick in y.ticks(5):
         parts.append(f'<line class="grid" x1="{x.start}" x2="{x.end}" y1="{y.at(tick)}" y2="{y.at(tick)}"/>')
@@ -106,7 +106,6 @@ def _frame(x: Axis, y: Axis, x_title: str, y_title: str) -> str:
     for tick in x.ticks(6):
         parts.append(f'<text class="tick" x="{x.at(tick)}" y="{y.start + 18}" text-anchor="middle">{tick:.3g}</text>')
     parts.append(f'<text class="title" x="{x.end}" y="{y.start + 36}" text-anchor="end">{escape(x_title)}</text>')
-    parts.append(f'<text class="title" x="{x.start + 6}" y="{y.end + 14}">{escape(y_title)}</text>')
     return "".join(parts)
 
 

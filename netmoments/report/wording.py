@@ -15,7 +15,7 @@ def probability_in_words(value: float) -> str:
     if value == 0:
         return "never"
     if value < 0.0005:
-        return f"{value:.0e}"
+        return f"{value:.1g}" if value >= 1e-4 else f"{value:.0e}"
     if value > 0.9995:
         return f"{1 - value:.0e} from always" if value < 1 else "always"
     return f"{value:.1%}"
