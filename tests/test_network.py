@@ -217,14 +217,43 @@ def test_a_smooth_function_is_warned_about_once_and_by_name():
     noise = nm.Gaussian(point, std=0.1)
     with pytest.warns(UserWarning, match=r"gelu in 1, which is smooth") as caught:
         nm.output_moments(net, noise)
-        nm.two_stage(net, point)
-        nm.two_stage(net, point.expand(2, 4))
-        nm.output_moments(net, noise, "linear")
-        nm.LinearizationBank.at(net, point.expand(2, 4))
     assert len(caught) == 1
     assert caught[0].filename == __file__
+    nm.two_stage(net, point)  # a warning would be an error here
+    nm.two_stage(net, point.expand(2, 4))
+    nm.output_moments(net, noise, "linear")
+    nm.LinearizationBank.at(net, point.expand(2, 4))
     with pytest.warns(UserWarning, match=r"sigmoid in 3"):
         nm.output_moments(nn.Sequential(*smooth_network()[:3], nn.Sigmoid()).eval(), noise, "linear")
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.memory, self.last = kind(2, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.memory(x.reshape(len(x), 2, 2))[0][:, -1]))
+
+
+SMOOTH: dict[str, Callable[[], nn.Module]] = {
+    "sigmoid in function": lambda: Wrapped(nn.Sigmoid()),
+    "tanh in network": lambda: Wrapped(torch.tanh),
+    "exp in network": lambda: Wrapped(lambda x: x.exp()),
+    "pow in network": lambda: Wrapped(lambda x: x**2),
+    "softmax in function": lambda: Wrapped(nn.Softmax(1)),
+    "layer_norm in function": lambda: Wrapped(nn.LayerNorm(5)),
+    "silu in function": lambda: Wrapped(nn.SiLU(inplace=True)),
+    "lstm in memory": lambda: Recurrent(nn.LSTM),
+    "gru in memory": lambda: Recurrent(nn.GRU),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_smooth_functions_are_known(name):
+    net = seeded(SMOOTH[name], torch.float32)
+    with pytest.warns(UserWarning, match=f"output_moments: the network calls {name}, which is smooth"):
+        nm.output_moments(net, nm.Gaussian(POINT[0], std=0.1), "linear")
 
 
 def test_sampling_and_listing_do_not_linearize_and_so_do_not_warn():

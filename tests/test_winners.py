@@ -17,8 +17,8 @@ from netmoments.moments.separation import orthant_by_separation, quasi_random, s
 from netmoments.moments.winners import losing_probability, winning_probabilities
 from tests.closeness import assert_close, assert_within_standard_errors
 
-QMC = 5e-3
-"""Relative error allowed to 2048 quasi-random points: the worst of 2400 orthants with 9 rivals was 4e-3."""
+QMC = 1e-2
+"""Relative error allowed to 2048 quasi-random points: the worst of 7200 probabilities with 9 rivals was 7e-3."""
 
 F64 = torch.float64
 
@@ -31,6 +31,12 @@ def random_problem(seed: int, classes: int, *batch: int, spread: float = 1.0) ->
     generator = torch.Generator().manual_seed(seed)
     root = torch.randn(*batch, classes, classes, generator=generator, dtype=F64) / math.sqrt(classes)
     return torch.randn(*batch, classes, generator=generator, dtype=F64) * spread, root @ root.mT
+
+
+def random_noise_everywhere(seed: int, classes: int, spread: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A problem far from singular, whose tails are accurate."""
+    mean, covariance = random_problem(seed, classes, spread=spread)
+    return mean, covariance + 0.05 * torch.eye(classes, dtype=F64)
 
 
 def one_factor_winners(mean: np.ndarray, loading: np.ndarray, std: np.ndarray) -> list[float]:
@@ -174,7 +180,7 @@ def test_against_samples(classes):
 # properties
 
 PROBLEMS = st.builds(
-    lambda seed, classes, spread: random_problem(seed, classes, spread=spread),
+    random_noise_everywhere,
     st.integers(0, 10**6),
     st.integers(2, 7),
     st.floats(0.0, 4.0),

@@ -61,7 +61,7 @@ def two_stage(
     groups = []
     with Progress("linearizing", len(points)) as progress:
         for part, chosen in zip(points.split(together), rows.split(together), strict=True):
-            groups.append(_linearized(cut, part, chosen, working, limit * len(part) // len(points)))
+            groups.append(_linearized(cut, part, chosen, working, limit // len(points)))
             progress.advance(len(part))
     return _shaped(_joined(groups), batch)
 
@@ -82,11 +82,11 @@ def _shaped(parts: Parts, batch: torch.Size) -> AffineReluAffine:
     return AffineReluAffine(A, c1, B, c2, None if parts.D is None else parts.D.reshape(*batch, *parts.D.shape[1:]))
 
 
-def _linearized(cut: Cut, points: Tensor, rows: Tensor, working: int, limit: int) -> Parts:
+def _linearized(cut: Cut, points: Tensor, rows: Tensor, working: int, limit_each: int) -> Parts:
     with torch.inference_mode(False), full_precision():
         points = points.clone()  # one made in inference mode could not be differentiated
         z, out, B, D, live = after_the_cut(cut, points, rows, working)
-        _refuse_beyond(cut.relu.name, points, live.shape[1], limit)
+        _refuse_beyond(cut.relu.name, points, live.shape[1], limit_each)
         A = _before_the_cut(cut, points, live, working)
     flat = points.flatten(1)
     z = z.gather(1, live)
@@ -196,13 +196,13 @@ def _require_room(cut: Cut, points: Tensor, rows: Tensor, limit: int) -> None:
         )
 
 
-def _refuse_beyond(name: str, points: Tensor, units: int, limit: int) -> None:
+def _refuse_beyond(name: str, points: Tensor, units: int, limit_each: int) -> None:
     """A must fit before it is computed."""
-    images, size = points.shape[0], points[0].numel()
-    bytes_needed = images * units * size * points.element_size()
-    if bytes_needed > limit:
+    size = points[0].numel()
+    bytes_needed = units * size * points.element_size()
+    if bytes_needed > limit_each:
         raise MemoryError(
-            f"{CALLER}: the Jacobian before {name!r} is {units} × {size} for each of {images} images, "
-            f"{gigabytes(bytes_needed)}, and {gigabytes(limit)} may be used; choose another layer, fewer outputs "
-            f"(outputs=), fewer images at a time, or raise memory_budget"
+            f"{CALLER}: the Jacobian before {name!r} is {units} × {size}, {gigabytes(bytes_needed)} for each image, "
+            f"and {gigabytes(limit_each)} may be used for each; choose another layer, fewer outputs (outputs=), fewer "
+            f"images at a time, or raise memory_budget"
         )

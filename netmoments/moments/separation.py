@@ -95,7 +95,8 @@ def _stiff_log_weight(triangle: Triangle, uniform: Tensor) -> Tensor:
     """The same where z_g all but decides further rows: it is kept where they can still hold, above and below.
 
     A row i with lower[i, g] ≠ 0 and remainder r can hold only if lower[i, g] z_g ≤ limit[i] − Σ_{l<g} … + 14 r. Such
-    rows (r = 0 for a singular covariance) would otherwise reject most points. They have no part in the tilt.
+    rows (r = 0 for a singular covariance) would otherwise reject most points. They have no part in the tilt, so that
+    small probabilities can have a large relative error.
     """
     reach, decisive = _REACH * triangle.remainder(), triangle.decisive()
     tilt = _tilt_of_major_rows(triangle, decisive).unsqueeze(-1)

@@ -29,7 +29,9 @@ _SMOOTH = {
     "hardswish", "hardsigmoid", "logsigmoid", "log_softmax", "log_sigmoid", "softsign", "tanhshrink", "exp",
     "expm1", "log", "log1p", "erf", "sin", "cos", "sqrt", "rsqrt", "pow", "square", "reciprocal",
     "layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize", "scaled_dot_product_attention",
-    "native_layer_norm", "multi_head_attention_forward",
+    "native_layer_norm", "multi_head_attention_forward", "local_response_norm", "cosine_similarity", "bilinear",
+    "lstm", "gru", "rnn_tanh", "lstm_cell", "gru_cell", "rnn_tanh_cell", "glu", "logsumexp", "prod", "atan", "erfc",
+    "exp2", "log2", "log10", "sinh", "cosh",
 }  # fmt: skip
 
 
