@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from netmoments.affine_relu_affine import AffineReluAffine
     from netmoments.gaussian import Dense, Diagonal, Gaussian, Isotropic, LowRank
     from netmoments.linearize.bank import LinearizationBank
+    from netmoments.linearize.maps import two_stage_maps
     from netmoments.linearize.two_stage import two_stage
     from netmoments.moments.front_door import output_moments
     from netmoments.moments.result import OutputMoments
@@ -44,6 +45,7 @@ _HOME = {
     "relu_variance": "netmoments.relu",
     "relus": "netmoments.network.inspection",
     "two_stage": "netmoments.linearize.two_stage",
+    "two_stage_maps": "netmoments.linearize.maps",
 }
 _ROOMS = {"data": "netmoments.data", "paper": "netmoments.paper", "zoo": "netmoments.network.zoo"}
 
@@ -69,6 +71,7 @@ __all__ = [
     "relu_variance",
     "relus",
     "two_stage",
+    "two_stage_maps",
     "zoo",
 ]
 

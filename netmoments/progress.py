@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import Any, Self
 
 PATIENCE = 1.0
+_open = threading.local()
 
 
 class Progress:
     """`with Progress("sampling", total) as progress: ... progress.advance(n)`.
 
-    Draws a bar on stderr once a second has passed, if stderr is a terminal and rich is installed.
+    Draws a bar on stderr once a second has passed, if stderr is a terminal and rich is installed. Inside another one
+    that counts more than a single step it stays silent: one bar is enough.
     """
 
     def __init__(self, description: str, total: int) -> None:
@@ -25,7 +28,9 @@ class Progress:
 
     def __enter__(self) -> Self:
         self._start = time.monotonic()
-        self._watched = sys.stderr.isatty()
+        around: list[Progress] = _open.__dict__.setdefault("bars", [])
+        self._watched = sys.stderr.isatty() and not any(bar._total > 1 for bar in around)
+        around.append(self)
         return self
 
     def advance(self, count: int) -> None:
@@ -54,5 +59,6 @@ class Progress:
         self._task = self._bar.add_task(self._description, total=self._total)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        _open.bars.remove(self)
         if self._bar is not None:
             self._bar.stop()

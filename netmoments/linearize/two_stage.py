@@ -57,7 +57,7 @@ def two_stage(
     working = directions_at_once(
         points.device, found.largest * min(together, len(points)), points.element_size(), memory_budget
     )
-    _require_room(cut, points, rows, limit)
+    require_room(cut, points, rows, limit)
     groups = []
     with Progress("linearizing", len(points)) as progress:
         for part, chosen in zip(points.split(together), rows.split(together), strict=True):
@@ -185,7 +185,7 @@ def _before_the_cut(cut: Cut, points: Tensor, live: Tensor, working: int) -> Ten
     return points.new_zeros(points.shape[0], live.shape[1], size) if A is None else A
 
 
-def _require_room(cut: Cut, points: Tensor, rows: Tensor, limit: int) -> None:
+def require_room(cut: Cut, points: Tensor, rows: Tensor, limit: int) -> None:
     """B alone must fit before it is computed: it tells which rows of A matter."""
     bytes_needed = rows.numel() * (cut.relu.size + points[0].numel()) * points.element_size()
     if bytes_needed > limit:
@@ -204,5 +204,6 @@ def _refuse_beyond(name: str, points: Tensor, units: int, limit_each: int) -> No
         raise MemoryError(
             f"{CALLER}: the Jacobian before {name!r} is {units} × {size}, {gigabytes(bytes_needed)} for each image, "
             f"and {gigabytes(limit_each)} may be used for each; choose another layer, fewer outputs (outputs=), fewer "
-            f"images at a time, or raise memory_budget"
+            f"images at a time, raise memory_budget, or use two_stage_maps, which makes about {min(units, size):,} "
+            f"passes instead of storing it"
         )

@@ -43,7 +43,9 @@ RECIPES = {
         "digits", "digits", epochs=60, batch=64, rate=3e-3, weight_decay=1e-3, schedule=one_cycle, label_smoothing=0.05,
         averaging=0.99, augmentation=shifted_digits,
     ),
-    "lenet": Recipe("lenet", "mnist", epochs=5, batch=500, rate=3e-3, weight_decay=1.0, schedule=one_cycle, averaging=0.95),
+    "lenet": Recipe(
+        "lenet", "mnist", epochs=5, batch=500, rate=3e-3, weight_decay=1.0, schedule=one_cycle, averaging=0.95,
+    ),
     "faces": Recipe(
         "faces", "fer2013", epochs=80, batch=256, rate=2e-3, weight_decay=5e-2, schedule=one_cycle, label_smoothing=0.1,
         averaging=0.998, augmentation=varied_faces,
