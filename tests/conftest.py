@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,4 +68,23 @@ def data_dir() -> Path:
     path = Path(folder) if folder else ROOT.parent / "shared" / "data"
     if not path.is_dir():
         pytest.skip(f"no data at {path}; set NETMOMENTS_DATA to its folder")
+    return path
+
+
+@pytest.fixture(scope="session")
+def mnist(data_dir) -> Path:
+    if not (data_dir / "mnist").is_dir():
+        pytest.skip(f"no mnist in {data_dir}")
+    return data_dir / "mnist"
+
+
+@pytest.fixture(scope="session")
+def fer2013_npz(data_dir, tmp_path_factory) -> Path:
+    if (data_dir / "fer2013" / "fer2013.npz").exists():
+        return data_dir / "fer2013" / "fer2013.npz"
+    unpack = data_dir / "fer2013" / "unpack.py"
+    if not unpack.exists():
+        pytest.skip(f"no fer2013 in {data_dir}")
+    path = tmp_path_factory.mktemp("fer2013") / "fer2013.npz"
+    subprocess.run([sys.executable, str(unpack), str(path)], check=True)
     return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,25 +25,6 @@ FACE = " ".join(["7"] * SIDE * SIDE)
 def _no_datasets_but_the_tests_own(monkeypatch, tmp_path):
     monkeypatch.delenv("NETMOMENTS_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="session")
-def mnist(data_dir) -> Path:
-    if not (data_dir / "mnist").is_dir():
-        pytest.skip(f"no mnist in {data_dir}")
-    return data_dir / "mnist"
-
-
-@pytest.fixture(scope="session")
-def fer2013_npz(data_dir, tmp_path_factory) -> Path:
-    if (data_dir / "fer2013" / "fer2013.npz").exists():
-        return data_dir / "fer2013" / "fer2013.npz"
-    unpack = data_dir / "fer2013" / "unpack.py"
-    if not unpack.exists():
-        pytest.skip(f"no fer2013 in {data_dir}")
-    path = tmp_path_factory.mktemp("fer2013") / "fer2013.npz"
-    subprocess.run([sys.executable, str(unpack), str(path)], check=True)
-    return path
 
 
 def idx_bytes(array: np.ndarray) -> bytes:

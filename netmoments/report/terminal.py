@@ -24,12 +24,16 @@ def draw(found: Study) -> RenderableType:
     return Group(*parts)
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+def _under(title: str, table: Table) -> Group:
+    return Group(Text(title, style="bold"), table)
 
 
-def _curve(found: Study) -> Table:
-    table = _table(f"{answer_share(found)}, {len(found.images)} images")
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _curve(found: Study) -> Group:
+    table = _table()
     table.add_column("noise σ")
     for sigma, _ in found.curve:
         style = "bold" if sigma == found.config.sigma else None
@@ -43,14 +47,15 @@ def _curve(found: Study) -> Table:
             for level in range(len(computed))
         ]
         table.add_section()
-        title = f"unchanged, {len(chosen)} checked images"
-        table.add_row(f"{title}: computed", "100.0%", *(f"{share:.1%}" for share in computed))
-        table.add_row("sampled", "100.0%", *(f"{share:.1%}" for share in sampled))
-    return table
+        table.add_row("unchanged, computed *", "100.0%", *(f"{share:.1%}" for share in computed))
+        table.add_row("unchanged, sampled *", "100.0%", *(f"{share:.1%}" for share in sampled))
+        table.caption = f"* the {len(chosen)} checked images, half of them the most fragile"
+        table.caption_justify = "left"
+    return _under(f"{answer_share(found)}, {len(found.images)} images", table)
 
 
-def _ranking(found: Study) -> Table:
-    table = _table(f"The most fragile images at σ = {found.config.sigma:.3g}")
+def _ranking(found: Study) -> Group:
+    table = _table()
     for name, justify in (
         ("image", "left"), ("label", "right"), ("answer", "right"), ("flips", "right"), ("to", "right"),
         ("score of the answer", "right"), ("of the rival", "right"),
@@ -69,11 +74,11 @@ def _ranking(found: Study) -> Table:
             _score(found, number, predicted),
             _score(found, number, rival),
         )
-    return table
+    return _under(f"The most fragile images at σ = {found.config.sigma:.3g}", table)
 
 
-def _checks(found: Study) -> Table:
-    table = _table(f"Flip probability at σ = {found.config.sigma:.3g} beside {found.config.samples:,} samples")
+def _checks(found: Study) -> Group:
+    table = _table()
     table.add_column("image")
     table.add_column("computed", justify="right")
     table.add_column("sampled", justify="right")
@@ -82,8 +87,9 @@ def _checks(found: Study) -> Table:
         sampled = float(check.flips[found.chosen_level])
         error = (sampled * (1 - sampled) / found.config.samples) ** 0.5
         computed = float(found.flip[check.image])
-        table.add_row(found.images.names[check.image], f"{computed:.4f}", f"{sampled:.4f}", f"{error:.4f}")
-    return table
+        table.add_row(found.images.names[check.image], f"{computed:.4g}", f"{sampled:.4f}", f"{error:.4f}")
+    title = f"Flip probability at σ = {found.config.sigma:.3g} beside {found.config.samples:,} samples"
+    return _under(title, table)
 
 
 def _score(found: Study, number: int, label: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from netmoments.network.weights import load_weights
@@ -75,7 +76,8 @@ def pretrained(name: str, weights: str | Path | None = None) -> nn.Module:
             having = ", ".join(key for key, value in ZOO.items() if value.shipped)
             raise ValueError(f"no weights come with {name!r} (they do with {having}); give a file of your own")
         weights = SHIPPED / found.shipped
-    network = found.network()
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and overwritten
+        network = found.network()
     load_weights(network, weights)
     return _prepared(found, network)
 
