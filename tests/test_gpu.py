@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
 import netmoments as nm
+from netmoments.data import LabelledImages
+from netmoments.moments.winners import winning_probabilities
+from netmoments.network.training import RECIPES, train
+from netmoments.network.weights import read_tensors
+from netmoments.precision import full_precision
 from tests.closeness import assert_close, assert_within_standard_errors
 
 pytestmark = [
@@ -102,3 +109,105 @@ def test_mixed_devices_are_refused():
     )
     with pytest.raises(ValueError, match=r"noise\.to\('cuda:0'\)"):
         network.mean(nm.Gaussian(torch.zeros(3), std=1.0))
+
+
+@pytest.fixture(scope="module")
+def lenet():
+    return nm.zoo.pretrained("lenet").cuda()
+
+
+def test_two_stage_is_the_same_as_on_the_cpu(lenet):
+    """Float32 Jacobians: sums of a few hundred products of order 1, so 1e-4 of the largest entry."""
+    images = torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    for layer in range(3):
+        here = nm.two_stage(nm.zoo.pretrained("lenet"), images, layer)
+        there = nm.two_stage(lenet, images.cuda(), layer)
+        for name in ("A", "c1", "B", "c2"):
+            x, y = getattr(here, name), getattr(there, name).cpu()
+            assert float((x - y).abs().max()) < 1e-4 * float(x.abs().max()), (layer, name)
+
+
+def test_two_stage_reproduces_the_output_whatever_the_settings(lenet):
+    images = torch.rand(4, 1, 28, 28, generator=torch.Generator().manual_seed(1)).cuda()
+    with full_precision(), torch.no_grad():
+        exact = lenet(images)
+    assert torch.backends.cudnn.conv.fp32_precision != "ieee"  # TF32 is on outside
+    for layer in range(3):
+        value = nm.two_stage(lenet, images, layer)(images)
+        assert float(((value - exact).abs().amax(1) / exact.abs().amax(1)).max()) < 1e-5
+
+
+def test_the_first_relu_of_lenet_has_moments(lenet):
+    image = torch.rand(1, 28, 28, generator=torch.Generator().manual_seed(2)).cuda()
+    noise = nm.Gaussian(image, std=0.05)
+    moments = nm.output_moments(lenet, noise, layer=0)
+    g = nm.two_stage(lenet, image, 0)
+    sampled = nm.monte_carlo(g, noise, 20_000)
+    assert g.A.shape == (6272, 784)
+    assert float(moments.compare(sampled).mean.abs().max()) < 5
+    assert float(moments.compare(sampled).variance.abs().max()) < 5
+
+
+def test_every_method_of_the_front_door(lenet):
+    images = torch.rand(5, 1, 28, 28, generator=torch.Generator().manual_seed(3)).cuda()
+    noise = nm.Gaussian(images, std=0.01)
+    sampled = nm.output_moments(lenet, noise, "sampling", outputs=3, samples=20_000)
+    for method in ("two-stage", "linear"):
+        moments = nm.output_moments(lenet, noise, method, outputs=3)
+        assert moments.mean.is_cuda
+        assert float(nm.relative_difference(moments.variance.double(), sampled.variance).mean()) < 0.1
+        chances = moments.class_probabilities()
+        assert chances.is_cuda
+        torch.testing.assert_close(chances.sum(-1), torch.ones_like(chances[..., 0]))
+
+
+def test_winning_probabilities_are_the_same_as_on_the_cpu():
+    generator = torch.Generator().manual_seed(4)
+    mean = torch.randn(20, 10, generator=generator, dtype=torch.float64)
+    factor = torch.randn(20, 10, 10, generator=generator, dtype=torch.float64)
+    covariance = factor @ factor.mT
+    here = winning_probabilities(mean, covariance)
+    there = winning_probabilities(mean.cuda(), covariance.cuda()).cpu()
+    torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-15)
+
+
+def test_maps_on_the_gpu():
+    network = nm.zoo.pretrained("digits").cuda()
+    image = torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(5)).cuda()
+    noise = nm.Gaussian(image, std=0.2)
+    stored, maps = nm.two_stage(network, image, 0), nm.two_stage_maps(network, image, 0)
+    mean, covariance = maps.moments(noise)
+    torch.testing.assert_close(mean, stored.mean(noise), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(covariance, stored.covariance(noise), rtol=1e-4, atol=1e-5)
+
+
+def test_a_bank_moves_to_the_gpu(lenet):
+    points = torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(6))
+    bank = nm.LinearizationBank.at(nm.zoo.pretrained("lenet"), points).to("cuda")
+    noise = nm.Gaussian(points.flip(0).cuda() + 0.001, std=0.01)
+    moments = nm.output_moments(lenet, noise, bank=bank)
+    assert moments.distance is not None
+    torch.testing.assert_close(moments.distance.float().cpu(), torch.full((3,), 0.028), rtol=1e-3, atol=0)
+
+
+def test_memory_of_a_batch_stays_within_its_budget(lenet):
+    images = torch.rand(64, 1, 28, 28, generator=torch.Generator().manual_seed(7)).cuda()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    budget = 256 * 2**20
+    nm.output_moments(lenet, nm.Gaussian(images, std=0.05), memory_budget=budget)
+    jacobians = 2 * 64 * 1024 * 784 * 4  # A of all images, and their Gaussian's factors, were they held together
+    tiles = 2**30
+    assert torch.cuda.max_memory_allocated() - before < min(jacobians, 2 * budget) + tiles
+
+
+def test_training_on_the_gpu_is_reproducible(tmp_path):
+    recipe = dataclasses.replace(RECIPES["lenet"], epochs=1)
+    generator = torch.Generator().manual_seed(8)
+    images = torch.rand(1000, 1, 28, 28, generator=generator)
+    data = LabelledImages(images, torch.randint(10, (1000,), generator=generator), tuple(map(str, range(1000))), ())
+    written = []
+    for name in ("a", "b"):
+        train(recipe, data, data, weights=tmp_path / f"{name}.safetensors", device="cuda")
+        written.append(read_tensors(tmp_path / f"{name}.safetensors")[0])
+    assert all(torch.equal(written[0][name], written[1][name]) for name in written[0])
