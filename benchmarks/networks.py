@@ -174,7 +174,7 @@ def main() -> None:
         speed(network, images[0], device),
         batching(network, images[: 64 if large else 16], device),
         reproduction(network, images[:4]),
-        tightness(network, images[::20], 1_000_000) if large else [],
+        tightness(network, images[::40], 1_000_000) if large else [],
         winners(network, images) if large else [],
     ]
     for rows in parts:
