@@ -38,16 +38,17 @@ class OutputMoments:
         """How often each class would win, (*batch, k), if the scores were Gaussian with these moments.
 
         Of a choice of scores, how often each would win among them. They sum to 1, small ones are accurate relative to
-        their size, and they carry no gradient.
+        their size, they are in float64 (float32 ends at 1e-45) and carry no gradient.
         """
-        return winning_probabilities(self.mean, self.covariance)
+        return winning_probabilities(self.mean.detach().double(), self.covariance.detach().double())
 
     def flip_probability(self, label: int | Tensor) -> Tensor:
         """How often another class than `label` would win, (*batch); see `class_probabilities`.
 
         `label` is the class, an int or an int tensor of the batch's shape.
         """
-        return losing_probability(self.mean, self.covariance, self._position(label))
+        mean, covariance = self.mean.detach().double(), self.covariance.detach().double()
+        return losing_probability(mean, covariance, self._position(label))
 
     def compare(self, other: OutputMoments | SampledMoments) -> Comparison:
         """The difference to sampled moments of the same scores, in units of those samples' standard errors."""
