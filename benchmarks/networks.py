@@ -170,7 +170,10 @@ def main() -> None:
     device = chosen.device
     large = device == "cuda"
     network = nm.zoo.pretrained("lenet").to(device)
-    images = nm.data.load("mnist", data_dir=chosen.data_dir).images.to(device)
+    try:
+        images = nm.data.load("mnist", data_dir=chosen.data_dir).images.to(device)
+    except FileNotFoundError as error:
+        raise SystemExit(f"the networks need MNIST: {error}") from None
     table = Table("what", "must reach", "measured", box=box.SIMPLE_HEAD)
     parts: list[list[Row]] = [
         speed(network, images[0], device),

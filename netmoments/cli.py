@@ -13,6 +13,7 @@ from netmoments import __version__
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from netmoments.data import LabelledImages
     from netmoments.network.training import Epoch
@@ -161,7 +162,7 @@ def train(
     from rich.console import Console
 
     from netmoments import data as datasets
-    from netmoments.network.training import RECIPES, correct
+    from netmoments.network.training import RECIPES
     from netmoments.network.training import train as run_training
 
     if network not in RECIPES:
@@ -178,14 +179,35 @@ def train(
         )
 
     trained = run_training(recipe, training, held_out, weights=weights, seed=seed, device=place, on_epoch=show)
-    right = correct(trained, held_out, device=place)
-    console.print(f"test accuracy of the weights written to {weights}: {float(right.double().mean()):.2%}")
-    known = datasets.duplicates_of(held_out.images, training.images)
-    if bool(known.any()):
-        console.print(
-            f"without the {int(known.sum())} test images that are also in the training set: "
-            f"{float(right[~known].double().mean()):.2%}"
-        )
+    console.print(f"written: {weights}")
+    console.print(_accuracy(trained, held_out, training, place))
+
+
+@app.command
+def accuracy(
+    model: str, data: str, *, weights: Path | None = None, data_dir: Path | None = None, device: str = "auto"
+) -> None:
+    """The accuracy of a network on the test images of a dataset, and without those that are also in its training set.
+
+    Parameters
+    ----------
+    model
+        As for `report`.
+    data
+        mnist, fer2013 or digits.
+    weights
+        As for `report`.
+    data_dir
+        Where datasets are; else $NETMOMENTS_DATA, else the cache.
+    device
+        cpu, cuda, or auto: a GPU if there is one.
+    """
+    from netmoments import data as datasets
+    from netmoments.network.loading import load_network
+
+    network, place = load_network(model, weights), _device(device)
+    training, held_out = (datasets.load(data, split=split, data_dir=data_dir) for split in ("train", "test"))
+    print(_accuracy(network, held_out, training, place))
 
 
 @app.command
@@ -233,6 +255,19 @@ def engine(
     with console.status("the paper's grid, 441,000 points …"):
         comparison = figure_2.run()
     console.print(figure_2.draw(comparison))
+
+
+def _accuracy(network: nn.Module, held_out: LabelledImages, training: LabelledImages, device: torch.device) -> str:
+    from netmoments.data import duplicates_of
+    from netmoments.network.training import correct
+
+    right = correct(network, held_out, device=device)
+    said = f"test accuracy {float(right.double().mean()):.2%} of {len(right):,} images"
+    known = duplicates_of(held_out.images, training.images)
+    if not bool(known.any()):
+        return said
+    rest = float(right[~known].double().mean())
+    return f"{said}; {rest:.2%} without the {int(known.sum())} that are also in the training set"
 
 
 def _device(name: str) -> torch.device:

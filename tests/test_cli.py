@@ -108,9 +108,15 @@ def test_train_and_use_the_weights(tmp_path, monkeypatch):
     result = run("train", "digits", "--out", tmp_path / "d.safetensors", "--device", "cpu")
     assert result.returncode == 0, result.stderr
     assert "epoch  60 of 60" in result.stdout
-    assert float(result.stdout.split("written to")[1].split(":")[1].split("%")[0]) >= 97
+    assert float(result.stdout.split("test accuracy ")[-1].split("%")[0]) >= 97
     result = run("report", "digits", "digits", "--weights", tmp_path / "d.safetensors", *QUICK, "--out", tmp_path / "o")
     assert result.returncode == 0, result.stderr
+
+
+def test_accuracy_of_the_shipped_weights():
+    result = run("accuracy", "digits", "digits")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "test accuracy 99.55% of 445 images"
 
 
 BAD = {
