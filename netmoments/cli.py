@@ -44,7 +44,8 @@ def report(
     size: Positive | None = None,
     classes: Path | None = None,
     check: NotNegative = 6,
-    samples: Annotated[int, Parameter(validator=validators.Number(gte=2))] = 10_000,
+    samples: Annotated[int, Parameter(validator=validators.Number(gte=2))] = 2000,
+    scores: Annotated[int, Parameter(validator=validators.Number(gte=2))] = 10,
     seed: NotNegative = 0,
     device: str = "auto",
     out: Path = Path("noise-report"),
@@ -80,6 +81,8 @@ def report(
         How many images are also sampled.
     samples
         Samples for each of those, at each noise level.
+    scores
+        Of more than 20 classes, how many of the largest scores of an image are followed.
     seed
         Seed of the samples.
     device
@@ -90,13 +93,14 @@ def report(
     from rich.console import Console
 
     from netmoments.network.loading import load_network
-    from netmoments.report.files import write_report
+    from netmoments.report.files import require_writable_folder, write_report
     from netmoments.report.provenance import Provenance
     from netmoments.report.study import StudyConfig, study
     from netmoments.report.terminal import draw
 
     place = _device(device)
-    config = StudyConfig(sigma, _layer(layer), check, samples, seed, place)
+    require_writable_folder(out)
+    config = StudyConfig(sigma, _layer(layer), check, samples, seed, scores, place)
     network = load_network(model, weights)
     chosen = _spread(_images(model, data, split, data_dir, size), images)
     found = study(network, chosen, config, _class_names(classes))
@@ -104,7 +108,7 @@ def report(
     console.print(draw(found))
     title, source = Path(model).name, data if not Path(data).exists() else Path(data).name
     written = write_report(found, Provenance.of_this_run(place, seed), out, title, source)
-    console.print(f"\nwritten: {', '.join(str(path) for path in written.values())}")
+    console.print(f"\nwritten: {', '.join(str(path) for path in written.values())}", markup=False, highlight=False)
 
 
 @app.command
@@ -162,13 +166,17 @@ def train(
     from rich.console import Console
 
     from netmoments import data as datasets
-    from netmoments.network.training import RECIPES
+    from netmoments.network.training import RECIPES, checkpoint_of
     from netmoments.network.training import train as run_training
+    from netmoments.report.files import require_writable_folder
 
     if network not in RECIPES:
         raise ValueError(f"no recipe for {network!r}; there are {', '.join(RECIPES)}")
     recipe, place, console = RECIPES[network], _device(device), Console()
     weights = Path(f"{network}.safetensors") if out is None else out
+    if weights.suffix != ".safetensors" or weights.is_dir():
+        raise ValueError(f"the weights are written to a .safetensors file, got --out {weights}")
+    require_writable_folder(weights.parent)
     source = recipe.data if data is None else data
     training, held_out = (datasets.load(source, split=split, data_dir=data_dir) for split in ("train", "test"))
 
@@ -178,8 +186,10 @@ def train(
             f"{epoch.seconds:.1f} s"
         )
 
+    if checkpoint_of(weights).exists():
+        console.print(f"going on from {checkpoint_of(weights)}", markup=False)
     trained = run_training(recipe, training, held_out, weights=weights, seed=seed, device=place, on_epoch=show)
-    console.print(f"written: {weights}")
+    console.print(f"written: {weights}", markup=False, highlight=False)
     console.print(_accuracy(trained, held_out, training, place))
 
 
@@ -279,6 +289,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"no device {name!r}; give cpu, cuda or auto") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"no device {name!r}; give cpu, cuda or auto")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device is available here; give --device cpu")
     return device
@@ -325,6 +337,7 @@ def main() -> None:
     try:
         app()
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         sys.exit(130)
     except EXPECTED as error:
         print(f"error: {error}", file=sys.stderr)

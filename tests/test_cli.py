@@ -98,6 +98,12 @@ def test_report_on_a_network_and_images_of_ones_own(own_network):
     assert flips[0] == pytest.approx(flips[1], rel=1e-4)
 
 
+def test_a_factory_may_import_its_neighbours(own_network):
+    (own_network / "neighbour.py").write_text("from mine import network as made\ndef network(): return made()")
+    result = run("relus", "neighbour.py:network", "images", cwd=own_network)
+    assert result.returncode == 0, result.stderr
+
+
 def test_relus_are_listed(own_network):
     result = run("relus", "mine.pt2", "images", cwd=own_network)
     assert result.returncode == 0, result.stderr
@@ -133,6 +139,9 @@ BAD = {
     "not found": (["report", "lenet", "mnist"], "netmoments download mnist"),
     "empty folder": (["report", "mine.pt2", "empty"], "empty"),
     "layer": (["report", "digits", "digits", "--layer", "relu9"], "no ReLU is named 'relu9'; the ReLUs are: 0 'relu1'"),
+    "out is a file": (["report", "digits", "digits", "--out", "mine.py"], "mine.py is a file; give a folder"),
+    "weights elsewhere": (["train", "digits", "--out", "w.pt"], "written to a .safetensors file"),
+    "arguments": (["report", "needs.py:network", "images"], "needs.py:network() failed: TypeError"),
     "sigma": (["report", "digits", "digits", "--sigma", "0"], "sigma"),
     "device": (["report", "digits", "digits", "--device", "tpu9"], "no device 'tpu9'; give cpu, cuda or auto"),
     "mis-sized": (["report", "lenet", "digits"], "cannot take an input of shape (1, 8, 8)"),
@@ -145,6 +154,7 @@ BAD = {
 def test_bad_arguments_are_explained(own_network, name):
     arguments, message = BAD[name]
     (own_network / "empty").mkdir()
+    (own_network / "needs.py").write_text("def network(size): ...")
     result = run(*arguments, cwd=own_network)
     said = " ".join((result.stdout + result.stderr).split())
     assert result.returncode != 0

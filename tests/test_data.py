@@ -639,3 +639,12 @@ def test_a_name_is_the_dataset_and_a_path_is_the_path(tmp_path, monkeypatch):
     save_picture(tmp_path / "digits" / "a.png")
     assert len(load("digits")) == 445
     assert len(load("./digits")) == len(load(Path("digits"))) == 1
+
+
+def test_folders_named_by_numbers_are_those_classes(tmp_path):
+    for name in ("0", "2", "10"):
+        (tmp_path / name).mkdir()
+        Image.new("L", (4, 4)).save(tmp_path / name / "a.png")
+    loaded = load(tmp_path)
+    assert dict(zip(loaded.names, loaded.labels.tolist(), strict=True)) == {"0/a.png": 0, "2/a.png": 2, "10/a.png": 10}
+    assert loaded.classes == ()

@@ -376,3 +376,44 @@ def test_the_paper_s_two_stage_is_near_the_truth_for_a_trained_network():
     found, sampled = nm.output_moments(net, noise), nm.monte_carlo(net, noise, 4000)
     floor = 5 * math.sqrt(2 / 4000)
     assert float(nm.relative_difference(found.variance, sampled.variance).mean()) < 0.05 + floor
+
+
+def test_a_bank_answers_for_one_input():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 3)).eval()
+    bank = nm.LinearizationBank.at(network, torch.rand(3, 5))
+    moments = nm.output_moments(network, nm.Gaussian(torch.rand(5), std=0.1), bank=bank)
+    assert moments.mean.shape == (3,)
+    assert moments.distance.shape == ()
+    with pytest.raises(ValueError, match="a bank has its own ReLU"):
+        nm.output_moments(network, nm.Gaussian(torch.rand(5), std=0.1), bank=bank, layer=0)
+
+
+class _Changed(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.rest = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 3))
+
+    def forward(self, x):
+        return self.rest(self.change(x))
+
+
+@pytest.mark.parametrize("change", [torch.detach, lambda x: (x * 255).round() / 255], ids=["detached", "rounded"])
+def test_a_network_without_a_derivative_is_refused_not_given_zero_variance(change):
+    network = _Changed(change).eval()
+    noise = nm.Gaussian(torch.rand(5), std=0.1)
+    for method in ("two-stage", "linear"):
+        with pytest.raises(ValueError, match=r"change with the input but their derivative is zero or missing"):
+            nm.output_moments(network, noise, method)
+    assert bool((nm.output_moments(network, noise, "sampling", samples=100).variance > 0).all())
+
+
+def test_a_network_that_was_changed_is_looked_at_again():
+    network = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 3)).eval()
+    noise = nm.Gaussian(torch.rand(5), std=0.1)
+    assert nm.output_moments(network, noise).mean.shape == (3,)
+    network[2] = nn.Linear(9, 4).eval()
+    assert nm.output_moments(network, noise).mean.shape == (4,)
+    network.append(nn.ReLU().eval())
+    assert len(nm.relus(network, noise.mean[None])) == 2

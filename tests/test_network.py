@@ -683,3 +683,16 @@ def test_a_residual_network_sampled_and_its_linearization_agree_for_little_noise
     for layer in range(5):
         moments = nm.output_moments(net, noise, layer=layer)
         assert_within_standard_errors(sampled.variance, moments.variance, sampled.variance_standard_error)
+
+
+def test_an_exported_network_with_a_largest_batch(tmp_path):
+    net = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).eval()
+    batch = torch.export.Dim("batch", min=1, max=4)
+    program = torch.export.export(net, (torch.rand(2, 6),), dynamic_shapes=({0: batch},))
+    torch.export.save(program, tmp_path / "net.pt2")
+    loaded = nm.load_network(tmp_path / "net.pt2")
+    x = torch.rand(10, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(x), net(x))
+    noise = nm.Gaussian(x, std=0.1)
+    torch.testing.assert_close(nm.output_moments(loaded, noise).variance, nm.output_moments(net, noise).variance)

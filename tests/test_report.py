@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import itertools
 import json
 import re
@@ -24,7 +25,7 @@ from netmoments.report.page import render_page
 from netmoments.report.provenance import Provenance
 from netmoments.report.study import RELATIVE_LEVELS, StudyConfig, checked_images, study
 from netmoments.report.terminal import draw
-from netmoments.report.wording import probability_in_words
+from netmoments.report.wording import probability_in_words, verdict_in_words
 from netmoments.sampling import class_frequencies
 
 CHECKED = StudyConfig(0.1, samples=4000, check=4)
@@ -123,11 +124,10 @@ def test_files_hold_the_numbers(found, provenance, tmp_path):
 
 
 def test_the_terminal_shows_every_part(found):
-    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=110, record=True, file=io.StringIO())
     skipped = dataclasses.replace(found.images, skipped=(Skipped("bad.png", "not an image"),))
     console.print(draw(dataclasses.replace(found, images=skipped)))
     text = console.export_text()
-    console.file.close()
     for part in ("Answers that are right, 40 images", "most fragile", "beside 4,000 samples", "bad.png: not an image"):
         assert part in text
 
@@ -161,16 +161,37 @@ def test_a_browser_shows_the_page(found, provenance, tmp_path):
     assert (209, 80, 12) in colours  # the sampled dots
 
 
+def test_folders_of_some_classes_are_matched_by_name(network, found):
+    names = tuple(f"digit {k}" for k in range(10))
+    images = found.images.take(((found.images.labels == 3) | (found.images.labels == 7)).nonzero()[:6, 0])
+    labels = (images.labels == 3).long()
+    some = dataclasses.replace(images, labels=labels, classes=("digit 7", "digit 3"))
+    result = study(network, some, dataclasses.replace(CHECKED, check=0), names)
+    assert torch.equal(result.images.labels, images.labels)
+    assert result.clean_accuracy == 1.0
+
+
+def test_a_large_gap_is_called_one(found):
+    assert "too large for the linearization" in verdict_in_words(found) or found.largest_check_error <= 0.05
+    worse = tuple(dataclasses.replace(check, flips=1 - check.flips) for check in found.checks)
+    assert "too large for the linearization" in verdict_in_words(dataclasses.replace(found, checks=worse))
+    better = tuple(dataclasses.replace(check, flips=found.flips[check.image]) for check in found.checks)
+    assert "within 0.001" in verdict_in_words(dataclasses.replace(found, checks=better))
+
+
+def test_names_are_not_markup(found):
+    console = Console(width=160, record=True, file=io.StringIO())
+    classes = tuple(f"[red]{k}[/x]" for k in range(10))
+    images = dataclasses.replace(found.images, names=("[bold]a.png",) * 40)
+    console.print(draw(dataclasses.replace(found, images=images, classes=classes)))
+    text = console.export_text()
+    assert "[bold]a.png" in text
+    assert "[red]" in text
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
-    [
-        (0, "never"),
-        (3e-9, "3e-09"),
-        (0.0003, "0.0003"),
-        (0.123, "12.3%"),
-        (1, "always"),
-        (1 - 1e-6, "1e-06 from always"),
-    ],
+    [(0, "< 1e-6"), (3e-9, "< 1e-6"), (0.0003, "3e-04"), (0.123, "12.3%"), (1, "> 99.9%")],
 )
 def test_probabilities_are_never_rounded_away(value, words):
     assert probability_in_words(value) == words
@@ -190,6 +211,16 @@ BAD = {
     ),
     "sigma": (lambda net, images: StudyConfig(-0.1), "sigma must be a positive number"),
     "samples": (lambda net, images: StudyConfig(0.1, samples=1), "samples ≥ 2"),
+    "one score": (
+        lambda net, images: study(nn.Sequential(net, nn.Linear(10, 1)).eval(), images, CHECKED),
+        r"has only 1 score; make it two",
+    ),
+    "other classes": (
+        lambda net, images: study(
+            net, dataclasses.replace(images, labels=images.labels % 2, classes=("a", "b")), CHECKED
+        ),
+        r"the images have 2 classes \(a, b\) and the network 10 scores: which is which",
+    ),
     "class names": (lambda net, images: study(net, images, CHECKED, ("a", "b")), "2 class names for a network with 10"),
     "training": (lambda net, images: study(nm.zoo.build("digits").train(), images, CHECKED), r"network\.eval\(\)"),
     "size": (

@@ -21,9 +21,10 @@ FEW = 3
 def read_image_folder(folder: Path, split: str, size: int | None) -> LabelledImages:
     """The images of a folder.
 
-    Subfolders are classes, numbered in sorted order; an empty one keeps its number and is listed in `skipped`. A
-    folder whose only subfolders are splits (train, test, val, validation) is entered at `split`. Hidden files and files
-    that are not images by their suffix are passed over; unreadable images are listed in `skipped`.
+    Subfolders are classes, numbered in sorted order, or by their names if those are numbers; an empty one keeps its
+    number and is listed in `skipped`. A folder whose only subfolders are splits (train, test, val, validation) is
+    entered at `split`. Hidden files and files that are not images by their suffix are passed over; unreadable images
+    are listed in `skipped`.
     """
     subfolders = _subfolders(folder)
     splits = [subfolder.name for subfolder in subfolders if subfolder.name in SPLIT_FOLDERS]
@@ -50,15 +51,24 @@ def _read_classes(
     folder: Path, subfolders: Sequence[Path], by_class: Sequence[Sequence[Path]], size: int | None
 ) -> LabelledImages:
     read = read_image_files([path for files in by_class for path in files], folder, size)
-    classes = tuple(subfolder.name for subfolder in subfolders)
-    number = {name: label for label, name in enumerate(classes)}
+    names = tuple(subfolder.name for subfolder in subfolders)
+    numbers = _labels_of(names)
+    classes = names if sorted(numbers.values()) == list(range(len(names))) else ()
+    classes = tuple(sorted(classes, key=lambda name: numbers[name]))
     empty = [
         Skipped(str(subfolder), "no images in this class folder")
         for subfolder, files in zip(subfolders, by_class, strict=True)
         if not files
     ]
-    labels = torch.tensor([number[name.split("/")[0]] for name in read.names])
+    labels = torch.tensor([numbers[name.split("/")[0]] for name in read.names])
     return LabelledImages(read.images, labels, read.names, classes, (*read.skipped, *empty))
+
+
+def _labels_of(names: Sequence[str]) -> dict[str, int]:
+    """Folders named by numbers are those classes; others are numbered in sorted order."""
+    if all(name.isdecimal() for name in names) and len({int(name) for name in names}) == len(names):
+        return {name: int(name) for name in names}
+    return {name: label for label, name in enumerate(names)}
 
 
 def read_image_files(paths: Sequence[Path], folder: Path, size: int | None) -> LabelledImages:

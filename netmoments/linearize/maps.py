@@ -21,7 +21,7 @@ from netmoments.linearize.jacobian import by_reverse_mode
 from netmoments.linearize.memory import directions_at_once, memory_limit
 from netmoments.linearize.two_stage import after_the_cut, output_rows, points_of, require_room
 from netmoments.network.cut import Cut, find_relu
-from netmoments.network.inspection import as_network, inspect, warn_of_smooth
+from netmoments.network.inspection import as_network, inspect, require_derivatives, warn_of_smooth
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision, matmul, matvec
 from netmoments.progress import Progress
@@ -55,6 +55,7 @@ def two_stage_maps(
         raise ValueError(f"{CALLER}: one point at a time, got {describe(at)}")
     found = inspect(network, points, CALLER)
     cut = Cut(network, find_relu(found.relus, layer))
+    require_derivatives(found, CALLER)
     warn_of_smooth(network, found, CALLER)
     rows = output_rows(outputs, 1, found.output.shape[1], CALLER)
     limit = memory_limit(points.device, memory_budget)

@@ -15,7 +15,8 @@ from netmoments.gaussian.gaussian import event_dimensions
 from netmoments.linearize.jacobian import by_forward_mode, by_reverse_mode
 from netmoments.linearize.memory import directions_at_once, gigabytes, memory_limit, points_at_once
 from netmoments.network.cut import Cut, find_relu
-from netmoments.network.inspection import as_network, inspect, warn_of_smooth
+from netmoments.network.exported import largest_batch
+from netmoments.network.inspection import as_network, inspect, require_derivatives, warn_of_smooth
 from netmoments.precision import full_precision, matvec
 from netmoments.progress import Progress
 
@@ -50,10 +51,12 @@ def two_stage(
     points, batch = points_of(at, event_ndim)
     found = inspect(network, points, CALLER)
     cut = Cut(network, find_relu(found.relus, layer))
+    require_derivatives(found, CALLER)
     warn_of_smooth(network, found, CALLER)
     rows = output_rows(outputs, points.shape[0], found.output.shape[1], CALLER)
     limit = memory_limit(points.device, memory_budget)
     together = points_at_once(points.device, found.largest, points.element_size(), memory_budget)
+    together = min(together, largest_batch(network))
     working = directions_at_once(
         points.device, found.largest * min(together, len(points)), points.element_size(), memory_budget
     )

@@ -18,7 +18,7 @@ from netmoments.linearize.two_stage import output_rows
 from netmoments.moments.methods import by_bank, by_linear, by_sampling, by_two_stage, of_affine_relu_affine
 from netmoments.moments.result import OutputMoments
 from netmoments.network.cut import find_relu
-from netmoments.network.inspection import as_network, inspect, warn_of_smooth
+from netmoments.network.inspection import as_network, inspect, require_derivatives, warn_of_smooth
 from netmoments.precision import full_precision
 
 CALLER = "output_moments"
@@ -32,7 +32,7 @@ def output_moments(
     method: str = "two-stage",
     outputs: Choice = None,
     *,
-    layer: int | str = -1,
+    layer: int | str | None = None,
     bank: LinearizationBank | None = None,
     samples: int = 10_000,
     seed: int = 0,
@@ -47,7 +47,8 @@ def output_moments(
         method: "two-stage", linearized before and after one ReLU at the noise's mean, with that ReLU exact; "linear",
             the delta method, linearized throughout; "sampling", Monte Carlo with standard errors.
         outputs: which scores: all by default, a list of indices, or a number k for the k largest at each mean.
-        layer: for "two-stage", the ReLU that is kept, by place in the order of calls or by name; see `relus`.
+        layer: for "two-stage", the ReLU that is kept, by place in the order of calls (the last by default) or by name;
+            see `relus`.
         bank: for "two-stage", linearizations made beforehand; each input is answered from the nearest point.
         samples: for "sampling", how many.
         seed: for "sampling".
@@ -63,6 +64,8 @@ def output_moments(
         raise ValueError(f"{CALLER}: method must be one of {', '.join(METHODS)}, got {method!r}")
     if bank is not None and method != "two-stage":
         raise ValueError(f'{CALLER}: a bank is for method="two-stage", got {method!r}')
+    if bank is not None and layer is not None:
+        raise ValueError(f"{CALLER}: a bank has its own ReLU; leave out layer, got {layer!r}")
     if bank is not None and not isinstance(bank, LinearizationBank):
         raise TypeError(f"{CALLER}: bank must be a netmoments.LinearizationBank, got {describe(bank)}")
     if isinstance(network, AffineReluAffine):
@@ -77,7 +80,8 @@ def output_moments(
         _require_scores_of(bank, found.output.shape[1])
         result = by_bank(bank, flat, rows)
     else:
-        relu = None if method == "linear" else find_relu(found.relus, layer)
+        relu = None if method == "linear" else find_relu(found.relus, -1 if layer is None else layer)
+        require_derivatives(found, CALLER)
         warn_of_smooth(network, found, CALLER)
         if relu is None:
             result = by_linear(network, flat, rows, found, memory_budget)
@@ -136,7 +140,7 @@ def _of_affine_relu_affine(network: AffineReluAffine, noise: Gaussian, outputs: 
 def _shaped(result: OutputMoments, batch: torch.Size, *, every: bool) -> OutputMoments:
     """A flat batch of moments with the batch dimensions of the noise; the choice of scores only if there was one."""
     tensors: dict[str, Any] = {
-        field.name: value.reshape(*batch, *value.shape[1:])
+        field.name: value.reshape((*batch, *value.shape[1:]))
         for field in dataclasses.fields(result)
         if isinstance(value := getattr(result, field.name), Tensor)
     }

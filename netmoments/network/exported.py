@@ -14,9 +14,11 @@ class ExportedNetwork(nn.Module):
     A program exported with a batch of 1 takes nothing else; it is then mapped over the images of a batch.
     """
 
-    def __init__(self, program: fx.GraphModule) -> None:
+    def __init__(self, program: fx.GraphModule, largest: int | None = None) -> None:
+        """`largest` is the largest batch that the program takes, if it has one."""
         super().__init__()
         self.program = program
+        self.largest = largest
         self.training = False
         self.batch = _fixed_batch(program)
         if self.batch is not None and self.batch != 1:
@@ -26,6 +28,8 @@ class ExportedNetwork(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.largest is not None and len(x) > self.largest:
+            return torch.cat([self.program(part) for part in x.split(self.largest)])
         if self.batch is None or x.shape[0] == 1:
             return self.program(x)
         return torch.func.vmap(lambda image: self.program(image.unsqueeze(0)).squeeze(0))(x)
@@ -33,6 +37,24 @@ class ExportedNetwork(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Exported programs are what they were when exported."""
         return self
+
+
+def exported_network(program: torch.export.ExportedProgram) -> ExportedNetwork:
+    """An exported program as a network, with the bounds of its batch respected."""
+    module = program.module()
+    for node in module.graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
+            first = node.meta["val"].shape[0]
+            bounds = None if isinstance(first, int) else program.range_constraints.get(first.node.expr)
+            bounded = bounds is not None and getattr(bounds.upper, "is_Integer", False)
+            return ExportedNetwork(module, int(bounds.upper) if bounds is not None and bounded else None)
+    return ExportedNetwork(module)
+
+
+def largest_batch(network: nn.Module) -> int:
+    """How many images a network takes at a time."""
+    largest = network.largest if isinstance(network, ExportedNetwork) else None
+    return 2**31 if largest is None else largest
 
 
 def _fixed_batch(program: fx.GraphModule) -> int | None:

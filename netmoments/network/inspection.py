@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from netmoments.checks import describe, require_finite, require_float_tensor
-from netmoments.network.exported import ExportedNetwork
+from netmoments.network.exported import ExportedNetwork, exported_network
 from netmoments.network.tracing import Relu, Trace, trace, with_batch_known
 from netmoments.precision import full_precision
 
@@ -21,7 +22,7 @@ _warned: WeakSet[nn.Module] = WeakSet()
 def as_network(network: Any, caller: str) -> nn.Module:
     """A module in eval mode: as given, unwrapped if compiled, or an exported program made callable with any batch."""
     if isinstance(network, torch.export.ExportedProgram):
-        network = network.module()
+        network = exported_network(network)
     if isinstance(network, fx.GraphModule) and hasattr(network, "_guards_fn"):
         network = ExportedNetwork(network)
     network = getattr(network, "_orig_mod", network)
@@ -63,11 +64,26 @@ def inspect(network: nn.Module, inputs: Tensor, caller: str) -> Trace:
     if inputs.dim() < 2 or inputs.numel() == 0:
         raise ValueError(f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}")
     _require_matching_dtype(network, inputs, caller)
-    key = (inputs.shape[1:], inputs.dtype, inputs.device)
+    key = (inputs.shape[1:], inputs.dtype, inputs.device, _structure(network))
     found = _known.setdefault(network, {})
     if key not in found:
         found[key] = _examined(network, inputs[:1].detach(), caller)
     return found[key]
+
+
+def _structure(network: nn.Module) -> int:
+    """Changes when a module is put in, taken out or replaced by another kind, or a parameter gets another shape."""
+    modules = tuple((name, type(module)) for name, module in network.named_modules())
+    return hash((modules, tuple(parameter.shape for parameter in network.parameters())))
+
+
+def require_derivatives(found: Trace, caller: str) -> None:
+    """A network that changes with its input but has no derivative there cannot be linearized."""
+    if not found.differentiable:
+        raise ValueError(
+            f"{caller}: the network's scores change with the input but their derivative is zero or missing: forward is "
+            f"under torch.no_grad(), detaches the input, or rounds it; take that out, or use sampling"
+        )
 
 
 def warn_of_smooth(network: nn.Module, found: Trace, caller: str) -> None:
@@ -120,10 +136,24 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
             f"{caller}: the network's output for an image depends on the other images of the batch (batch "
             f"normalisation in training mode?); netmoments needs each image treated by itself"
         )
-    return with_batch_known(alone, pair)
+    changes = not _same(again, apart)
+    differentiable = not changes or _has_derivative(network, torch.cat([image, other]))
+    return dataclasses.replace(with_batch_known(alone, pair), differentiable=differentiable)
 
 
-_REFUSALS = (RuntimeError, AssertionError, ValueError, IndexError)
+def _has_derivative(network: nn.Module, images: Tensor) -> bool:
+    """Whether the scores of any of the images have a derivative in it that is not zero."""
+    with torch.inference_mode(False), torch.enable_grad(), full_precision():
+        x = images.clone().requires_grad_()
+        out = network(x.clone())
+        if not out.requires_grad:
+            return False
+        weights = torch.linspace(1, 2, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
+        (slope,) = torch.autograd.grad(out, x, weights, allow_unused=True)
+    return slope is not None and bool(slope.any())
+
+
+_REFUSALS = (RuntimeError, AssertionError, ValueError, IndexError, TypeError, AttributeError, KeyError)
 
 
 def _first_line(error: Exception) -> str:

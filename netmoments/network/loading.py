@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 
 from netmoments.checks import describe
 from netmoments.network import zoo
-from netmoments.network.exported import ExportedNetwork
+from netmoments.network.exported import exported_network
 from netmoments.network.weights import PICKLES, load_weights
 
 
@@ -61,18 +63,41 @@ def _exported(path: Path) -> nn.Module:
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{path} could not be read as an exported network: {reason}") from error
-    return ExportedNetwork(program.module())
+    return exported_network(program)
 
 
 def _from_factory(path: Path, factory: str, weights: str | Path | None) -> nn.Module:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    made = _attribute(path, factory)()
+    with _as_a_script(path):
+        made = _made(path, factory, _attribute(path, factory))
     if not isinstance(made, nn.Module):
         raise TypeError(f"{path}:{factory} must return a torch.nn.Module, got {describe(made)}")
     if weights is not None:
         load_weights(made, weights)
     return made.eval()
+
+
+def _made(path: Path, name: str, factory: Callable[[], Any]) -> Any:
+    try:
+        return factory()
+    except Exception as error:
+        raise ValueError(
+            f"{path}:{name}() failed: {type(error).__name__}: {error}; it must work without arguments"
+        ) from error
+
+
+@contextmanager
+def _as_a_script(path: Path) -> Iterator[None]:
+    """As `python file.py` would have it: modules beside the file can be imported, and there are no arguments."""
+    arguments, folder = sys.argv, str(path.resolve().parent)
+    sys.argv = [str(path)]
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.argv = arguments
+        sys.path.remove(folder)
 
 
 def _attribute(path: Path, name: str) -> Any:

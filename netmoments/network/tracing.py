@@ -43,6 +43,8 @@ class Trace:
     """Elements of the largest tensor that any call returned, for one image."""
     shapes: tuple[torch.Size, ...]
     """What the ReLUs were called with, the whole batch."""
+    differentiable: bool = True
+    """Whether the scores have a derivative in the input."""
 
 
 def trace(network: nn.Module, inputs: Tensor) -> Trace:

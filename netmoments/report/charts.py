@@ -59,6 +59,7 @@ def accuracy_chart(
 
 def scores_chart(
     names: Sequence[str],
+    answer: str,
     mean: Sequence[float],
     deviation: Sequence[float],
     draws: Sequence[Sequence[float]],
@@ -69,7 +70,8 @@ def scores_chart(
     height = TOP + row * len(names) + BOTTOM
     low = min(min(m - 2.2 * s for m, s in zip(mean, deviation, strict=True)), *(min(d) for d in draws))
     high = max(max(m + 2.2 * s for m, s in zip(mean, deviation, strict=True)), *(max(d) for d in draws))
-    left = LEFT + 6 * max(0, min(18, max(len(n) for n in names)) - 6)
+    shown = [name if len(name) <= 20 else name[:19] + "…" for name in names]
+    left = max(LEFT, 16 + 8 * max(len(name) for name in shown))
     x = Axis(low, high if high > low else low + 1, left, WIDTH - RIGHT)
     bottom = TOP + row * len(names)
     parts = [
@@ -77,10 +79,14 @@ def scores_chart(
         f'<text class="tick" x="{x.at(t)}" y="{bottom + 16}" text-anchor="middle">{t:.3g}</text>'
         for t in x.ticks(6)
     ]
+    parts.append(f'<text class="title" x="{WIDTH - RIGHT}" y="{bottom + 36}" text-anchor="end">score</text>')
     for place, name in enumerate(names):
         centre = TOP + row * (place + 0.5)
         m, s = mean[place], deviation[place]
-        parts.append(f'<text class="name" x="{left - 8}" y="{centre + 4}" text-anchor="end">{escape(name[:18])}</text>')
+        kind = "name answer" if name == answer else "name"
+        parts.append(
+            f'<text class="{kind}" x="{left - 8}" y="{centre + 4}" text-anchor="end">{escape(shown[place])}</text>'
+        )
         parts += [
             f'<circle class="draw" cx="{x.at(d[place])}" cy="{centre + 5 + (i % 5) - 2}" r="1.6"/>'
             for i, d in enumerate(draws)

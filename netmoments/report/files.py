@@ -22,12 +22,20 @@ def write_report(found: Study, provenance: Provenance, folder: Path, model: str,
         "report.json": json.dumps(as_record(found, provenance, model, data), indent=1, allow_nan=False) + "\n",
         "images.csv": _as_csv(found),
     }
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file; give a folder to write the report to")
+    require_writable_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in contents.items():
         write_text_whole(folder / name, text)
     return {name: folder / name for name in contents}
+
+
+def require_writable_folder(folder: Path) -> None:
+    """That a folder is there and can be written to, or can be made; said before the work is done, not after."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is a file; give a folder to write to")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{there} cannot be written to; give another folder")
 
 
 def as_record(found: Study, provenance: Provenance, model: str, data: str) -> dict[str, Any]:
@@ -40,6 +48,7 @@ def as_record(found: Study, provenance: Provenance, model: str, data: str) -> di
         "method": found.moments.method,
         "layer": found.moments.cut,
         "clean_accuracy": found.clean_accuracy,
+        "scores_followed": found.followed,
         "curve_of": "unchanged" if found.right is None else "right",
         "curve": [{"sigma": sigma, "share": share} for sigma, share in found.curve],
         "images": [_image_record(found, number) for number in range(len(found.images))],

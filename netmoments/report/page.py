@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,14 @@ from netmoments.report.charts import accuracy_chart, scores_chart
 from netmoments.report.pictures import png_data
 from netmoments.report.provenance import Provenance
 from netmoments.report.study import Check, Study
-from netmoments.report.wording import answer_share, method_in_words, probability_in_words
+from netmoments.report.wording import (
+    answer_share,
+    checked_in_words,
+    frequency_in_words,
+    method_in_words,
+    probability_in_words,
+    verdict_in_words,
+)
 
 TEMPLATE = Path(__file__).parent / "templates" / "noise.html"
 RANKED = 18
@@ -40,6 +46,8 @@ def render_page(found: Study, provenance: Provenance, model: str, data: str) -> 
         checks=[_case(found, check) for check in found.checks],
         skipped=[{"path": str(item.path), "reason": item.reason} for item in found.images.skipped],
         method=method_in_words(found),
+        checked=checked_in_words(found),
+        verdict=verdict_in_words(found),
         provenance=list(asdict(provenance).items()),
     )
 
@@ -61,17 +69,11 @@ def _facts(found: Study) -> list[dict[str, str]]:
 
 
 def _curve(found: Study) -> str:
-    """Computed for all; for the checked images computed and sampled, the mean over them with its standard error."""
-    dots, line = [], []
-    if found.checks:
-        chosen = [check.image for check in found.checks]
-        for level, sigma in enumerate(found.config.levels):
-            sampled = [1 - float(check.flips[level]) for check in found.checks]
-            variance = sum(p * (1 - p) for p in sampled) / (len(sampled) ** 2 * found.config.samples)
-            dots.append((sigma, sum(sampled) / len(sampled), 2 * math.sqrt(variance)))
-            line.append((sigma, 1 - float(found.flips[chosen, level].mean())))
-        line.insert(0, (0.0, 1.0))
-    return accuracy_chart(found.curve, line, dots, found.config.sigma, answer_share(found))
+    """Computed for all; for the checked images computed and sampled, the mean over them ± two standard errors."""
+    if not found.checks:
+        return accuracy_chart(found.curve, (), (), found.config.sigma, answer_share(found))
+    dots = [(sigma, share, 2 * error) for sigma, share, error in found.sampled_curve]
+    return accuracy_chart(found.curve, found.checked_curve, dots, found.config.sigma, answer_share(found))
 
 
 def _ranked(found: Study, number: int) -> dict[str, Any]:
@@ -97,6 +99,7 @@ def _case(found: Study, check: Check) -> dict[str, Any]:
     names = [found.class_name(int(k)) for k in found.moments.outputs[number]]
     chart = scores_chart(
         names,
+        found.class_name(predicted),
         found.moments.mean[number].tolist(),
         found.moments.variance[number].sqrt().tolist(),
         check.draws.tolist(),
@@ -107,10 +110,12 @@ def _case(found: Study, check: Check) -> dict[str, Any]:
         for image, k in zip(check.noisy, check.noisy_classes, strict=True)
     ]
     return {
-        "name": f"{found.images.names[number]}: {found.class_name(predicted)}",
+        "name": found.images.names[number],
         "picture": png_data(found.images.images[number]),
         "copies": copies,
         "computed": probability_in_words(float(found.flip[number])),
-        "sampled": probability_in_words(float(check.flips[found.chosen_level])),
+        "sampled": frequency_in_words(float(check.flips[found.chosen_level]), found.config.samples),
+        "answer": found.class_name(predicted),
+        "label": None if found.images.labels is None else found.class_name(int(found.images.labels[number])),
         "chart": chart,
     }

@@ -19,7 +19,8 @@ from netmoments.progress import Progress
 from netmoments.sampling import class_frequencies, monte_carlo
 
 CALLER = "report"
-SCORES_SHOWN = 10
+ALL_SCORES = 20
+"""Up to so many classes, the scores of all are followed; of more, only the largest, which keeps thousands cheap."""
 RELATIVE_LEVELS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Noise levels of the accuracy curve, in units of the chosen one."""
 
@@ -32,8 +33,10 @@ class StudyConfig:
     layer: int | str = -1
     check: int = 6
     """Images that are also sampled."""
-    samples: int = 10_000
+    samples: int = 2000
     seed: int = 0
+    scores: int = 10
+    """How many of the largest scores are followed when there are many classes."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -54,6 +57,8 @@ class Check:
     image: int
     flips: Tensor
     """Sampled flip frequencies at the levels of the curve."""
+    kept: Tensor
+    """Sampled frequencies of what the curve counts: the right answer, or the same one where there are no labels."""
     mean: Tensor
     deviation: Tensor
     """Sampled mean and standard deviation of the scores that are shown, at the chosen noise."""
@@ -109,9 +114,25 @@ class Study:
     @property
     def curve(self) -> list[tuple[float, float]]:
         """(sigma, share of answers that are right; without labels, that stay the same), beginning without noise."""
-        kept = 1 - self.flips.double().mean(0) if self.right is None else self.right.double().mean(0)
-        start = 1.0 if self.clean_accuracy is None else self.clean_accuracy
-        return [(0.0, start), *zip(self.config.levels, kept.tolist(), strict=True)]
+        return self._curve_of(torch.arange(len(self.images)))
+
+    @property
+    def checked_curve(self) -> list[tuple[float, float]]:
+        """The same of the images that were sampled."""
+        return self._curve_of(torch.tensor([check.image for check in self.checks]))
+
+    @property
+    def sampled_curve(self) -> list[tuple[float, float, float]]:
+        """(sigma, share, standard error) of the sampled images."""
+        kept = torch.stack([check.kept for check in self.checks])
+        error = (kept * (1 - kept) / self.config.samples).sum(0).sqrt() / len(kept)
+        return list(zip(self.config.levels, kept.mean(0).tolist(), error.tolist(), strict=True))
+
+    def _curve_of(self, images: Tensor) -> list[tuple[float, float]]:
+        labels = self.images.labels
+        clean = torch.ones(len(images)) if labels is None else (self.predicted == labels)[images]
+        shares = self.kept[images].double().mean(0).tolist()
+        return [(0.0, float(clean.double().mean())), *zip(self.config.levels, shares, strict=True)]
 
     @property
     def largest_check_error(self) -> float | None:
@@ -124,8 +145,21 @@ class Study:
         """The class that wins most often in place of the predicted one."""
         assert self.moments.outputs is not None
         outputs = self.moments.outputs[number]
-        others = self.probabilities[number].masked_fill(outputs == self.predicted[number], -1.0)
+        mine = outputs == self.predicted[number]
+        others = self.probabilities[number].masked_fill(mine, -1.0)
+        if float(others.max()) <= 0:
+            others = self.moments.mean[number].masked_fill(mine, float("-inf"))
         return int(outputs[others.argmax()])
+
+    @property
+    def followed(self) -> int:
+        """How many scores of each image were followed."""
+        return self.moments.mean.shape[1]
+
+    @property
+    def kept(self) -> Tensor:
+        """What the curve is the mean of, (N, L): the right answer, or the same one where there are no labels."""
+        return 1 - self.flips if self.right is None else self.right
 
     def class_name(self, number: int) -> str:
         return self.classes[number] if self.classes else str(number)
@@ -136,10 +170,12 @@ def study(network: Any, images: LabelledImages, config: StudyConfig, classes: tu
     network = as_network(network.to(config.device) if isinstance(network, nn.Module) else network, CALLER)
     pixels = images.images.to(config.device)
     count = inspect(network, pixels, CALLER).output.shape[1]
-    _require_labels(images, count)
-    names = classes or (images.classes if len(images.classes) == count else ())
-    if names and len(names) != count:
-        raise ValueError(f"{CALLER}: {len(names)} class names for a network with {count} scores")
+    if count < 2:
+        raise ValueError(
+            f"{CALLER}: a class wins against others, and the network has only {count} score; make it two, [0, score] "
+            f"for a yes-or-no network"
+        )
+    images, names = _with_classes_of(images, classes, count)
     with torch.no_grad(), full_precision():
         scores = torch.cat([network(part) for part in pixels.split(256)]).cpu()
     parts = []
@@ -152,7 +188,7 @@ def study(network: Any, images: LabelledImages, config: StudyConfig, classes: tu
     right = None if images.labels is None else torch.cat([part.right for part in parts if part.right is not None])
     probabilities = torch.cat([part.probabilities for part in parts])
     found = Study(config, images, names, scores, moments, probabilities, flips, right, ())
-    checks = tuple(_check(network, pixels, moments, number, scores, config) for number in checked_images(found))
+    checks = tuple(_check(network, pixels, found, number, config) for number in checked_images(found))
     return dataclasses.replace(found, checks=checks)
 
 
@@ -166,7 +202,7 @@ class _Part:
 
 def _computed(network: nn.Module, pixels: Tensor, scores: Tensor, labels: Tensor | None, config: StudyConfig) -> _Part:
     """Moments of some images at every level; the linearization of each image is shared by the levels."""
-    rows = _shown(scores, labels)
+    rows = _followed(scores, labels, config.scores)
     levels = torch.tensor(config.levels, dtype=pixels.dtype, device=pixels.device)
     means = pixels.unsqueeze(1).expand(-1, len(levels), *pixels.shape[1:])
     spread = Isotropic(levels.square().expand(len(pixels), -1), pixels[0].numel())
@@ -187,12 +223,12 @@ def _computed(network: nn.Module, pixels: Tensor, scores: Tensor, labels: Tensor
     return _Part(chosen, chances[:, place], flips, right)
 
 
-def _shown(scores: Tensor, labels: Tensor | None) -> Tensor:
+def _followed(scores: Tensor, labels: Tensor | None, largest: int) -> Tensor:
     """The scores that are followed: all of a few classes, else the largest ones and the right one."""
     count = scores.shape[1]
-    if count <= SCORES_SHOWN:
+    if count <= max(ALL_SCORES, largest):
         return torch.arange(count).expand(len(scores), -1)
-    rows = scores.topk(SCORES_SHOWN, 1).indices
+    rows = scores.topk(largest, 1).indices
     if labels is not None:
         missing = ~(rows == labels.unsqueeze(1)).any(1)
         rows[missing, -1] = labels[missing]
@@ -209,15 +245,17 @@ def checked_images(found: Study) -> list[int]:
     return ranking[:fragile] + spread
 
 
-def _check(
-    network: nn.Module, pixels: Tensor, moments: OutputMoments, number: int, scores: Tensor, config: StudyConfig
-) -> Check:
+def _check(network: nn.Module, pixels: Tensor, found: Study, number: int, config: StudyConfig) -> Check:
     """Sample one image at every level of the curve."""
+    labels, moments, scores = found.images.labels, found.moments, found.scores
+    label = None if labels is None else int(labels[number])
     image, predicted = pixels[number], int(scores[number].argmax())
-    flips = []
-    for level, sigma in enumerate(config.levels):
-        won = class_frequencies(network, Gaussian(image, std=sigma), config.samples, seed=config.seed + level)
-        flips.append(1 - float(won[predicted]))
+    won = torch.stack(
+        [
+            class_frequencies(network, Gaussian(image, std=sigma), config.samples, seed=config.seed + level).cpu()
+            for level, sigma in enumerate(config.levels)
+        ]
+    )
     noise = Gaussian(image, std=config.sigma)
     assert moments.outputs is not None
     rows = moments.outputs[number]
@@ -227,7 +265,8 @@ def _check(
         draws = network(noisy).cpu()
     return Check(
         number,
-        torch.tensor(flips, dtype=torch.float64),
+        1 - won[:, predicted],
+        won[:, predicted if label is None else label],
         sampled.mean.cpu(),
         sampled.variance.sqrt().cpu(),
         draws[:, rows],
@@ -260,6 +299,27 @@ def _labels(images: LabelledImages, span: Tensor) -> Tensor | None:
 def _together(images: LabelledImages, device: torch.device) -> int:
     """Images between two steps of the progress bar."""
     return max(1, (64 if device.type == "cuda" else 16) * 784 // max(784, images.event_shape.numel()))
+
+
+def _with_classes_of(
+    images: LabelledImages, classes: tuple[str, ...], count: int
+) -> tuple[LabelledImages, tuple[str, ...]]:
+    """The images with labels that are the network's, and the names of its classes, () if unknown."""
+    if classes and len(classes) != count:
+        raise ValueError(f"{CALLER}: {len(classes)} class names for a network with {count} scores")
+    own = images.classes
+    if own and images.labels is not None and len(own) != count:
+        unknown = [name for name in own if name not in classes]
+        if unknown:
+            raise ValueError(
+                f"{CALLER}: the images have {len(own)} classes ({', '.join(own[:4])}{', …' if len(own) > 4 else ''}) "
+                f"and the network {count} scores: which is which? name the folders by the numbers of the scores, or "
+                f"give the names of all {count} classes (--classes), or put the images in one folder without labels"
+            )
+        places = torch.tensor([classes.index(name) for name in own])
+        images = dataclasses.replace(images, labels=places[images.labels], classes=classes)
+    _require_labels(images, count)
+    return images, classes or (own if len(own) == count else ())
 
 
 def _require_labels(images: LabelledImages, count: int) -> None:

@@ -8,7 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 from netmoments.report.study import Study
-from netmoments.report.wording import answer_share, probability_in_words
+from netmoments.report.wording import (
+    answer_share,
+    checked_in_words,
+    frequency_in_words,
+    probability_in_words,
+    verdict_in_words,
+)
 
 RANKED = 10
 
@@ -17,7 +23,11 @@ def draw(found: Study) -> RenderableType:
     """The accuracy over noise, the most fragile images, and the check."""
     parts: list[RenderableType] = [_curve(found), Text(), _ranking(found)]
     if found.checks:
-        parts += [Text(), _checks(found)]
+        parts += [Text(), _checks(found), Text(verdict_in_words(found))]
+    if found.followed < found.scores.shape[1]:
+        parts.append(
+            Text(f"Only the {found.followed} largest of {found.scores.shape[1]:,} scores are followed (--scores).")
+        )
     if found.images.skipped:
         parts.append(Text(f"\n{len(found.images.skipped)} files could not be read:", style="yellow"))
         parts += [Text(f"  {item.path}: {item.reason}") for item in found.images.skipped[:5]]
@@ -40,16 +50,10 @@ def _curve(found: Study) -> Group:
         table.add_column(f"{sigma:.3g}", justify="right", style=style)
     table.add_row("computed", *(f"{share:.1%}" for _, share in found.curve))
     if found.checks:
-        chosen = [check.image for check in found.checks]
-        computed = (1 - found.flips[chosen].double().mean(0)).tolist()
-        sampled = [
-            1 - sum(float(check.flips[level]) for check in found.checks) / len(found.checks)
-            for level in range(len(computed))
-        ]
         table.add_section()
-        table.add_row("unchanged, computed *", "100.0%", *(f"{share:.1%}" for share in computed))
-        table.add_row("unchanged, sampled *", "100.0%", *(f"{share:.1%}" for share in sampled))
-        table.caption = f"* the {len(chosen)} checked images, half of them the most fragile"
+        table.add_row("computed *", *(f"{share:.1%}" for _, share in found.checked_curve))
+        table.add_row("sampled *", "", *(f"{share:.1%}" for _, share, _ in found.sampled_curve))
+        table.caption = f"* {checked_in_words(found)}"
         table.caption_justify = "left"
     return _under(f"{answer_share(found)}, {len(found.images)} images", table)
 
@@ -65,7 +69,7 @@ def _ranking(found: Study) -> Group:
         predicted, rival = int(found.predicted[number]), found.rival(number)
         labels = found.images.labels
         label = "" if labels is None else found.class_name(int(labels[number]))
-        table.add_row(
+        cells = (
             found.images.names[number],
             label,
             found.class_name(predicted),
@@ -74,6 +78,7 @@ def _ranking(found: Study) -> Group:
             _score(found, number, predicted),
             _score(found, number, rival),
         )
+        table.add_row(*(Text(cell, overflow="ellipsis") for cell in cells))
     return _under(f"The most fragile images at σ = {found.config.sigma:.3g}", table)
 
 
@@ -86,8 +91,10 @@ def _checks(found: Study) -> Group:
     for check in found.checks:
         sampled = float(check.flips[found.chosen_level])
         error = (sampled * (1 - sampled) / found.config.samples) ** 0.5
-        computed = float(found.flip[check.image])
-        table.add_row(found.images.names[check.image], f"{computed:.4g}", f"{sampled:.4f}", f"{error:.4f}")
+        computed = probability_in_words(float(found.flip[check.image]))
+        spread = f"± {error:.1%}" if 0 < sampled < 1 else ""
+        cells = (found.images.names[check.image], computed, frequency_in_words(sampled, found.config.samples), spread)
+        table.add_row(*map(Text, cells))
     title = f"Flip probability at σ = {found.config.sigma:.3g} beside {found.config.samples:,} samples"
     return _under(title, table)
 
@@ -96,4 +103,4 @@ def _score(found: Study, number: int, label: int) -> str:
     assert found.moments.outputs is not None
     place = int((found.moments.outputs[number] == label).nonzero()[0])
     mean, variance = found.moments.mean[number, place], found.moments.variance[number, place]
-    return f"{float(mean):.2f} ± {float(variance) ** 0.5:.2f}"
+    return f"{float(mean):.3g} ± {float(variance) ** 0.5:.2g}"

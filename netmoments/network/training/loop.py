@@ -50,7 +50,7 @@ def train(
     After every epoch the whole state goes to a file beside `weights`, from which a run of the same recipe and seed goes
     on as if it had never stopped; the file is removed at the end. The same seed on the same device gives the same bits.
     """
-    checkpoint = weights.with_name(f"{weights.stem}.checkpoint.safetensors")
+    checkpoint = checkpoint_of(weights)
     run = {"recipe": repr(_described(recipe)), "seed": str(seed), "images": str(len(training))}
     with _reproducible(device):
         state = _fresh_state(recipe, seed, torch.device(device))
@@ -70,6 +70,11 @@ def train(
         write_tensors(weights, kept, facts | {"device": _device_name(device)})
     checkpoint.unlink()
     return zoo.pretrained(recipe.network, weights)
+
+
+def checkpoint_of(weights: Path) -> Path:
+    """Where the state of a run that writes these weights is kept until it is done."""
+    return weights.with_name(f"{weights.stem}.checkpoint.safetensors")
 
 
 @torch.no_grad()
