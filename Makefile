@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 .PHONY: demo test test-slow test-gpu lint bench clean
 
 demo: $(READY)
-	$(BIN)/netmoments report digits digits --sigma 0.1
+	$(BIN)/netmoments report digits digits --sigma 0.05
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow and not gpu"
