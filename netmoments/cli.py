@@ -93,9 +93,10 @@ def report(
     from rich.console import Console
 
     from netmoments.network.loading import load_network
+    from netmoments.report.conduct import study
     from netmoments.report.files import require_writable_folder, write_report
     from netmoments.report.provenance import Provenance
-    from netmoments.report.study import StudyConfig, study
+    from netmoments.report.study import StudyConfig
     from netmoments.report.terminal import draw
 
     place = _device(device)

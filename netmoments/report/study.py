@@ -1,26 +1,16 @@
-"""What noise does to a network's answers on a set of images, computed; and a sampled check of a few of them."""
+"""What noise does to a network's answers on a set of images: what was asked, and what came out."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from netmoments.data import LabelledImages
-from netmoments.gaussian import Gaussian, Isotropic
-from netmoments.moments.front_door import output_moments
 from netmoments.moments.result import OutputMoments
-from netmoments.network.inspection import as_network, inspect
-from netmoments.precision import full_precision
-from netmoments.progress import Progress
-from netmoments.sampling import class_frequencies, monte_carlo
 
 CALLER = "report"
-ALL_SCORES = 20
-"""Up to so many classes, the scores of all are followed; of more, only the largest, which keeps thousands cheap."""
 RELATIVE_LEVELS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Noise levels of the accuracy curve, in units of the chosen one."""
 
@@ -163,169 +153,3 @@ class Study:
 
     def class_name(self, number: int) -> str:
         return self.classes[number] if self.classes else str(number)
-
-
-def study(network: Any, images: LabelledImages, config: StudyConfig, classes: tuple[str, ...] = ()) -> Study:
-    """Compute a `Study`: two-stage moments of every image at every level, samples of a few."""
-    network = as_network(network.to(config.device) if isinstance(network, nn.Module) else network, CALLER)
-    pixels = images.images.to(config.device)
-    count = inspect(network, pixels, CALLER).output.shape[1]
-    if count < 2:
-        raise ValueError(
-            f"{CALLER}: a class wins against others, and the network has only {count} score; make it two, [0, score] "
-            f"for a yes-or-no network"
-        )
-    images, names = _with_classes_of(images, classes, count)
-    with torch.no_grad(), full_precision():
-        scores = torch.cat([network(part) for part in pixels.split(256)]).cpu()
-    parts = []
-    with Progress("images", len(images)) as progress:
-        for span in torch.arange(len(images)).split(_together(images, config.device)):
-            parts.append(_computed(network, pixels[span], scores[span], _labels(images, span), config))
-            progress.advance(len(span))
-    moments = _joined([part.moments for part in parts])
-    flips = torch.cat([part.flips for part in parts])
-    right = None if images.labels is None else torch.cat([part.right for part in parts if part.right is not None])
-    probabilities = torch.cat([part.probabilities for part in parts])
-    found = Study(config, images, names, scores, moments, probabilities, flips, right, ())
-    checks = tuple(_check(network, pixels, found, number, config) for number in checked_images(found))
-    return dataclasses.replace(found, checks=checks)
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    moments: OutputMoments
-    probabilities: Tensor
-    flips: Tensor
-    right: Tensor | None
-
-
-def _computed(network: nn.Module, pixels: Tensor, scores: Tensor, labels: Tensor | None, config: StudyConfig) -> _Part:
-    """Moments of some images at every level; the linearization of each image is shared by the levels."""
-    rows = _followed(scores, labels, config.scores)
-    levels = torch.tensor(config.levels, dtype=pixels.dtype, device=pixels.device)
-    means = pixels.unsqueeze(1).expand(-1, len(levels), *pixels.shape[1:])
-    spread = Isotropic(levels.square().expand(len(pixels), -1), pixels[0].numel())
-    noise = Gaussian(means, spread, event_ndim=pixels.dim() - 1)
-    wide = rows.unsqueeze(1).expand(-1, len(levels), -1).reshape(-1, rows.shape[1])
-    every = _cpu(output_moments(network, noise, "two-stage", wide, layer=config.layer))
-    chances = every.class_probabilities()
-    mine = rows == scores.argmax(1, keepdim=True)
-    flips = chances.masked_fill(mine.unsqueeze(1), 0.0).sum(-1)
-    right = None
-    if labels is not None:
-        right = chances.masked_fill((rows != labels.unsqueeze(1)).unsqueeze(1), 0.0).sum(-1)
-    place = RELATIVE_LEVELS.index(1.0)
-    outputs = rows if rows.shape[1] < scores.shape[1] else torch.arange(scores.shape[1]).expand(len(rows), -1)
-    chosen = OutputMoments(
-        every.mean[:, place], every.variance[:, place], every.covariance[:, place], every.method, every.cut, outputs
-    )
-    return _Part(chosen, chances[:, place], flips, right)
-
-
-def _followed(scores: Tensor, labels: Tensor | None, largest: int) -> Tensor:
-    """The scores that are followed: all of a few classes, else the largest ones and the right one."""
-    count = scores.shape[1]
-    if count <= max(ALL_SCORES, largest):
-        return torch.arange(count).expand(len(scores), -1)
-    rows = scores.topk(largest, 1).indices
-    if labels is not None:
-        missing = ~(rows == labels.unsqueeze(1)).any(1)
-        rows[missing, -1] = labels[missing]
-    return rows
-
-
-def checked_images(found: Study) -> list[int]:
-    """Half of the checks go to the most fragile images, the others evenly down the ranking."""
-    ranking = found.ranking.tolist()
-    count = min(found.config.check, len(ranking))
-    fragile = (count + 1) // 2
-    rest = ranking[fragile:]
-    spread = [rest[(2 * i + 1) * len(rest) // (2 * (count - fragile))] for i in range(count - fragile)]
-    return ranking[:fragile] + spread
-
-
-def _check(network: nn.Module, pixels: Tensor, found: Study, number: int, config: StudyConfig) -> Check:
-    """Sample one image at every level of the curve."""
-    labels, moments, scores = found.images.labels, found.moments, found.scores
-    label = None if labels is None else int(labels[number])
-    image, predicted = pixels[number], int(scores[number].argmax())
-    won = torch.stack(
-        [
-            class_frequencies(network, Gaussian(image, std=sigma), config.samples, seed=config.seed + level).cpu()
-            for level, sigma in enumerate(config.levels)
-        ]
-    )
-    noise = Gaussian(image, std=config.sigma)
-    assert moments.outputs is not None
-    rows = moments.outputs[number]
-    sampled = monte_carlo(lambda x: network(x)[:, rows.to(x.device)], noise, config.samples, seed=config.seed)
-    noisy = noise.sample(40, generator=torch.Generator(image.device).manual_seed(config.seed))
-    with torch.no_grad(), full_precision():
-        draws = network(noisy).cpu()
-    return Check(
-        number,
-        1 - won[:, predicted],
-        won[:, predicted if label is None else label],
-        sampled.mean.cpu(),
-        sampled.variance.sqrt().cpu(),
-        draws[:, rows],
-        noisy[:5].cpu(),
-        draws[:5].argmax(1),
-    )
-
-
-def _joined(parts: list[OutputMoments]) -> OutputMoments:
-    tensors = {
-        name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("mean", "variance", "covariance", "outputs")
-    }
-    return OutputMoments(**tensors, method=parts[0].method, cut=parts[0].cut)
-
-
-def _cpu(moments: OutputMoments) -> OutputMoments:
-    tensors = {
-        name: value.cpu()
-        for name in ("mean", "variance", "covariance", "outputs")
-        if (value := getattr(moments, name)) is not None
-    }
-    return OutputMoments(**tensors, method=moments.method, cut=moments.cut)
-
-
-def _labels(images: LabelledImages, span: Tensor) -> Tensor | None:
-    return None if images.labels is None else images.labels[span]
-
-
-def _together(images: LabelledImages, device: torch.device) -> int:
-    """Images between two steps of the progress bar."""
-    return max(1, (64 if device.type == "cuda" else 16) * 784 // max(784, images.event_shape.numel()))
-
-
-def _with_classes_of(
-    images: LabelledImages, classes: tuple[str, ...], count: int
-) -> tuple[LabelledImages, tuple[str, ...]]:
-    """The images with labels that are the network's, and the names of its classes, () if unknown."""
-    if classes and len(classes) != count:
-        raise ValueError(f"{CALLER}: {len(classes)} class names for a network with {count} scores")
-    own = images.classes
-    if own and images.labels is not None and len(own) != count:
-        unknown = [name for name in own if name not in classes]
-        if unknown:
-            raise ValueError(
-                f"{CALLER}: the images have {len(own)} classes ({', '.join(own[:4])}{', …' if len(own) > 4 else ''}) "
-                f"and the network {count} scores: which is which? name the folders by the numbers of the scores, or "
-                f"give the names of all {count} classes (--classes), or put the images in one folder without labels"
-            )
-        places = torch.tensor([classes.index(name) for name in own])
-        images = dataclasses.replace(images, labels=places[images.labels], classes=classes)
-    _require_labels(images, count)
-    return images, classes or (own if len(own) == count else ())
-
-
-def _require_labels(images: LabelledImages, count: int) -> None:
-    if images.labels is not None and int(images.labels.max()) >= count:
-        worst = int(images.labels.argmax())
-        raise ValueError(
-            f"{CALLER}: the label of {images.names[worst]} is {int(images.labels.max())}, but the network has {count} "
-            f"scores, 0 to {count - 1}; are these images for this network?"
-        )

@@ -43,10 +43,10 @@ def verdict_in_words(found: Study) -> str:
         return "Nothing was sampled to check the computed probabilities."
     if gap <= 0.05:
         return f"Computed flip probabilities are within {max(gap, 0.001):.3f} of the sampled ones."
-    return (
-        f"Computed flip probabilities are off by up to {gap:.2f} at this noise: it is too large for the linearization. "
-        f"Read them as a ranking, or use less noise."
-    )
+    off = f"Computed flip probabilities are off by up to {gap:.2f} at this noise: "
+    if gap <= 0.15:
+        return off + "right as a ranking, rough as numbers."
+    return off + "it is too large for the linearization. Read them as a ranking, or use less noise."
 
 
 def method_in_words(found: Study) -> str:
