@@ -27,7 +27,8 @@ def images(mnist):
 def test_tight_at_the_papers_smallest_noise(network, images):
     """The average over 100 images and 10⁶ samples is in the benchmark; here eight, against 40,000 each.
 
-    A variance from 40,000 samples is off by 0.007, which only adds; the error of the mean has a heavy tail (scores near 0).
+    A variance from 40,000 samples is off by 0.007, which only adds; the error of the mean has a heavy tail, from scores
+    near 0, so the median is taken.
     """
     errors = []
     for number, image in enumerate(images[:8000:1000]):
