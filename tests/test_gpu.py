@@ -14,6 +14,8 @@ from netmoments.moments.winners import winning_probabilities
 from netmoments.network.training import RECIPES, train
 from netmoments.network.weights import read_tensors
 from netmoments.precision import full_precision
+from netmoments.report.conduct import study
+from netmoments.report.study import StudyConfig
 from tests.closeness import assert_close, assert_within_standard_errors
 
 pytestmark = [
@@ -211,3 +213,19 @@ def test_training_on_the_gpu_is_reproducible(tmp_path):
         train(recipe, data, data, weights=tmp_path / f"{name}.safetensors", device="cuda")
         written.append(read_tensors(tmp_path / f"{name}.safetensors")[0])
     assert all(torch.equal(written[0][name], written[1][name]) for name in written[0])
+
+
+def test_a_study_is_the_same_as_on_the_cpu():
+    images = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(9))
+    data = LabelledImages(images, torch.arange(12) % 10, tuple(map(str, range(12))), ())
+    found = {
+        device: study(
+            nm.zoo.pretrained("digits"), data, StudyConfig(0.1, check=2, samples=500, device=torch.device(device))
+        )
+        for device in ("cpu", "cuda")
+    }
+    torch.testing.assert_close(found["cuda"].flips, found["cpu"].flips, rtol=1e-3, atol=1e-9)
+    for here, there in zip(found["cpu"].checks, found["cuda"].checks, strict=True):
+        torch.testing.assert_close(
+            here.flips, there.flips, rtol=0, atol=0.15
+        )  # other random numbers: over 5 errors of √2·0.022
