@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,7 +60,9 @@ def _exported(path: Path) -> nn.Module:
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is not an archive written by torch.export.save, or is damaged")
     try:
-        program = torch.export.load(path)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch's own reading
+            program = torch.export.load(path)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{path} could not be read as an exported network: {reason}") from error
