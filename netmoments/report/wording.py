@@ -46,7 +46,7 @@ def verdict_in_words(found: Study) -> str:
     off = f"Computed flip probabilities are off by up to {gap:.2f} at this noise: "
     if gap <= 0.15:
         return off + "right as a ranking, rough as numbers."
-    return off + "it is too large for the linearization. Read them as a ranking, or use less noise."
+    return off + "it is too large for the linearization. Rely on samples, or use less noise."
 
 
 def method_in_words(found: Study) -> str:
