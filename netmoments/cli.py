@@ -12,10 +12,6 @@ from cyclopts import App, Parameter, validators
 from netmoments import __version__
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from netmoments.data import LabelledImages
     from netmoments.network.training import Epoch
 
 app = App(
@@ -93,18 +89,19 @@ def report(
     from rich.console import Console
 
     from netmoments.network.loading import load_network
+    from netmoments.report.arguments import class_names_in, device_named, images_for, layer_named, spread
     from netmoments.report.conduct import study
     from netmoments.report.files import require_writable_folder, write_report
     from netmoments.report.provenance import Provenance
     from netmoments.report.study import StudyConfig
     from netmoments.report.terminal import draw
 
-    place = _device(device)
+    place = device_named(device)
     require_writable_folder(out)
-    config = StudyConfig(sigma, _layer(layer), check, samples, seed, scores, place)
+    config = StudyConfig(sigma, layer_named(layer), check, samples, seed, scores, place)
     network = load_network(model, weights)
-    chosen = _spread(_images(model, data, split, data_dir, size), images)
-    found = study(network, chosen, config, _class_names(classes))
+    chosen = spread(images_for(model, data, split, data_dir, size), images)
+    found = study(network, chosen, config, class_names_in(classes))
     console = Console()
     console.print(draw(found))
     title, source = Path(model).name, data if not Path(data).exists() else Path(data).name
@@ -129,8 +126,9 @@ def relus(
 
     from netmoments.network.inspection import relus
     from netmoments.network.loading import load_network
+    from netmoments.report.arguments import images_for
 
-    example = _images(model, data, split, data_dir, size).images[:1]
+    example = images_for(model, data, split, data_dir, size).images[:1]
     table = Table("layer", "name", "shape", "units", box=box.SIMPLE_HEAD)
     for relu in relus(load_network(model, weights), example):
         table.add_row(str(relu.index), relu.name, "×".join(map(str, relu.shape)), f"{relu.size:,}")
@@ -169,11 +167,12 @@ def train(
     from netmoments import data as datasets
     from netmoments.network.training import RECIPES, checkpoint_of
     from netmoments.network.training import train as run_training
+    from netmoments.report.arguments import accuracy_in_words, device_named
     from netmoments.report.files import require_writable_folder
 
     if network not in RECIPES:
         raise ValueError(f"no recipe for {network!r}; there are {', '.join(RECIPES)}")
-    recipe, place, console = RECIPES[network], _device(device), Console()
+    recipe, place, console = RECIPES[network], device_named(device), Console()
     weights = Path(f"{network}.safetensors") if out is None else out
     if weights.suffix != ".safetensors" or weights.is_dir():
         raise ValueError(f"the weights are written to a .safetensors file, got --out {weights}")
@@ -191,7 +190,7 @@ def train(
         console.print(f"going on from {checkpoint_of(weights)}", markup=False)
     trained = run_training(recipe, training, held_out, weights=weights, seed=seed, device=place, on_epoch=show)
     console.print(f"written: {weights}", markup=False, highlight=False)
-    console.print(_accuracy(trained, held_out, training, place))
+    console.print(accuracy_in_words(trained, held_out, training, place))
 
 
 @app.command
@@ -215,10 +214,11 @@ def accuracy(
     """
     from netmoments import data as datasets
     from netmoments.network.loading import load_network
+    from netmoments.report.arguments import accuracy_in_words, device_named
 
-    network, place = load_network(model, weights), _device(device)
+    network, place = load_network(model, weights), device_named(device)
     training, held_out = (datasets.load(data, split=split, data_dir=data_dir) for split in ("train", "test"))
-    print(_accuracy(network, held_out, training, place))
+    print(accuracy_in_words(network, held_out, training, place))
 
 
 @app.command
@@ -266,66 +266,6 @@ def engine(
     with console.status("the paper's grid, 441,000 points …"):
         comparison = figure_2.run()
     console.print(figure_2.draw(comparison))
-
-
-def _accuracy(network: nn.Module, held_out: LabelledImages, training: LabelledImages, device: torch.device) -> str:
-    from netmoments.data import duplicates_of
-    from netmoments.network.training import correct
-
-    right = correct(network, held_out, device=device)
-    said = f"test accuracy {float(right.double().mean()):.2%} of {len(right):,} images"
-    known = duplicates_of(held_out.images, training.images)
-    if not bool(known.any()):
-        return said
-    rest = float(right[~known].double().mean())
-    return f"{said}; {rest:.2%} without the {int(known.sum())} that are also in the training set"
-
-
-def _device(name: str) -> torch.device:
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"no device {name!r}; give cpu, cuda or auto") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"no device {name!r}; give cpu, cuda or auto")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device is available here; give --device cpu")
-    return device
-
-
-def _images(model: str, data: str, split: str, data_dir: Path | None, size: int | None) -> LabelledImages:
-    """The images, brought to the size of a zoo network if they are a folder of any sizes."""
-    from netmoments import data as datasets
-    from netmoments.network import zoo
-
-    if size is None and model in zoo.ZOO and Path(data).is_dir():
-        size = zoo.entry(model).input_shape[-1]
-    return datasets.load(data, split=split, data_dir=data_dir, size=size)
-
-
-def _spread(images: LabelledImages, count: int) -> LabelledImages:
-    """At most `count` images, evenly spread."""
-    import torch
-
-    if len(images) <= count:
-        return images
-    return images.take((torch.arange(count) * len(images)) // count)
-
-
-def _layer(text: str) -> int | str:
-    return int(text) if text.removeprefix("-").isdigit() else text
-
-
-def _class_names(path: Path | None) -> tuple[str, ...]:
-    if path is None:
-        return ()
-    if not path.is_file():
-        raise FileNotFoundError(f"no file of class names at {path}")
-    return tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
