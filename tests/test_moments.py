@@ -417,3 +417,16 @@ def test_a_network_that_was_changed_is_looked_at_again():
     assert nm.output_moments(network, noise).mean.shape == (4,)
     network.append(nn.ReLU().eval())
     assert len(nm.relus(network, noise.mean[None])) == 2
+
+
+def test_an_affine_relu_affine_is_exact_or_sampled_as_asked(generator):
+    g = nm.AffineReluAffine(*(torch.randn(s, generator=generator) for s in ((6, 4), (6,), (5, 6), (5,))))
+    noise = nm.Gaussian(torch.randn(3, 4, generator=generator), std=0.3)
+    for outputs in (None, [4, 0], 2):
+        exact = nm.output_moments(g, noise, outputs=outputs)
+        sampled = nm.output_moments(g, noise, "sampling", outputs, samples=20_000)
+        assert (exact.method, sampled.method) == ("exact", "sampling")
+        assert float(exact.compare(sampled).mean.abs().max()) < 5
+        assert float(exact.compare(sampled).covariance.abs().max()) < 5
+    with pytest.raises(ValueError, match='exact with method="two-stage"'):
+        nm.output_moments(g, noise, "linear")

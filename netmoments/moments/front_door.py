@@ -15,7 +15,14 @@ from netmoments.checks import describe
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.bank import LinearizationBank
 from netmoments.linearize.two_stage import output_rows
-from netmoments.moments.methods import by_bank, by_linear, by_sampling, by_two_stage, of_affine_relu_affine
+from netmoments.moments.methods import (
+    by_bank,
+    by_linear,
+    by_sampling,
+    by_two_stage,
+    of_affine_relu_affine,
+    sampled_affine_relu_affine,
+)
 from netmoments.moments.result import OutputMoments
 from netmoments.network.cut import find_relu
 from netmoments.network.inspection import as_network, inspect, require_derivatives, warn_of_smooth
@@ -69,7 +76,14 @@ def output_moments(
     if bank is not None and not isinstance(bank, LinearizationBank):
         raise TypeError(f"{CALLER}: bank must be a netmoments.LinearizationBank, got {describe(bank)}")
     if isinstance(network, AffineReluAffine):
-        return _of_affine_relu_affine(network, noise, outputs)
+        if method == "linear":
+            raise ValueError(f'{CALLER}: an AffineReluAffine is exact with method="two-stage"; or take "sampling"')
+        chosen, rows = _with_outputs(network, noise, outputs)
+        exact = method == "two-stage"
+        result = (
+            of_affine_relu_affine(chosen, noise) if exact else sampled_affine_relu_affine(chosen, noise, samples, seed)
+        )
+        return result if rows is None else dataclasses.replace(result, outputs=rows.expand(result.mean.shape))
     network = as_network(network, CALLER)
     flat = noise.flattened()
     found = inspect(network, flat.mean, CALLER)
@@ -124,17 +138,19 @@ def _origin(noise: Gaussian, rows: Tensor) -> Tensor:
     return torch.cat([each, rows], 1).unique(dim=0, return_inverse=True)[1]
 
 
-def _of_affine_relu_affine(network: AffineReluAffine, noise: Gaussian, outputs: Choice) -> OutputMoments:
+def _with_outputs(
+    network: AffineReluAffine, noise: Gaussian, outputs: Choice
+) -> tuple[AffineReluAffine, Tensor | None]:
+    """The network with the chosen outputs, and which they are; None for all."""
     if outputs is None:
-        return of_affine_relu_affine(network, noise)
+        return network, None
     if isinstance(outputs, int):
         _require_number(outputs, network.B.shape[-2])
         with torch.no_grad():
             rows = network(noise.flat_mean).topk(outputs, -1).indices
     else:
         rows = output_rows(outputs, 1, network.B.shape[-2], CALLER).squeeze(0)
-    result = of_affine_relu_affine(network.outputs(rows), noise)
-    return dataclasses.replace(result, outputs=rows.to(noise.device).expand(result.mean.shape))
+    return network.outputs(rows), rows.to(noise.device)
 
 
 def _shaped(result: OutputMoments, batch: torch.Size, *, every: bool) -> OutputMoments:

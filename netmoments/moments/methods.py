@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import torch
@@ -15,7 +16,7 @@ from netmoments.linearize.memory import directions_at_once, memory_limit, points
 from netmoments.linearize.two_stage import two_stage
 from netmoments.moments.result import OutputMoments
 from netmoments.network.tracing import Relu, Trace
-from netmoments.sampling import monte_carlo
+from netmoments.sampling import SampledMoments, monte_carlo
 
 TOGETHER_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}
 """Jacobians of different points that are held at a time."""
@@ -82,13 +83,15 @@ def by_sampling(network: nn.Module, noise: Gaussian, rows: Tensor, samples: int,
         picked = scores.reshape(-1, images, scores.shape[1]).gather(2, index.expand(len(x) // images, -1, -1))
         return picked.reshape(len(x), -1)
 
-    sampled = monte_carlo(chosen, noise, samples, seed=seed)
+    return dataclasses.replace(_with_errors(monte_carlo(chosen, noise, samples, seed=seed)), outputs=rows)
+
+
+def _with_errors(sampled: SampledMoments) -> OutputMoments:
     return OutputMoments(
         sampled.mean,
         sampled.variance,
         sampled.covariance,
         method="sampling",
-        outputs=rows,
         mean_standard_error=sampled.mean_standard_error,
         variance_standard_error=sampled.variance_standard_error,
         covariance_standard_error=sampled.covariance_standard_error,
@@ -100,6 +103,11 @@ def of_affine_relu_affine(network: AffineReluAffine, noise: Gaussian) -> OutputM
     covariance = network.covariance(noise)
     variance = covariance.diagonal(dim1=-2, dim2=-1)
     return OutputMoments(network.mean(noise), variance, covariance, method="exact")
+
+
+def sampled_affine_relu_affine(network: AffineReluAffine, noise: Gaussian, samples: int, seed: int) -> OutputMoments:
+    """Monte Carlo, for the same."""
+    return _with_errors(monte_carlo(network, noise, samples, seed=seed))
 
 
 def _with_their_entries(
