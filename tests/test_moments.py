@@ -430,3 +430,12 @@ def test_an_affine_relu_affine_is_exact_or_sampled_as_asked(generator):
         assert float(exact.compare(sampled).covariance.abs().max()) < 5
     with pytest.raises(ValueError, match='exact with method="two-stage"'):
         nm.output_moments(g, noise, "linear")
+
+
+def test_moments_convert_like_tensors(generator):
+    network = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 3)).eval()
+    moments = nm.output_moments(network, nm.Gaussian(torch.rand(2, 5, generator=generator), std=0.1), outputs=2)
+    double = moments.to(torch.float64)
+    assert double.covariance.dtype == torch.float64
+    assert torch.equal(double.outputs, moments.outputs)
+    assert double.cut == moments.cut

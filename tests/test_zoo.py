@@ -142,3 +142,15 @@ def test_unknown_names():
         nm.zoo.build("resnet")
     with pytest.raises(ValueError, match="no weights come with 'alexnet'"):
         nm.zoo.pretrained("alexnet")
+
+
+@pytest.mark.slow
+def test_alexnet_takes_a_state_dict_with_torchvisions_names(tmp_path):
+    torch.manual_seed(0)
+    state = {name: x.half() for name, x in AlexNet().state_dict().items()}
+    save_file(state, tmp_path / "alexnet.safetensors")
+    network = nm.zoo.pretrained("alexnet", tmp_path / "alexnet.safetensors")
+    assert torch.equal(network[1].classifier[6].bias.half(), state["classifier.6.bias"])
+    relus = nm.relus(network, torch.rand(1, 3, 224, 224))
+    assert len(relus) == 7
+    assert relus[-1].size == 4096

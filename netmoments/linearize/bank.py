@@ -54,7 +54,7 @@ class LinearizationBank:
         points = require_float_tensor("LinearizationBank.at", "points", points).detach()
         if points.dim() < 2:
             raise ValueError(f"LinearizationBank.at: points must be (k, ...), got {describe(points)}")
-        flat, _ = points_of(points, points.dim() - 1)
+        flat, _ = points_of(CALLER, points, points.dim() - 1)
         relu = find_relu(inspect(network, flat, CALLER).relus, layer)
         networks = two_stage(network, flat, relu.index, event_ndim=flat.dim() - 1, memory_budget=memory_budget)
         return cls(flat, networks, relu.name)

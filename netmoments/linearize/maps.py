@@ -18,10 +18,9 @@ from netmoments.checks import describe
 from netmoments.gaussian import Diagonal, Gaussian, Isotropic
 from netmoments.gaussian.covariance import Covariance
 from netmoments.linearize.jacobian import by_reverse_mode
-from netmoments.linearize.memory import directions_at_once, memory_limit
-from netmoments.linearize.two_stage import after_the_cut, output_rows, points_of, require_room
-from netmoments.network.cut import Cut, find_relu
-from netmoments.network.inspection import as_network, inspect, require_derivatives, warn_of_smooth
+from netmoments.linearize.memory import directions_at_once
+from netmoments.linearize.two_stage import after_the_cut, prepared
+from netmoments.network.cut import Cut
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision, matmul, matvec
 from netmoments.progress import Progress
@@ -49,18 +48,10 @@ def two_stage_maps(
     units with influence on the chosen outputs if those are fewer; the covariance two more for every unit that the noise
     takes across zero. Choose few `outputs`. Memory stays within `memory_budget`, by default half of what is free.
     """
-    network = as_network(network, CALLER)
-    points, batch = points_of(at, event_ndim)
+    cut, points, batch, rows, largest, limit = prepared(CALLER, network, at, layer, outputs, event_ndim, memory_budget)
     if batch.numel() != 1:
         raise ValueError(f"{CALLER}: one point at a time, got {describe(at)}")
-    found = inspect(network, points, CALLER)
-    cut = Cut(network, find_relu(found.relus, layer))
-    require_derivatives(found, CALLER)
-    warn_of_smooth(network, found, CALLER)
-    rows = output_rows(outputs, 1, found.output.shape[1], CALLER)
-    limit = memory_limit(points.device, memory_budget)
-    require_room(cut, points, rows, limit)
-    working = directions_at_once(points.device, found.largest, points.element_size(), memory_budget)
+    working = directions_at_once(points.device, largest, points.element_size(), memory_budget)
     with torch.inference_mode(False), full_precision():
         point = points.clone()
         z, out, B, D, live = after_the_cut(cut, point, rows, working)

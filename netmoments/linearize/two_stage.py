@@ -47,26 +47,51 @@ def two_stage(
     The result carries no gradient to the network's weights. A network with other nonlinear functions on the way is
     linearized at the point, smooth ones with a warning.
     """
-    network = as_network(network, CALLER)
-    points, batch = points_of(at, event_ndim)
-    found = inspect(network, points, CALLER)
-    cut = Cut(network, find_relu(found.relus, layer))
-    require_derivatives(found, CALLER)
-    warn_of_smooth(network, found, CALLER)
-    rows = output_rows(outputs, points.shape[0], found.output.shape[1], CALLER)
-    limit = memory_limit(points.device, memory_budget)
-    together = points_at_once(points.device, found.largest, points.element_size(), memory_budget)
-    together = min(together, largest_batch(network))
-    working = directions_at_once(
-        points.device, found.largest * min(together, len(points)), points.element_size(), memory_budget
-    )
-    require_room(cut, points, rows, limit)
+    cut, points, batch, rows, largest, limit = prepared(CALLER, network, at, layer, outputs, event_ndim, memory_budget)
+    together = points_at_once(points.device, largest, points.element_size(), memory_budget)
+    together = min(together, largest_batch(cut.network), len(points))
+    working = directions_at_once(points.device, largest * together, points.element_size(), memory_budget)
     groups = []
     with Progress("linearizing", len(points)) as progress:
         for part, chosen in zip(points.split(together), rows.split(together), strict=True):
             groups.append(_linearized(cut, part, chosen, working, limit // len(points)))
             progress.advance(len(part))
     return _shaped(_joined(groups), batch)
+
+
+class Prepared(NamedTuple):
+    """What is to be linearized, checked."""
+
+    cut: Cut
+    points: Tensor
+    batch: torch.Size
+    rows: Tensor
+    largest: int
+    """Elements of the largest activation of a point."""
+    limit: int
+    """Bytes that may be kept."""
+
+
+def prepared(
+    caller: str,
+    network: Any,
+    at: Any,
+    layer: int | str,
+    outputs: Sequence[int] | Tensor | None,
+    event_ndim: int | None,
+    memory_budget: int | None,
+) -> Prepared:
+    """The arguments of `two_stage` read and checked, and B known to fit."""
+    network = as_network(network, caller)
+    points, batch = points_of(caller, at, event_ndim)
+    found = inspect(network, points, caller)
+    cut = Cut(network, find_relu(found.relus, layer))
+    require_derivatives(found, caller)
+    warn_of_smooth(network, found, caller)
+    rows = output_rows(outputs, points.shape[0], found.output.shape[1], caller)
+    limit = memory_limit(points.device, memory_budget)
+    _require_room(caller, cut, points, rows, limit)
+    return Prepared(cut, points, batch, rows, found.largest, limit)
 
 
 class Parts(NamedTuple):
@@ -113,14 +138,14 @@ def _joined(groups: list[Parts]) -> Parts:
     return Parts(A, c1, B, c2, torch.cat(around))
 
 
-def points_of(at: Any, event_ndim: int | None) -> tuple[Tensor, torch.Size]:
+def points_of(caller: str, at: Any, event_ndim: int | None) -> tuple[Tensor, torch.Size]:
     """The points as one batch (N, *event), without a graph, and the batch shape they came with."""
-    at = require_float_tensor(CALLER, "at", at)
-    kept = event_dimensions(CALLER, "at", at, event_ndim)
-    require_finite(CALLER, "at", at)
+    at = require_float_tensor(caller, "at", at)
+    kept = event_dimensions(caller, "at", at, event_ndim)
+    require_finite(caller, "at", at)
     batch = at.shape[: at.dim() - kept]
     if at.numel() == 0:
-        raise ValueError(f"{CALLER}: at must hold at least one point, got {describe(at)}")
+        raise ValueError(f"{caller}: at must hold at least one point, got {describe(at)}")
     return at.detach().reshape(-1, *at.shape[at.dim() - kept :]), batch
 
 
@@ -188,12 +213,12 @@ def _before_the_cut(cut: Cut, points: Tensor, live: Tensor, working: int) -> Ten
     return points.new_zeros(points.shape[0], live.shape[1], size) if A is None else A
 
 
-def require_room(cut: Cut, points: Tensor, rows: Tensor, limit: int) -> None:
+def _require_room(caller: str, cut: Cut, points: Tensor, rows: Tensor, limit: int) -> None:
     """B alone must fit before it is computed: it tells which rows of A matter."""
     bytes_needed = rows.numel() * (cut.relu.size + points[0].numel()) * points.element_size()
     if bytes_needed > limit:
         raise MemoryError(
-            f"{CALLER}: {rows.shape[1]} outputs × ({cut.relu.size} units of {cut.relu.name!r} + {points[0].numel()} "
+            f"{caller}: {rows.shape[1]} outputs × ({cut.relu.size} units of {cut.relu.name!r} + {points[0].numel()} "
             f"inputs) for {points.shape[0]} images take {gigabytes(bytes_needed)}, and {gigabytes(limit)} may be used; "
             f"choose fewer outputs (outputs=), fewer images at a time, or raise memory_budget"
         )

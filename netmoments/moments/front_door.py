@@ -76,13 +76,13 @@ def output_moments(
     if bank is not None and not isinstance(bank, LinearizationBank):
         raise TypeError(f"{CALLER}: bank must be a netmoments.LinearizationBank, got {describe(bank)}")
     if isinstance(network, AffineReluAffine):
-        if method == "linear":
-            raise ValueError(f'{CALLER}: an AffineReluAffine is exact with method="two-stage"; or take "sampling"')
         chosen, rows = _with_outputs(network, noise, outputs)
-        exact = method == "two-stage"
-        result = (
-            of_affine_relu_affine(chosen, noise) if exact else sampled_affine_relu_affine(chosen, noise, samples, seed)
-        )
+        if method == "two-stage":
+            result = of_affine_relu_affine(chosen, noise)
+        elif method == "sampling":
+            result = sampled_affine_relu_affine(chosen, noise, samples, seed)
+        else:
+            raise ValueError(f'{CALLER}: an AffineReluAffine is exact with method="two-stage"; or take "sampling"')
         return result if rows is None else dataclasses.replace(result, outputs=rows.expand(result.mean.shape))
     network = as_network(network, CALLER)
     flat = noise.flattened()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,16 @@ class OutputMoments:
     mean_standard_error: Tensor | None = None
     variance_standard_error: Tensor | None = None
     covariance_standard_error: Tensor | None = None
+
+    def to(self, *args: Any, **kwargs: Any) -> OutputMoments:
+        """Convert to another dtype or device, as `Tensor.to` does; which scores they are stays integer."""
+        tensors: dict[str, Any] = {
+            field.name: value.to(*args, **kwargs)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor) and value.is_floating_point()
+        }
+        where = None if self.outputs is None else self.outputs.to(tensors["mean"].device)
+        return dataclasses.replace(self, **tensors, outputs=where)
 
     def class_probabilities(self) -> Tensor:
         """How often each class would win, (*batch, k), if the scores were Gaussian with these moments.

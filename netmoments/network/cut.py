@@ -42,7 +42,7 @@ class Cut:
 
     def _stem(self, x: Tensor) -> Tensor:
         try:
-            with _Stop(self.relu.index):
+            with _AtRelu(self.relu.index, _stop):
                 self._runs(x.clone())  # a copy: the first call may be in place
         except _Reached as reached:
             return reached.value
@@ -51,7 +51,7 @@ class Cut:
         )
 
     def _head(self, x: Tensor, y: Tensor) -> Tensor:
-        with _Replace(self.relu.index, y):
+        with _AtRelu(self.relu.index, _replaced_by(y)):
             return self._runs(x.clone())
 
 
@@ -85,12 +85,13 @@ class _Reached(BaseException):
         self.value = value
 
 
-class _CountingMode(TorchFunctionMode):
-    """Counts ReLU calls and treats the chosen one by `at_relu`."""
+class _AtRelu(TorchFunctionMode):
+    """Counts ReLU calls and has the chosen one done by `treat(pre-activations, in place or not)`."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, treat: Callable[[Tensor, bool], Tensor]) -> None:
         super().__init__()
         self._left = index
+        self._treat = treat
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -99,25 +100,19 @@ class _CountingMode(TorchFunctionMode):
         if is_relu(func, args, kwargs):
             self._left -= 1
             if self._left == -1:
-                return self.at_relu(pre_activations(args, kwargs), is_in_place(func, args, kwargs))
+                return self._treat(pre_activations(args, kwargs), is_in_place(func, args, kwargs))
         return func(*args, **kwargs)
 
-    def at_relu(self, z: Tensor, in_place: bool) -> Tensor:
-        raise NotImplementedError
+
+def _stop(z: Tensor, in_place: bool) -> Tensor:
+    raise _Reached(z)
 
 
-class _Stop(_CountingMode):
-    def at_relu(self, z: Tensor, in_place: bool) -> Tensor:
-        raise _Reached(z)
-
-
-class _Replace(_CountingMode):
-    def __init__(self, index: int, value: Tensor) -> None:
-        super().__init__(index)
-        self._value = value
-
-    def at_relu(self, z: Tensor, in_place: bool) -> Tensor:
-        value = self._value.reshape(z.shape)
+def _replaced_by(y: Tensor) -> Callable[[Tensor, bool], Tensor]:
+    def treat(z: Tensor, in_place: bool) -> Tensor:
+        value = y.reshape(z.shape)
         if in_place:  # code may go on with z itself
             return z.copy_(value)
         return value.clone()  # code may go on to change it
+
+    return treat

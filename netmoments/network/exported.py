@@ -20,7 +20,8 @@ class ExportedNetwork(nn.Module):
         self.program = program
         self.largest = largest
         self.training = False
-        self.batch = _fixed_batch(program)
+        batch = _batch_dimension(program)
+        self.batch = batch if isinstance(batch, int) else None
         if self.batch is not None and self.batch != 1:
             raise ValueError(
                 f"the exported network takes batches of exactly {self.batch}; export it with a batch of 1, or with a "
@@ -42,13 +43,10 @@ class ExportedNetwork(nn.Module):
 def exported_network(program: torch.export.ExportedProgram) -> ExportedNetwork:
     """An exported program as a network, with the bounds of its batch respected."""
     module = program.module()
-    for node in module.graph.nodes:
-        if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
-            first = node.meta["val"].shape[0]
-            bounds = None if isinstance(first, int) else program.range_constraints.get(first.node.expr)
-            bounded = bounds is not None and getattr(bounds.upper, "is_Integer", False)
-            return ExportedNetwork(module, int(bounds.upper) if bounds is not None and bounded else None)
-    return ExportedNetwork(module)
+    batch = _batch_dimension(module)
+    bounds = program.range_constraints.get(batch.node.expr) if isinstance(batch, torch.SymInt) else None
+    bounded = bounds is not None and getattr(bounds.upper, "is_Integer", False)
+    return ExportedNetwork(module, int(bounds.upper) if bounds is not None and bounded else None)
 
 
 def largest_batch(network: nn.Module) -> int:
@@ -57,10 +55,9 @@ def largest_batch(network: nn.Module) -> int:
     return 2**31 if largest is None else largest
 
 
-def _fixed_batch(program: fx.GraphModule) -> int | None:
-    """The batch size that an exported program insists on, None if it takes any."""
+def _batch_dimension(program: fx.GraphModule) -> int | torch.SymInt | None:
+    """The first dimension of a program's input: a number that it insists on, or a symbol."""
     for node in program.graph.nodes:
         if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
-            first = node.meta["val"].shape[0]
-            return first if isinstance(first, int) else None
+            return node.meta["val"].shape[0]
     return None

@@ -66,7 +66,7 @@ def _computed(network: nn.Module, pixels: Tensor, scores: Tensor, labels: Tensor
     spread = Isotropic(levels.square().expand(len(pixels), -1), pixels[0].numel())
     noise = Gaussian(means, spread, event_ndim=pixels.dim() - 1)
     wide = rows.unsqueeze(1).expand(-1, len(levels), -1).reshape(-1, rows.shape[1])
-    every = _cpu(output_moments(network, noise, "two-stage", wide, layer=config.layer))
+    every = output_moments(network, noise, "two-stage", wide, layer=config.layer).to("cpu")
     chances = every.class_probabilities()
     mine = rows == scores.argmax(1, keepdim=True)
     flips = chances.masked_fill(mine.unsqueeze(1), 0.0).sum(-1)
@@ -74,9 +74,8 @@ def _computed(network: nn.Module, pixels: Tensor, scores: Tensor, labels: Tensor
     if labels is not None:
         right = chances.masked_fill((rows != labels.unsqueeze(1)).unsqueeze(1), 0.0).sum(-1)
     place = RELATIVE_LEVELS.index(1.0)
-    outputs = rows if rows.shape[1] < scores.shape[1] else torch.arange(scores.shape[1]).expand(len(rows), -1)
     chosen = OutputMoments(
-        every.mean[:, place], every.variance[:, place], every.covariance[:, place], every.method, every.cut, outputs
+        every.mean[:, place], every.variance[:, place], every.covariance[:, place], every.method, every.cut, rows
     )
     return _Part(chosen, chances[:, place], flips, right)
 
@@ -139,15 +138,6 @@ def _joined(parts: list[OutputMoments]) -> OutputMoments:
         for name in ("mean", "variance", "covariance", "outputs")
     }
     return OutputMoments(**tensors, method=parts[0].method, cut=parts[0].cut)
-
-
-def _cpu(moments: OutputMoments) -> OutputMoments:
-    tensors = {
-        name: value.cpu()
-        for name in ("mean", "variance", "covariance", "outputs")
-        if (value := getattr(moments, name)) is not None
-    }
-    return OutputMoments(**tensors, method=moments.method, cut=moments.cut)
 
 
 def _labels(images: LabelledImages, span: Tensor) -> Tensor | None:

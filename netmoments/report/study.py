@@ -32,8 +32,11 @@ class StudyConfig:
     def __post_init__(self) -> None:
         if not 0 < self.sigma < float("inf"):
             raise ValueError(f"{CALLER}: sigma must be a positive number (pixels are in [0, 1]), got {self.sigma}")
-        if self.check < 0 or self.samples < 2:
-            raise ValueError(f"{CALLER}: check must be ≥ 0 and samples ≥ 2, got {self.check} and {self.samples}")
+        if self.check < 0 or self.samples < 2 or self.scores < 2:
+            raise ValueError(
+                f"{CALLER}: check must be ≥ 0, samples ≥ 2 and scores ≥ 2, got {self.check}, {self.samples} and "
+                f"{self.scores}"
+            )
 
     @property
     def levels(self) -> tuple[float, ...]:
