@@ -21,7 +21,8 @@ def winning_probabilities(
     P(k) = P(y_j − y_k ≤ 0 for all j ≠ k), by separation of variables over `points` quasi-random points (best a power
     of 2); the same for the same input, whatever the random seed. For d ≤ 2 it is exact; for d = 3 to 1e-10 of itself
     above 1e-4, to 1e-5 below. For d = 10 and 2048 points the relative error is 4e-4 in the median and below 3e-3 in 99
-    of 100, in the tails as well (`benchmarks.winners`), and falls a little slower than 1/points. A class with min_j P(y_k ≥ y_j) < 1e-30 gets that minimum, an upper bound.
+    of 100, in the tails as well (`benchmarks.winners`), and falls a little slower than 1/points. A class with min_j
+    P(y_k ≥ y_j) < 1e-30 gets that minimum, an upper bound.
 
     Singular and zero covariances are fine: a difference with variance up to 8 eps (Σ_jj + Σ_kk), eps that of the
     dtype, is certain, and where two logits are equal with certainty the first wins. Where the differences have (nearly)

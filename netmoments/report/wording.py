@@ -45,7 +45,7 @@ def verdict_in_words(found: Study) -> str:
         return f"Computed flip probabilities are within {max(gap, 0.001):.3f} of the sampled ones."
     off = f"Computed flip probabilities are off by up to {gap:.2f} at this noise: "
     if gap <= 0.15:
-        return off + "right as a ranking, rough as numbers."
+        return off + "take them as rough."
     return off + "it is too large for the linearization. Rely on samples, or use less noise."
 
 
