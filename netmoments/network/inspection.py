@@ -15,6 +15,9 @@ from netmoments.network.exported import ExportedNetwork, exported_network
 from netmoments.network.tracing import Relu, Trace, trace, with_batch_known
 from netmoments.precision import full_precision
 
+COPIES = 8
+"""Of an image, in one batch: noise that two runs hide by chance shows among them."""
+
 _known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], Trace]] = WeakKeyDictionary()
 _warned: WeakSet[nn.Module] = WeakSet()
 
@@ -57,8 +60,8 @@ def _require_eval(network: nn.Module, caller: str) -> None:
 def inspect(network: nn.Module, inputs: Tensor, caller: str) -> Trace:
     """The trace of a network on a batch of inputs, once it is known to be a function of each image by itself.
 
-    The first time a network sees inputs of a shape it is run on the first of them twice (is it deterministic?), on
-    another image, and on both together (does the batch matter?).
+    The first time a network sees inputs of a shape it is run on the first of them twice and on copies of it (is it
+    deterministic?), on another image, and on both together (does the batch matter?).
     """
     require_float_tensor(caller, "the input", inputs)
     if inputs.dim() < 2 or inputs.numel() == 0:
@@ -119,17 +122,16 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
         other = _another(image)
         with torch.no_grad():
             again, apart = network(image.clone()), network(other.clone())
-        if not _same(alone.output, again):
-            raise ValueError(
-                f"{caller}: the network is not deterministic: two runs on the same input differ (dropout or noise left "
-                f"on?)"
-            )
+        _require_deterministic(_same(alone.output, again), caller)
         try:
             pair = trace(network, torch.cat([image, other]))
+            with torch.no_grad():
+                copies = network(image.repeat(COPIES, *(1,) * (image.dim() - 1)))
         except _REFUSALS as error:
             raise ValueError(
                 f"{caller}: the network takes one image but not a batch of two: {_first_line(error)}"
             ) from error
+    _require_deterministic(_same(copies[:1].expand_as(copies), copies), caller)
     together = pair.output
     if len(together) != 2 or not (_same(again, together[:1]) and _same(apart, together[1:])):
         raise ValueError(
@@ -139,6 +141,13 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
     changes = not _same(again, apart)
     differentiable = not changes or _has_derivative(network, torch.cat([image, other]))
     return dataclasses.replace(with_batch_known(alone, pair), differentiable=differentiable)
+
+
+def _require_deterministic(same: bool, caller: str) -> None:
+    if not same:
+        raise ValueError(
+            f"{caller}: the network is not deterministic: two runs on the same input differ (dropout or noise left on?)"
+        )
 
 
 def _has_derivative(network: nn.Module, images: Tensor) -> bool:
