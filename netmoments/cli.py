@@ -88,10 +88,11 @@ def report(
     """
     from rich.console import Console
 
+    from netmoments.files import require_writable_folder
     from netmoments.network.loading import load_network
     from netmoments.report.arguments import class_names_in, device_named, images_for, layer_named, spread
     from netmoments.report.conduct import study
-    from netmoments.report.files import require_writable_folder, write_report
+    from netmoments.report.files import write_report
     from netmoments.report.provenance import Provenance
     from netmoments.report.study import StudyConfig
     from netmoments.report.terminal import draw
@@ -165,10 +166,10 @@ def train(
     from rich.console import Console
 
     from netmoments import data as datasets
+    from netmoments.files import require_writable_folder
     from netmoments.network.training import RECIPES, checkpoint_of
     from netmoments.network.training import train as run_training
     from netmoments.report.arguments import accuracy_in_words, device_named
-    from netmoments.report.files import require_writable_folder
 
     if network not in RECIPES:
         raise ValueError(f"no recipe for {network!r}; there are {', '.join(RECIPES)}")

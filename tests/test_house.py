@@ -10,8 +10,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "netmoments"
 ORDER = [
-    "precision", "checks", "progress", "normal", "gaussian", "relu", "affine_relu_affine", "paper", "data", "network",
-    "linearize", "propagate", "sampling", "moments", "attacks", "experiments", "report", "cli", "__main__",
+    "files", "precision", "checks", "progress", "sweep", "normal", "gaussian", "relu", "affine_relu_affine", "paper",
+    "data", "network", "linearize", "propagate", "sampling", "moments", "attacks", "experiments", "report", "cli",
+    "__main__",
 ]  # fmt: skip
 CORE = ORDER[: ORDER.index("experiments")]
 
@@ -45,7 +46,13 @@ def test_modules_import_only_from_their_left():
 def test_the_core_needs_only_torch_and_numpy():
     allowed = {"torch", "numpy", "netmoments", *sys.stdlib_module_names}
     # imported inside a function, and done without or asked for clearly where it is missing
-    optional = {"progress": {"rich"}, "data": {"PIL", "sklearn"}, "network": {"safetensors"}, "linearize": {"sklearn"}}
+    optional = {
+        "progress": {"rich"},
+        "sweep": {"pyarrow", "ray", "rich"},
+        "data": {"PIL", "sklearn"},
+        "network": {"safetensors"},
+        "linearize": {"sklearn"},
+    }
     for path in sorted(PACKAGE.rglob("*.py")):
         if room(path) in CORE:
             extra = {name.split(".")[0] for name in imports(path)} - allowed - optional.get(room(path), set())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from zipfile import BadZipFile
@@ -10,6 +9,8 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from netmoments.files import whole_file
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 
@@ -51,25 +52,20 @@ def _read_arrays(path: Path) -> dict[str, Tensor]:
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file whole or not at all: beside the target first, then moved into place."""
+    """Write a safetensors file whole or not at all."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # what the user's umask gives; the library's own files are private
-        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, temporary, dict(metadata))
-        temporary.chmod(mode)
-        os.replace(temporary, path)
+        with whole_file(path) as temporary:
+            temporary.touch()
+            mode = temporary.stat().st_mode  # what the user's umask gives; the library's own files are private
+            save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, temporary, dict(metadata))
+            temporary.chmod(mode)
     except SafetensorError as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(f"{path} could not be written: {error}") from error
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def half_precision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from netmoments.files import require_writable_folder, write_text_whole
 from netmoments.report.page import render_page
 from netmoments.report.provenance import Provenance
 from netmoments.report.study import Study
@@ -27,15 +27,6 @@ def write_report(found: Study, provenance: Provenance, folder: Path, model: str,
     for name, text in contents.items():
         write_text_whole(folder / name, text)
     return {name: folder / name for name in contents}
-
-
-def require_writable_folder(folder: Path) -> None:
-    """That a folder is there and can be written to, or can be made; said before the work is done, not after."""
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(f"{there} is a file; give a folder to write to")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{there} cannot be written to; give another folder")
 
 
 def as_record(found: Study, provenance: Provenance, model: str, data: str) -> dict[str, Any]:
@@ -93,14 +84,3 @@ def _as_csv(found: Study) -> str:
         row = [record[key] for key in ("name", "label", "predicted", "flip_probability", "rival")]
         writer.writerow([*row, record["mean"][place], record["standard_deviation"][place]])
     return text.getvalue()
-
-
-def write_text_whole(path: Path, text: str) -> None:
-    """Beside the target first, then moved into place."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
