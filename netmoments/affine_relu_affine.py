@@ -82,11 +82,15 @@ class AffineReluAffine:
 
     def __call__(self, x: Tensor) -> Tensor:
         """g(x) for x (..., n), or (..., C, H, W) with C·H·W = n; leading dimensions broadcast with the network's."""
+        hidden = torch.relu(self.pre_activation(x))
+        return self._with_offset(matvec(self.B, hidden), _flatten_to(x, self.A.shape[-1]))
+
+    def pre_activation(self, x: Tensor) -> Tensor:
+        """A x + c₁, what the ReLU takes, for the same x as the network."""
         _, x = require_float_tensors(CALLER, A=self.A, x=x)
         flat = _flatten_to(x, self.A.shape[-1])
         require_broadcastable(CALLER, network=self.batch_shape, x=flat.shape[:-1])
-        hidden = torch.relu(matvec(self.A, flat) + self.c1)
-        return self._with_offset(matvec(self.B, hidden), flat)
+        return matvec(self.A, flat) + self.c1
 
     def _with_offset(self, through: Tensor, x: Tensor) -> Tensor:
         """What came through the ReLU, plus D x + c₂."""

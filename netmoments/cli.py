@@ -21,6 +21,7 @@ app = App(
 )
 
 Positive = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+AtLeastTwo = Annotated[int, Parameter(validator=validators.Number(gte=2))]
 NotNegative = Annotated[int, Parameter(validator=validators.Number(gte=0))]
 EXPECTED = (ValueError, TypeError, OSError, MemoryError, ImportError, FloatingPointError)
 """Errors whose message is for the user; anything else is a bug and shows where it happened."""
@@ -40,8 +41,8 @@ def report(
     size: Positive | None = None,
     classes: Path | None = None,
     check: NotNegative = 6,
-    samples: Annotated[int, Parameter(validator=validators.Number(gte=2))] = 2000,
-    scores: Annotated[int, Parameter(validator=validators.Number(gte=2))] = 10,
+    samples: AtLeastTwo = 2000,
+    scores: AtLeastTwo = 10,
     seed: NotNegative = 0,
     device: str = "auto",
     out: Path = Path("noise-report"),
@@ -243,9 +244,96 @@ def download(dataset: str = "mnist", *, data_dir: Path | None = None) -> None:
 
 
 @app.command
+def reproduce(
+    name: str,
+    *,
+    images: AtLeastTwo | None = None,
+    samples: AtLeastTwo = 10_000,
+    device: str = "auto",
+    seed: NotNegative = 0,
+    out: Path = Path("reproduction"),
+    engine: str = "local",
+    address: str | None = None,
+    minutes: Annotated[float, Parameter(validator=validators.Number(gt=0))] | None = None,
+    data_dir: Path | None = None,
+    weights: Path | None = None,
+    model: str = "lenet",
+    layer: str = "-1",
+) -> None:
+    """Reproduce the paper's figures and tables on real MNIST, beside the published numbers.
+
+    NAME is figure-1, figure-2, table-1, table-2, table-3, table-4, seeds (Table 2 for several trained networks) or all.
+    Each prints its table and writes NAME/ (JSON, Markdown, PNG, PDF) and report.html into the output folder, beside the
+    raw results as parquet. Stopped at any moment, the same command goes on where it was.
+
+    Parameters
+    ----------
+    name
+        Which experiment.
+    images
+        How many test images, evenly spread; by default all 10,000 on a GPU and 25 on a CPU.
+    samples
+        Monte Carlo samples for each image and noise level.
+    device
+        cpu, cuda (all GPUs here), cuda:N, or auto: a GPU if there is one.
+    seed
+        All random numbers derive from it.
+    out
+        Folder for results; one folder, one configuration.
+    engine
+        local, or ray: the same work on a Ray cluster.
+    address
+        Of the Ray cluster; without one, Ray is started here.
+    minutes
+        Stop after so long, keep what is done, and exit with status 3; the same command goes on.
+    data_dir
+        Where datasets are; else $NETMOMENTS_DATA, else the cache.
+    weights
+        Safetensors file with other weights of LeNet (or of --model).
+    model
+        The network that figure-1 draws.
+    layer
+        The ReLU that figure-1 keeps; see `netmoments relus`.
+    """
+    import time
+
+    from rich.console import Console
+
+    from netmoments.experiments.catalogue import experiments_named
+    from netmoments.experiments.engines import engine_named
+    from netmoments.experiments.settings import Settings
+    from netmoments.report.arguments import device_named, layer_named
+    from netmoments.report.reproduce import reproduce_and_write
+    from netmoments.report.reproduction_terminal import draw
+    from netmoments.sweep import Unfinished
+
+    console = Console()
+    names, place = experiments_named(name), device_named(device)
+    settings = Settings(
+        out=out,
+        engine=engine_named(engine, place, address),
+        device=place,
+        images=images if images is not None else 10_000 if place.type == "cuda" else 25,
+        samples=samples,
+        seed=seed,
+        data_dir=data_dir,
+        weights=weights,
+        model=model,
+        layer=layer_named(layer),
+        deadline=None if minutes is None else time.monotonic() + 60 * minutes,
+    )
+    try:
+        page = reproduce_and_write(names, settings, show=lambda outcome: console.print(draw(outcome)))
+    except Unfinished as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(3)
+    console.print(f"\nwritten: {page}, and beside it a folder for each", markup=False, highlight=False)
+
+
+@app.command
 def engine(
     *,
-    samples: Annotated[int, Parameter(validator=validators.Number(gte=2))] = 10_000,
+    samples: AtLeastTwo = 10_000,
     seed: NotNegative = 0,
 ) -> None:
     """Show the engine: exact moments beside Monte Carlo, and the paper's series beside the exact kernel.

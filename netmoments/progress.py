@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -62,3 +64,10 @@ class Progress:
         _open.bars.remove(self)
         if self._bar is not None:
             self._bar.stop()
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """No bars inside, in this thread: the progress of the whole is shown elsewhere."""
+    with Progress("", 2):
+        yield

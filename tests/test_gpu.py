@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import netmoments as nm
 from netmoments.data import LabelledImages
+from netmoments.experiments.covariances import random_factor
+from netmoments.experiments.linearization_error import LinearizationErrorSweep
+from netmoments.experiments.over_images import Subjects
+from netmoments.experiments.points import Bank, PointsSweep
+from netmoments.experiments.sampled import MonteCarloSweep
+from netmoments.experiments.tightness import TightnessSweep, delta_method, moments_at
 from netmoments.moments.winners import winning_probabilities
 from netmoments.network.training import RECIPES, train
 from netmoments.network.weights import read_tensors
@@ -229,3 +236,49 @@ def test_a_study_is_the_same_as_on_the_cpu():
         torch.testing.assert_close(
             here.flips, there.flips, rtol=0, atol=0.15
         )  # other random numbers: over 5 errors of √2·0.022
+
+
+def experiment_subjects() -> Subjects:
+    network = nm.zoo.pretrained("lenet")
+    images = torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(1))
+    return Subjects(network, images, torch.tensor([5, 17, 40]), seed=2)
+
+
+@pytest.mark.parametrize("kind", ["sampled", "computed", "points", "layers"])
+def test_experiments_repeat_bit_for_bit(kind):
+    subjects = experiment_subjects()
+    sweep = {
+        "sampled": lambda: MonteCarloSweep("monte-carlo", subjects, 500, 3),
+        "computed": lambda: TightnessSweep("tightness", subjects, 3),
+        "points": lambda: PointsSweep(
+            "points", subjects, [Bank(2, False, subjects.images[:2], torch.tensor([0, 1, 1]))], 3
+        ),
+        "layers": lambda: LinearizationErrorSweep(subjects, 3),
+    }[kind]()
+    first, again = (sweep.prepare("cuda")(0) for _ in range(2))
+    for name in first:
+        np.testing.assert_array_equal(first[name], again[name], err_msg=name)
+
+
+def test_experiments_compute_what_they_compute_on_a_cpu():
+    subjects = experiment_subjects()
+    factors = torch.stack([subjects.factor(place) for place in range(3)])
+    found = []
+    for device in ("cpu", "cuda"):
+        images = subjects.images.to(device)
+        network = nm.two_stage(nm.zoo.pretrained("lenet").to(device), images)
+        found.append(
+            moments_at(network, images, factors.to(device)) | delta_method(network, images, factors.to(device))
+        )
+    for name, here in found[0].items():
+        if name == "series":  # all rounding at small noise
+            continue
+        there = found[1][name].cpu()
+        assert float(nm.relative_difference(here, there).max()) < 2e-3, name
+
+
+def test_random_factors_on_the_device():
+    factor = random_factor(200, torch.Generator("cuda").manual_seed(0))
+    values = torch.linalg.eigvalsh(factor @ factor.T)
+    assert_close(values.sum().cpu(), torch.tensor(200.0, dtype=torch.float64), rtol=1e-12)
+    assert float(values.min()) > 0

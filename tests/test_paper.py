@@ -159,3 +159,23 @@ def test_figure_2_on_the_papers_grid():
     assert errors[20] == pytest.approx(5.7e-3, rel=0.02)
     assert errors[5] == pytest.approx(4.2e-2, rel=0.02)
     assert result.kernel < 2e-15
+
+
+def test_series_by_pairs_is_the_series_but_for_rounding():
+    network, noise = random_network(40, 25, 3, seed=5), nm.Gaussian(torch.ones(40, dtype=torch.float64), std=0.5)
+    assert_close(
+        paper.variance_series_by_pairs(network, noise, terms=60), paper.variance_series(network, noise, terms=60),
+        rtol=1e-9,
+    )  # fmt: skip
+
+
+def test_old_variance_as_the_authors_ran_it():
+    """Own variances exactly, pairs as if of zero mean: entry by entry from the engine's own covariances."""
+    network, noise = random_network(40, 25, 3, seed=5), nm.Gaussian(torch.ones(40, dtype=torch.float64), std=0.5)
+    layer = noise.affine(network.A, network.c1)
+    covariance = layer.covariance.dense()
+    pairs = nm.relu_covariance(torch.zeros_like(layer.mean), covariance)
+    own = nm.relu_variance(layer.mean, covariance.diagonal(dim1=-2, dim2=-1).sqrt())
+    mixed = torch.diagonal_scatter(pairs, own, dim1=-2, dim2=-1)
+    expected = (network.B @ mixed * network.B).sum(-1)
+    assert_close(paper.variance_zero_mean_pairs(network, noise), expected, rtol=1e-11)

@@ -219,6 +219,10 @@ class LowRank(Covariance):
         product = matmul(matmul(matrix, self.factor), self.factor.mT)
         return product + matrix * self._diagonal_tensor().unsqueeze(-2) if self._has_diagonal else product
 
+    def dense(self) -> Tensor:
+        product = matmul(self.factor, self.factor.mT)
+        return product + torch.diag_embed(self._diagonal_tensor()) if self._has_diagonal else product
+
     def _thin_root(self, matrix: Tensor) -> Tensor | None:
         rank = self.factor.shape[-1] + (self.size if self._has_diagonal else 0)
         if matrix.shape[-2] <= rank:

@@ -13,10 +13,13 @@ from netmoments.paper.densities import (
 )
 from netmoments.paper.moments import (
     expected_output,
+    pairs_variance_zero_mean,
     second_moment_as_printed,
     second_moment_zero_mean,
     variance_series,
+    variance_series_by_pairs,
     variance_zero_mean,
+    variance_zero_mean_pairs,
 )
 from netmoments.paper.price import price_theorem_sides
 from netmoments.paper.series import (
@@ -27,6 +30,7 @@ from netmoments.paper.series import (
 
 __all__ = [
     "expected_output",
+    "pairs_variance_zero_mean",
     "price_theorem_sides",
     "relu_atom",
     "relu_cross_moment_partial_sums",
@@ -39,5 +43,7 @@ __all__ = [
     "squared_relu_density",
     "squared_relu_mean",
     "variance_series",
+    "variance_series_by_pairs",
     "variance_zero_mean",
+    "variance_zero_mean_pairs",
 ]

@@ -14,6 +14,7 @@ from netmoments.normal import density, distribution
 from netmoments.paper.densities import relu_mean_zero_mean, squared_relu_mean
 from netmoments.paper.series import relu_cross_moment_series, relu_product_zero_mean
 from netmoments.precision import matmul, matvec
+from netmoments.relu.marginal import relu_variance
 
 
 def expected_output(network: AffineReluAffine, noise: Gaussian) -> Tensor:
@@ -61,6 +62,44 @@ def variance_series(network: AffineReluAffine, noise: Gaussian, terms: int = 20)
     own = (mean**2 + std**2) * gate + mean * std * bell
     second = _quadratic_form(network.B, torch.diagonal_scatter(cross, own, dim1=-2, dim2=-1))
     return second - matvec(network.B, mean * gate + std * bell) ** 2
+
+
+def variance_series_by_pairs(network: AffineReluAffine, noise: Gaussian, terms: int = 5) -> Tensor:
+    """The paper's new variance as its authors ran it: diag(B K Bᵀ), with K = E[y₁y₂] − E[y₁]E[y₂] pair by pair.
+
+    The same as `variance_series` but for rounding: here large numbers are subtracted for every pair of units instead of
+    once for each output. The authors ran it in float32 with 5 terms.
+    """
+    mean, std, covariance = _pre_activations(network, noise)
+    rows, columns = (mean.unsqueeze(-1), std.unsqueeze(-1)), (mean.unsqueeze(-2), std.unsqueeze(-2))
+    rho = (covariance / (rows[1] * columns[1])).clamp(-1, 1)
+    cross = relu_cross_moment_series(rows[0], columns[0], rows[1], columns[1], rho, terms=terms)
+    gate, bell = distribution(mean / std), density(mean / std)
+    expected = mean * gate + std * bell
+    own = (mean**2 + std**2) * gate + mean * std * bell
+    cross = torch.diagonal_scatter(cross, own, dim1=-2, dim2=-1)
+    return _quadratic_form(network.B, cross - expected.unsqueeze(-1) * expected.unsqueeze(-2))
+
+
+def pairs_variance_zero_mean(network: AffineReluAffine, noise: Gaussian) -> Tensor:
+    """What pairs of different units add to the variance of each output, as if every pre-activation had mean zero.
+
+    Lemma 3 less the product of the means of Remark 1, weighted by B. It grows with the noise as a variance does.
+    """
+    _, std, covariance = _pre_activations(network, noise)
+    rows, columns = std.unsqueeze(-1), std.unsqueeze(-2)
+    cross = relu_product_zero_mean(covariance, rows, columns) - relu_mean_zero_mean(rows) * relu_mean_zero_mean(columns)
+    return _quadratic_form(network.B, torch.diagonal_scatter(cross, torch.zeros_like(std), dim1=-2, dim2=-1))
+
+
+def variance_zero_mean_pairs(network: AffineReluAffine, noise: Gaussian) -> Tensor:
+    """The old variance as the authors ran it: every unit's own variance exactly, pairs as if their means were zero.
+
+    Not what Theorem 2 says, which takes the units' own variances for zero means too: see `variance_zero_mean`.
+    """
+    mean, std, _ = _pre_activations(network, noise)
+    own = (network.B**2 * relu_variance(mean, std).unsqueeze(-2)).sum(-1)
+    return own + pairs_variance_zero_mean(network, noise)
 
 
 def _second_moment_without_offset(network: AffineReluAffine, noise: Gaussian) -> Tensor:

@@ -24,12 +24,14 @@ class Provenance:
     seed: int
 
     @classmethod
-    def of_this_run(cls, device: pytorch.device, seed: int) -> Provenance:
+    def of_this_run(cls, device: pytorch.device, seed: int, command: str | None = None) -> Provenance:
+        """Now, here; the command is the one that was typed unless another is given."""
         name = (
             pytorch.cuda.get_device_name(device)
             if device.type == "cuda"
             else f"CPU, {pytorch.get_num_threads()} threads"
         )
-        words = ["netmoments", *sys.argv[1:]]
+        if command is None:
+            command = shlex.join(["netmoments", *sys.argv[1:]])
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-        return cls(shlex.join(words), date, __version__, pytorch.__version__, platform.python_version(), name, seed)
+        return cls(command, date, __version__, pytorch.__version__, platform.python_version(), name, seed)

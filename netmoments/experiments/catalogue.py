@@ -1,0 +1,36 @@
+"""All reproductions, by the name the command line gives them, in the order of the report."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from netmoments.experiments.outcome import Outcome
+from netmoments.experiments.settings import Settings
+
+MODULES = {
+    "figure-1": "figure_1",
+    "figure-2": "figure_2",
+    "table-1": "table_1",
+    "table-2": "table_2",
+    "seeds": "seeds",
+    "table-3": "table_3",
+    "table-4": "table_4",
+}
+NAMES = tuple(MODULES)
+
+
+def experiments_named(name: str) -> Sequence[str]:
+    """The experiments that a name on the command line stands for: one, or all."""
+    if name == "all":
+        return NAMES
+    if name not in MODULES:
+        raise ValueError(f"no experiment {name!r}; there are {', '.join(NAMES)}, and all")
+    return (name,)
+
+
+def reproduce(name: str, settings: Settings) -> Outcome:
+    """Run one experiment, or what is missing of it, and gather what it found."""
+    module = importlib.import_module(f"netmoments.experiments.{MODULES[name]}")
+    outcome: Outcome = module.reproduce(settings)
+    return outcome

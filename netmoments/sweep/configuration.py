@@ -1,0 +1,70 @@
+"""The configuration that the results in a folder belong to, and what is said when another one is wanted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from netmoments.files import write_text_whole
+from netmoments.sweep.item import Sweep
+
+FILE = "configuration.json"
+ITEMS = "work items"
+
+
+def full_configuration(sweep: Sweep) -> dict[str, Any]:
+    """The sweep's own, as it comes back from JSON, and how the work is divided: an item's number means nothing else."""
+    if ITEMS in sweep.configuration:
+        raise ValueError(f"the configuration of {sweep.name} has a key {ITEMS!r}, which is taken; give it another name")
+    runs = [(count, len(list(run))) for count, run in groupby(sweep.counts)]
+    division = ", ".join(f"{times} of {count} {sweep.unit}" for count, times in runs)
+    try:
+        return json.loads(_canonical({**sweep.configuration, ITEMS: division}))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the configuration of {sweep.name} must be plain JSON: {error}") from error
+
+
+def fingerprint(configuration: Any) -> str:
+    return hashlib.sha256(_canonical(configuration).encode()).hexdigest()
+
+
+def _canonical(configuration: Any) -> str:
+    return json.dumps(configuration, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def settle(folder: Path, configuration: Mapping[str, Any], has_results: bool) -> None:
+    """Write the configuration into a folder that has none, or see that the one there is the same."""
+    path = folder / FILE
+    if path.exists():
+        _compare(path, configuration)
+    elif has_results:
+        raise ValueError(f"{folder} has results but no {FILE} that says of what; give another --out, or remove it")
+    else:
+        write_text_whole(path, json.dumps(configuration, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def _compare(path: Path, wanted: Mapping[str, Any]) -> None:
+    try:
+        there = json.loads(path.read_bytes())
+        same = _canonical(there) == _canonical(wanted)  # 1 and 1.0 are equal, but not the same
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); give another --out, or remove its folder") from error
+    if not isinstance(there, dict):
+        raise ValueError(f"{path} is damaged (a JSON object was wanted); give another --out, or remove its folder")
+    if not same:
+        pairs = [(key, _shown(wanted, key), _shown(there, key)) for key in sorted({*there, *wanted})]
+        lines = [f"  {key}: wanted {want}, there {found}" for key, want, found in pairs if want != found]
+        raise ValueError(
+            "\n".join([f"{path} is of another configuration; give another --out, or remove its folder:", *lines])
+        )
+
+
+def _shown(configuration: Mapping[str, Any], key: str) -> str:
+    if key not in configuration:
+        return "nothing"
+    text = json.dumps(configuration[key], sort_keys=True)
+    return text if len(text) <= 200 else f"{text[:180]}… ({fingerprint(configuration[key])[:8]})"

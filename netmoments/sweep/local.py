@@ -1,0 +1,134 @@
+"""Items computed on this machine: in this process, or in one process for each device."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+from netmoments.progress import silence
+from netmoments.sweep.engine import Failure, Finished, attempt, compute_item, unwrap
+from netmoments.sweep.item import Columns, Sweep
+
+TRIES = 3
+
+
+class LocalEngine:
+    """One device: the items one after the other, here. Several: a process for each of them.
+
+    An item whose process dies is given to a fresh one, up to three times in all. Each process has a pipe of its own, so
+    that one that is killed cannot leave a lock behind that the others wait for.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        if isinstance(devices, str) or not devices:
+            raise ValueError(
+                f'LocalEngine needs a list of devices, such as ["cpu"] or ["cuda:0", "cuda:1"]: {devices!r}'
+            )
+        self._devices = tuple(devices)
+
+    def results(self, sweep: Sweep, items: Sequence[int]) -> Generator[Finished, None, None]:
+        if len(self._devices) == 1:
+            return _here(sweep, items, self._devices[0])
+        return _in_processes(sweep, items, self._devices)
+
+
+def _here(sweep: Sweep, items: Sequence[int], device: str) -> Generator[Finished, None, None]:
+    compute = sweep.prepare(device)
+    for item in items:
+        yield compute_item(sweep, compute, item)
+
+
+def _in_processes(sweep: Sweep, items: Sequence[int], devices: Sequence[str]) -> Generator[Finished, None, None]:
+    waiting = deque(items)
+    losses: Counter[int] = Counter()
+    workers: dict[Connection, _Worker] = {}
+
+    def start(device: str, item: int) -> None:
+        worker = _Worker(sweep, device)
+        workers[worker.connection] = worker
+        worker.give(item)
+
+    try:
+        for device in devices[: len(items)]:
+            start(device, waiting.popleft())
+        while busy := [connection for connection, worker in workers.items() if worker.item is not None]:
+            for connection in wait(busy):
+                assert isinstance(connection, Connection)
+                worker = workers[connection]
+                answer, item = worker.answer(), worker.item
+                assert item is not None
+                if answer is None:
+                    losses[item] += 1
+                    code = workers.pop(connection).stop(patience=5.0)
+                    if losses[item] == TRIES:
+                        raise ChildProcessError(_lost(sweep, item, worker.device, code))
+                    start(worker.device, item)
+                    continue
+                worker.give(waiting.popleft() if waiting else None)
+                yield unwrap(answer)
+    finally:
+        for worker in workers.values():
+            worker.stop()
+
+
+def _lost(sweep: Sweep, item: int, device: str, code: int | None) -> str:
+    how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+    return (
+        f"item {item} of {sweep.name}: its process on {device} was lost {TRIES} times, the last time {how} "
+        "(for want of memory?); finished items are kept, run the same command again to go on"
+    )
+
+
+class _Worker:
+    """A process that computes the items it is given, one at a time."""
+
+    def __init__(self, sweep: Sweep, device: str) -> None:
+        context = get_context("spawn")
+        self.device = device
+        self.item: int | None = None
+        self.connection, theirs = context.Pipe()
+        self._process: SpawnProcess = context.Process(target=_serve, args=(theirs, sweep, device), daemon=True)
+        self._process.start()
+        theirs.close()  # held by the worker alone: when it dies, our end says so
+
+    def give(self, item: int | None) -> None:
+        self.item = item
+        if item is not None:
+            with suppress(OSError):  # it has died: the answer will say so
+                self.connection.send(item)
+
+    def answer(self) -> Finished | Failure | None:
+        """Nothing if the process has died."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return None
+
+    def stop(self, patience: float = 0.0) -> int | None:
+        """The exit code of the process, which is over after this."""
+        self.connection.close()
+        self._process.join(patience)
+        self._process.kill()
+        self._process.join()
+        return self._process.exitcode
+
+
+def _serve(connection: Connection, sweep: Sweep, device: str) -> None:
+    """The life of a worker, until its pipe is closed. Ctrl-C is its parent's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    prepared: list[Callable[[int], Columns]] = []
+
+    def work(item: int) -> Finished:
+        if not prepared:
+            prepared.append(sweep.prepare(device))
+        return compute_item(sweep, prepared[0], item)
+
+    with silence(), suppress(EOFError, OSError):
+        while True:
+            connection.send(attempt(partial(work, connection.recv())))
