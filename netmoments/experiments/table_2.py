@@ -15,9 +15,9 @@ from netmoments.experiments.table_2_chart import draw_errors
 
 PAPER_COLUMN = {
     "mean": "mean_error",
-    "authors_old": "variance_error_old",
-    "series": "variance_error_new",
     "variance": "variance_error_new",
+    "series": "variance_error_new",
+    "authors_old": "variance_error_old",
 }
 """Which published column each of ours stands beside."""
 NAMES = {
@@ -64,8 +64,8 @@ def comparisons(errors: Mapping[str, Errors]) -> list[Comparison]:
     """The average row of the paper's table, all noise levels."""
     return [
         Comparison(f"{NAMES[name]}, σ = {sigma}", errors[name].average(level), _published(sigma, "avg", column)[0])
-        for level, sigma in enumerate(SIGMAS)
         for name, column in PAPER_COLUMN.items()
+        for level, sigma in enumerate(SIGMAS)
     ]
 
 
@@ -109,7 +109,7 @@ def _by_logit(errors: Mapping[str, Errors], floor: Mapping[str, Errors]) -> Pane
     for level, sigma in enumerate(SIGMAS):
         breaks.append(len(rows))
         for logit in range(errors["mean"].each.shape[2]):
-            paper = [_pair(*_published(sigma, str(logit), column)) for column in dict.fromkeys(PAPER_COLUMN.values())]
+            paper = [_pair(*published) for published in TABLE_2[sigma, str(logit)]]
             shown = [_pair(errors[name].mean(level, logit), errors[name].spread(level, logit)) for name in ours]
             again = f"{floor['variance'].mean(level, logit) / 2**0.5:.3f}"
             rows.append((f"{sigma}, g{logit}", paper[0], shown[0], paper[1], *shown[1:3], paper[2], *shown[3:], again))

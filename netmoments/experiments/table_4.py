@@ -109,8 +109,8 @@ def _comparisons(found: Found) -> list[Comparison]:
         Comparison(
             f"{WORDS[name]}, {place.name}, σ = {sigma}", errors[name].average(level), _paper(sigma, place, name)[0]
         )
-        for level, sigma, place, errors in _rows(found)
         for name in QUANTITIES
+        for level, sigma, place, errors in _rows(found)
     ]
 
 
