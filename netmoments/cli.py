@@ -275,7 +275,7 @@ def reproduce(
     samples
         Monte Carlo samples for each image and noise level.
     device
-        cpu, cuda (all GPUs here), cuda:N, or auto: a GPU if there is one.
+        cpu, cuda (all GPUs here, or those of the Ray cluster), cuda:N, or auto: a GPU if there is one here.
     seed
         All random numbers derive from it.
     out
@@ -297,6 +297,7 @@ def reproduce(
     """
     import time
 
+    import torch
     from rich.console import Console
 
     from netmoments.experiments.catalogue import experiments_named
@@ -308,7 +309,8 @@ def reproduce(
     from netmoments.sweep import Unfinished
 
     console = Console()
-    names, place = experiments_named(name), device_named(device)
+    names = experiments_named(name)
+    place = torch.device("cuda") if (engine, device) == ("ray", "cuda") else device_named(device)
     settings = Settings(
         out=out,
         engine=engine_named(engine, place, address),

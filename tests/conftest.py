@@ -88,3 +88,20 @@ def fer2013_npz(data_dir, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("fer2013") / "fer2013.npz"
     subprocess.run([sys.executable, str(unpack), str(path)], check=True)
     return path
+
+
+@pytest.fixture(scope="module")
+def two_workers():
+    """A Ray of two workers on this machine."""
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    settings = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_worker_niceness": "0",  # 15 unless told: a minute for importing torch where others are at work
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        yield ray
+        ray.shutdown()

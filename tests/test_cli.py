@@ -38,7 +38,7 @@ def test_help_is_instant():
         result = run("--help")
         fastest = min(fastest, time.perf_counter() - start)
     assert result.returncode == 0
-    for command in ("report", "relus", "train", "download", "engine"):
+    for command in ("report", "relus", "train", "download", "engine", "reproduce"):
         assert command in result.stdout
     assert fastest < 0.5
 
@@ -168,3 +168,70 @@ def test_a_smooth_activation_is_warned_about_once(own_network):
     result = run("report", "smooth.py:network", "images", *QUICK, cwd=own_network)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("gelu") == 1
+
+
+def test_reproduce_figure_1_needs_no_data(tmp_path):
+    result = run("reproduce", "figure-1", "--out", tmp_path / "made")
+    assert result.returncode == 0, result.stderr
+    assert "relu3" in result.stdout
+    made = {path.name for path in (tmp_path / "made" / "figure-1").iterdir()}
+    assert made == {"figure-1.png", "figure-1.pdf", "summary.json", "table.md"}
+    assert "<html" in (tmp_path / "made" / "report.html").read_text()
+
+
+def test_reproduce_beside_the_paper_stopped_and_gone_on_with(tmp_path, data_dir, mnist):
+    command = ("reproduce", "table-1", "--images", "150", "--data-dir", data_dir, "--out", tmp_path, "--device", "cpu")
+    stopped = run(*command, "--minutes", "0.001")
+    assert stopped.returncode == 3
+    assert "100 of 150 images done" in stopped.stderr
+    assert "run the same command again" in stopped.stderr
+    result = run(*command)
+    assert result.returncode == 0, result.stderr
+    assert "0.0241" in result.stdout  # the paper's
+    record = json.loads((tmp_path / "table-1" / "summary.json").read_text())
+    assert record["provenance"]["command"].startswith("netmoments reproduce table-1 --images 150")
+    assert record["comparisons"][0]["paper"] == 0.0241
+    other = run(*(argument if argument != "150" else "120" for argument in command))
+    assert other.returncode == 1
+    assert "_configuration.json is of another configuration" in other.stderr
+    assert "images: wanted 120, there 150" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["figure-9"], "no experiment 'figure-9'; there are figure-1, figure-2"),
+        (["table-2", "--data-dir", "nowhere"], "netmoments download mnist"),
+        (["table-2", "--images", "1"], "must be >= 2"),
+        (["table-2", "--samples", "1"], "must be >= 2"),
+        (["table-2", "--engine", "dask"], "no engine 'dask'; there are local and ray"),
+        (["table-2", "--address", "10.0.0.1:6379"], "give --engine ray too"),
+        (["figure-2", "--device", "tpu"], "no device 'tpu'"),
+        pytest.param(
+            ["figure-2", "--device", "cuda"],
+            "no CUDA device is available here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+        (["figure-1", "--model", "nothing.pt2"], "nothing.pt2"),
+        (["figure-1", "--layer", "7"], "7"),
+    ],
+)
+def test_reproduce_says_what_is_wrong(tmp_path, arguments, said):
+    result = run("reproduce", *arguments, "--out", tmp_path / "made", cwd=tmp_path)
+    assert result.returncode == 1
+    assert said in result.stderr + result.stdout
+    assert not (tmp_path / "made" / "report.html").exists()
+
+
+def test_reproduce_with_more_images_than_there_are(tmp_path, data_dir, mnist):
+    result = run("reproduce", "table-2", "--images", "10001", "--data-dir", data_dir, "--out", tmp_path)
+    assert result.returncode == 1
+    assert "from 2 to 10000" in result.stderr
+
+
+def test_reproduce_into_a_file(tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    result = run("reproduce", "figure-1", "--out", tmp_path / "taken")
+    assert result.returncode == 1
+    assert "is a file; give a folder" in result.stderr
+    assert (tmp_path / "taken").read_text() == "mine"

@@ -53,7 +53,7 @@ def expected(sweep: Toy) -> dict[str, np.ndarray]:
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name not in ("lock", "configuration.json"))
+    return sorted(path.name for path in folder.iterdir() if path.name not in (".lock", "_configuration.json"))
 
 
 def filled(out: Path, sweep: Toy, items: range) -> Path:
@@ -169,7 +169,7 @@ def test_another_configuration_is_refused(tmp_path):
     filled(tmp_path, Toy(), range(3))
     with pytest.raises(ValueError, match="give another --out, or remove its folder") as caught:
         run_sweep(Toy(seed=2), tmp_path, HERE)
-    assert str(tmp_path / "toy" / "configuration.json") in str(caught.value)
+    assert str(tmp_path / "toy" / "_configuration.json") in str(caught.value)
     assert "seed: wanted 2, there 1" in str(caught.value)
     assert "levels" not in str(caught.value)
 
@@ -193,14 +193,14 @@ def test_another_division_into_items_is_refused(tmp_path):
 
 @pytest.mark.parametrize("text", ["{", "[1]", "", "\xff"])
 def test_a_damaged_configuration_is_an_error(tmp_path, text):
-    path = filled(tmp_path, Toy(), range(3)) / "configuration.json"
+    path = filled(tmp_path, Toy(), range(3)) / "_configuration.json"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"configuration\.json is damaged"):
         run_sweep(Toy(), tmp_path, HERE)
 
 
 def test_a_missing_configuration_is_an_error(tmp_path):
-    (filled(tmp_path, Toy(), range(3)) / "configuration.json").unlink()
+    (filled(tmp_path, Toy(), range(3)) / "_configuration.json").unlink()
     with pytest.raises(ValueError, match=r"toy has results but no configuration\.json"):
         run_sweep(Toy(), tmp_path, HERE)
 
@@ -690,22 +690,6 @@ def finished_in(out: Path, sweep: Toy) -> set[int]:
 # Ray
 
 
-@pytest.fixture(scope="module")
-def two_workers():
-    ray = pytest.importorskip("ray", reason="ray is not installed")
-    settings = {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_worker_niceness": "0",  # 15 unless told: a minute for importing torch where others are at work
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setenv(name, value)
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-        yield ray
-        ray.shutdown()
-
-
 def test_ray_gives_the_same_bits_though_a_worker_is_killed(tmp_path, two_workers):
     sweep = Dying(items=40, delay=0.02, log=tmp_path / "log")
     found = run_sweep(sweep, tmp_path / "ray", RayEngine("cpu"))
@@ -847,7 +831,7 @@ def test_a_missing_package_is_asked_for(monkeypatch, tmp_path):
 
 
 def test_the_configuration_can_be_read_by_people(tmp_path):
-    there = json.loads((filled(tmp_path, Toy(items=4), range(1)) / "configuration.json").read_text())
+    there = json.loads((filled(tmp_path, Toy(items=4), range(1)) / "_configuration.json").read_text())
     assert there == {
         "seed": 1, "levels": [0.1, 1], "items": 4, "work items": "1 of 1 rows, 1 of 2 rows, 1 of 3 rows, 1 of 1 rows"
     }  # fmt: skip

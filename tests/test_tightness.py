@@ -21,7 +21,7 @@ from netmoments.experiments.sampled import MonteCarloSweep, sampled_moments
 from netmoments.experiments.settings import Settings
 from netmoments.experiments.tightness import TightnessSweep, delta_method, moments_at
 from netmoments.gaussian import Gaussian, LowRank
-from netmoments.sweep import LocalEngine
+from netmoments.sweep import LocalEngine, RayEngine, run_sweep
 from tests.closeness import assert_close
 
 
@@ -137,6 +137,21 @@ class TestComputed:
         other = replace(subjects, images=subjects.images.flip(0))
         assert here != TightnessSweep("tightness", other, 1).configuration
         assert here == TightnessSweep("tightness", subjects, 1).configuration
+
+
+@pytest.mark.parametrize(
+    "make", [lambda on: MonteCarloSweep("monte-carlo", on, 400, 2), lambda on: TightnessSweep("t", on, 2)]
+)
+def test_a_ray_cluster_gives_the_same_bits(subjects, tmp_path, two_workers, make):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        here = run_sweep(make(subjects), tmp_path / "here", LocalEngine(["cpu"]))
+    finally:
+        torch.set_num_threads(threads)
+    there = run_sweep(make(subjects), tmp_path / "there", RayEngine("cpu", threads=1))
+    for name, values in here.columns.items():
+        np.testing.assert_array_equal(values, there.columns[name], err_msg=name)
 
 
 class TestPoints:

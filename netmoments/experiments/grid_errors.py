@@ -108,7 +108,7 @@ class GridErrorSweep:
     samples: int
     seed: int
     correlations: tuple[float, ...] = field(default_factory=every_correlation)
-    name: str = NAME
+    name: str = "series"
     unit: str = "points"
 
     @property

@@ -44,7 +44,7 @@ class LinearizationErrorSweep:
 
     subjects: Subjects
     block: int = BLOCK
-    name: str = NAME
+    name: str = "layers"
     unit: str = "images"
 
     @property

@@ -90,7 +90,7 @@ def _trial(settings: Settings, recipe: str, seed: int) -> Trial:
     _train_once(settings, TRAINED[recipe], seed, weights)
     own = replace(settings, weights=weights, images=min(settings.images, MOST_IMAGES))
     on = lenet_on_mnist.subjects(own)
-    right = accuracy(on.network, data.load("mnist", data_dir=settings.data_dir), device=settings.device)
+    right = accuracy(on.network, data.load("mnist", data_dir=settings.data_dir), device=settings.here)
     on.network.to("cpu")
     first = lenet_on_mnist.sampled(own, on, f"{label}-monte-carlo")
     again = lenet_on_mnist.sampled_again(own, on, f"{label}-monte-carlo-again")
@@ -104,7 +104,7 @@ def _train_once(settings: Settings, recipe: Recipe, seed: int, weights: Path) ->
     if weights.exists():
         return
     training, held_out = (data.load("mnist", split=split, data_dir=settings.data_dir) for split in ("train", "test"))
-    train(recipe, training, held_out, weights=weights, seed=seed, device=settings.device)
+    train(recipe, training, held_out, weights=weights, seed=seed, device=settings.here)
 
 
 def _comparisons(groups: dict[str, list[Trial]]) -> list[Comparison]:

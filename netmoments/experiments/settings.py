@@ -30,6 +30,11 @@ class Settings:
     """When to stop, on the clock of `time.monotonic`; what is finished by then is kept."""
     started: float = field(default_factory=time.monotonic)
 
+    @property
+    def here(self) -> torch.device:
+        """Where this process itself computes: a Ray cluster may have GPUs where this machine has none."""
+        return self.device if self.device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
+
     def run(self, sweep: Sweep) -> Results:
         """All results of a sweep: those kept from earlier runs, and what was missing."""
         left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())

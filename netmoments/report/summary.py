@@ -90,9 +90,24 @@ def as_json(summary: Summary) -> str:
         "provenance": asdict(summary.provenance),
     }
     try:
-        return json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+        return _pretty(record) + "\n"
     except (TypeError, ValueError) as error:
         raise type(error)(f"{summary.name} cannot be written as JSON: {error}") from error
+
+
+def _pretty(value: Any, depth: int = 0) -> str:
+    """JSON with one line an entry, but lists of plain values on a line of their own."""
+    nested = (
+        value if isinstance(value, (list, tuple)) and any(isinstance(x, (dict, list, tuple)) for x in value) else ()
+    )
+    entries = [_pretty(x, depth + 1) for x in nested]
+    if isinstance(value, dict):
+        entries = [f"{json.dumps(str(key), ensure_ascii=False)}: {_pretty(x, depth + 1)}" for key, x in value.items()]
+    if not entries:
+        return json.dumps(value, allow_nan=False, ensure_ascii=False)
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    lines = f",\n{' ' * (depth + 1)}".join(entries)
+    return f"{opening}\n{' ' * (depth + 1)}{lines}\n{' ' * depth}{closing}"
 
 
 def read_summary(path: Path) -> Summary:

@@ -12,7 +12,7 @@ from typing import Any
 from netmoments.files import write_text_whole
 from netmoments.sweep.item import Sweep
 
-FILE = "configuration.json"
+FILE = "_configuration.json"  # readers of parquet folders pass over names that begin so
 ITEMS = "work items"
 
 

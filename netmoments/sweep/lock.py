@@ -14,7 +14,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 
     A second writer is turned away with a BlockingIOError.
     """
-    with (folder / "lock").open("w") as file:
+    with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
