@@ -301,9 +301,8 @@ def reproduce(
     from rich.console import Console
 
     from netmoments.experiments.catalogue import experiments_named
-    from netmoments.experiments.engines import engine_named
     from netmoments.experiments.settings import Settings
-    from netmoments.report.arguments import device_named, layer_named
+    from netmoments.report.arguments import device_named, engine_named, layer_named
     from netmoments.report.reproduce import reproduce_and_write
     from netmoments.report.reproduction_terminal import draw
     from netmoments.sweep import Unfinished

@@ -201,7 +201,7 @@ def test_a_damaged_configuration_is_an_error(tmp_path, text):
 
 def test_a_missing_configuration_is_an_error(tmp_path):
     (filled(tmp_path, Toy(), range(3)) / "_configuration.json").unlink()
-    with pytest.raises(ValueError, match=r"toy has results but no configuration\.json"):
+    with pytest.raises(ValueError, match=r"toy has results but no _configuration\.json"):
         run_sweep(Toy(), tmp_path, HERE)
 
 

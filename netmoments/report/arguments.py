@@ -11,6 +11,9 @@ from netmoments import data as datasets
 from netmoments.data import LabelledImages
 from netmoments.network import zoo
 from netmoments.network.training import correct
+from netmoments.sweep import Engine, LocalEngine, RayEngine
+
+ENGINES = ("local", "ray")
 
 
 def accuracy_in_words(
@@ -67,3 +70,20 @@ def class_names_in(path: Path | None) -> tuple[str, ...]:
     if not path.is_file():
         raise FileNotFoundError(f"no file of class names at {path}")
     return tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
+
+
+def engine_named(name: str, device: torch.device, address: str | None = None) -> Engine:
+    """local: this process, or every GPU here where the device is `cuda` without a number. ray: a Ray cluster."""
+    if name not in ENGINES:
+        raise ValueError(f"no engine {name!r}; there are {' and '.join(ENGINES)}")
+    if name == "ray":
+        return RayEngine(device.type, address, threads=torch.get_num_threads())
+    if address is not None:
+        raise ValueError(f"an address ({address}) is for the engine ray; give --engine ray too")
+    return LocalEngine(_local_devices(device))
+
+
+def _local_devices(device: torch.device) -> list[str]:
+    if device.type == "cuda" and device.index is None and torch.cuda.device_count() > 1:
+        return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    return [str(device)]
