@@ -22,6 +22,7 @@ import pytest
 
 pytest.importorskip("pyarrow", reason="sweeps keep their results in Parquet files, and pyarrow is not installed")
 
+import netmoments
 from netmoments import progress
 from netmoments.progress import Progress
 from netmoments.sweep import LocalEngine, RayEngine, Store, Unfinished, random_seed, run_sweep, shards, store, watch
@@ -409,6 +410,8 @@ def test_only_what_is_missing_is_computed(tmp_path):
 
 def test_what_is_finished_starts_no_engine(tmp_path):
     class Broken:
+        device_type = "cpu"
+
         def results(self, sweep, items):
             raise AssertionError("started")
 
@@ -511,6 +514,8 @@ def test_a_merge_that_fails_does_not_hide_the_error(tmp_path, monkeypatch):
 
 def test_an_engine_that_ends_early_is_an_error(tmp_path):
     class Lazy:
+        device_type = "cpu"
+
         def results(self, sweep, items):
             yield from HERE.results(sweep, items[:3])
 
@@ -833,5 +838,14 @@ def test_a_missing_package_is_asked_for(monkeypatch, tmp_path):
 def test_the_configuration_can_be_read_by_people(tmp_path):
     there = json.loads((filled(tmp_path, Toy(items=4), range(1)) / "_configuration.json").read_text())
     assert there == {
-        "seed": 1, "levels": [0.1, 1], "items": 4, "work items": "1 of 1 rows, 1 of 2 rows, 1 of 3 rows, 1 of 1 rows"
+        "seed": 1, "levels": [0.1, 1], "items": 4, "device": "cpu", "netmoments": netmoments.__version__,
+        "work items": "1 of 1 rows, 1 of 2 rows, 1 of 3 rows, 1 of 1 rows",
     }  # fmt: skip
+
+
+def test_results_of_two_kinds_of_devices_are_not_mixed(tmp_path):
+    filled(tmp_path, Toy(), range(3))
+    with pytest.raises(ValueError, match='device: wanted "cuda", there "cpu"'):
+        run_sweep(Toy(), tmp_path, LocalEngine(["cuda:0", "cuda:1"]))
+    with pytest.raises(ValueError, match="cpu and cuda"):
+        LocalEngine(["cuda:0", "cpu"])

@@ -9,21 +9,28 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from netmoments import __version__
 from netmoments.files import write_text_whole
 from netmoments.sweep.item import Sweep
 
 FILE = "_configuration.json"  # readers of parquet folders pass over names that begin so
-ITEMS = "work items"
+ADDED = ("device", "netmoments", "work items")
+"""What every configuration has besides the sweep's own."""
 
 
-def full_configuration(sweep: Sweep) -> dict[str, Any]:
-    """The sweep's own, as it comes back from JSON, and how the work is divided: an item's number means nothing else."""
-    if ITEMS in sweep.configuration:
-        raise ValueError(f"the configuration of {sweep.name} has a key {ITEMS!r}, which is taken; give it another name")
+def full_configuration(sweep: Sweep, device_type: str) -> dict[str, Any]:
+    """The sweep's own, as it comes back from JSON; the kind of device and the version that compute it; and how the work
+    is divided: an item's number means nothing else."""
+    for key in ADDED:
+        if key in sweep.configuration:
+            raise ValueError(
+                f"the configuration of {sweep.name} has a key {key!r}, which is taken; give it another name"
+            )
     runs = [(count, len(list(run))) for count, run in groupby(sweep.counts)]
     division = ", ".join(f"{times} of {count} {sweep.unit}" for count, times in runs)
     try:
-        return json.loads(_canonical({**sweep.configuration, ITEMS: division}))
+        added = dict(zip(ADDED, (device_type, __version__, division), strict=True))
+        return json.loads(_canonical({**sweep.configuration, **added}))
     except (TypeError, ValueError) as error:
         raise TypeError(f"the configuration of {sweep.name} must be plain JSON: {error}") from error
 

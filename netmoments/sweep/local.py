@@ -30,6 +30,12 @@ class LocalEngine:
             raise ValueError(
                 f'LocalEngine needs a list of devices, such as ["cpu"] or ["cuda:0", "cuda:1"]: {devices!r}'
             )
+        types = sorted({device.partition(":")[0] for device in devices})
+        if len(types) > 1:
+            raise ValueError(
+                f"LocalEngine: devices of one type are needed, got {' and '.join(types)}"
+            )
+        self.device_type = types[0]
         self._devices = tuple(devices)
 
     def results(self, sweep: Sweep, items: Sequence[int]) -> Generator[Finished, None, None]:

@@ -34,7 +34,7 @@ class RayEngine:
             raise ValueError(f'Ray chooses the GPU of each task: give "cuda", not {device!r}')
         if threads < 1:
             raise ValueError(f"a task needs at least one thread: {threads}")
-        self._device = device
+        self.device_type = device
         self._address = address
         self._threads = threads
 
@@ -46,7 +46,7 @@ class RayEngine:
     def _results(self, ray: ModuleType, sweep: Sweep, items: Sequence[int]) -> Generator[Finished, None, None]:
         task = ray.remote(_compute).options(max_retries=RETRIES, **self._resources())
         shared = [ray.put(sweep)]  # in a list Ray hands on the reference, and a worker fetches the sweep once
-        start = partial(task.remote, uuid4().hex, shared, self._device, self._threads)
+        start = partial(task.remote, uuid4().hex, shared, self.device_type, self._threads)
         waiting = iter(items)
         running: dict[Any, int] = {start(item): item for item in islice(waiting, AHEAD * self._slots(ray))}
         try:
@@ -60,14 +60,14 @@ class RayEngine:
                 ray.cancel(unfinished, force=True)
 
     def _resources(self) -> dict[str, int]:
-        return {"num_gpus": 1, "num_cpus": 0} if self._device == "cuda" else {"num_cpus": self._threads}
+        return {"num_gpus": 1, "num_cpus": 0} if self.device_type == "cuda" else {"num_cpus": self._threads}
 
     def _slots(self, ray: ModuleType) -> int:
         """How many tasks the cluster can run at once."""
         there = ray.cluster_resources()
-        slots = int(there.get("GPU", 0)) if self._device == "cuda" else int(there.get("CPU", 0)) // self._threads
+        slots = int(there.get("GPU", 0)) if self.device_type == "cuda" else int(there.get("CPU", 0)) // self._threads
         if slots == 0:
-            wanted = "a GPU" if self._device == "cuda" else f"{self._threads} cores"
+            wanted = "a GPU" if self.device_type == "cuda" else f"{self._threads} cores"
             raise ValueError(
                 f"a task needs {wanted}, and the Ray cluster has {there.get('CPU', 0):g} cores and "
                 f"{there.get('GPU', 0):g} GPUs; give another device, fewer threads or another cluster"

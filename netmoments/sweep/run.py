@@ -48,7 +48,7 @@ def run_sweep(sweep: Sweep, out: Path, engine: Engine, *, seconds: float | None 
     """
     if not sweep.counts:
         raise ValueError(f"{sweep.name} has no items; give it at least one of its {sweep.unit}")
-    with Store.open(out, sweep) as store:
+    with Store.open(out, sweep, engine.device_type) as store:
         try:
             if len(store.finished) < len(sweep.counts):
                 _complete(sweep, store, engine, seconds)

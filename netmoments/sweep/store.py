@@ -40,7 +40,7 @@ class Store:
 
     @classmethod
     @contextmanager
-    def open(cls, out: Path, sweep: Sweep) -> Iterator[Self]:
+    def open(cls, out: Path, sweep: Sweep, device_type: str = "cpu") -> Iterator[Self]:
         """Checks everything that is there, byte for byte; what cannot be used is an error that names the file."""
         if not re.fullmatch(r"\w[\w.-]*", sweep.name):
             raise ValueError(f"a sweep's name is the name of its folder, such as monte-carlo: {sweep.name!r}")
@@ -48,14 +48,14 @@ class Store:
         require_writable_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with only_writer(folder):
-            yield cls(folder, sweep)
+            yield cls(folder, sweep, device_type)
 
-    def __init__(self, folder: Path, sweep: Sweep) -> None:
+    def __init__(self, folder: Path, sweep: Sweep, device_type: str) -> None:
         """For `open`, which holds the lock."""
         self._folder = folder
         self._name = sweep.name
         self._count = len(sweep.counts)
-        self._configuration = full_configuration(sweep)
+        self._configuration = full_configuration(sweep, device_type)
         self._fingerprint = fingerprint(self._configuration)
         self.read()
 
