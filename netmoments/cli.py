@@ -291,10 +291,11 @@ def reproduce(
     weights
         Safetensors file with other weights of LeNet (or of --model).
     model
-        The network that figure-1 draws.
+        The network that figure-1 draws, as for `report`.
     layer
-        The ReLU that figure-1 keeps; see `netmoments relus`.
+        The ReLU that figure-1 keeps: its number from 0 (the paper's l less 1), from the end if negative, or its name.
     """
+    import os
     import time
 
     import torch
@@ -309,6 +310,10 @@ def reproduce(
 
     console = Console()
     names = experiments_named(name)
+    if (model, layer) != ("lenet", "-1") and "figure-1" not in names:
+        raise ValueError(f"--model and --layer are for figure-1; {name} is of the paper's LeNet at l = 3")
+    if weights is not None and name == "seeds":
+        raise ValueError("seeds trains its own networks; --weights is for the other experiments")
     place = torch.device("cuda") if (engine, device) == ("ray", "cuda") else device_named(device)
     settings = Settings(
         out=out,
@@ -328,7 +333,10 @@ def reproduce(
     except Unfinished as stopped:
         print(stopped, file=sys.stderr)
         sys.exit(3)
-    console.print(f"\nwritten: {page}, and beside it a folder for each", markup=False, highlight=False)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; what is finished is kept, the same command goes on") from None
+    folders = ", ".join(f"{out / name}{os.sep}" for name in names)
+    console.print(f"\nwritten: {page}, {folders}", markup=False, highlight=False)
 
 
 @app.command
@@ -362,16 +370,22 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
+def _in_words(error: Exception) -> str:
+    """Without the number of the system's error where the message is one of ours."""
+    ours = isinstance(error, OSError) and error.filename is None and error.strerror
+    return error.strerror if ours else str(error)  # type: ignore[attr-defined]
+
+
 def main() -> None:
     """Entry point of the `netmoments` command."""
     warnings.showwarning = _show_warning
     try:
         app()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        print(*(stopped.args or ("interrupted",)), file=sys.stderr)
         sys.exit(130)
     except EXPECTED as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_in_words(error)}", file=sys.stderr)
         sys.exit(1)
 
 

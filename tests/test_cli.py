@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -201,7 +202,8 @@ def test_reproduce_beside_the_paper_stopped_and_gone_on_with(tmp_path, data_dir,
     ("arguments", "said"),
     [
         (["figure-9"], "no experiment 'figure-9'; there are figure-1, figure-2"),
-        (["table-2", "--data-dir", "nowhere"], "netmoments download mnist"),
+        (["table-2"], "netmoments download mnist"),
+        (["table-2", "--data-dir", "nowhere"], "there is no folder nowhere to look for mnist in"),
         (["table-2", "--images", "1"], "Must be >= 2"),
         (["table-2", "--samples", "1"], "Must be >= 2"),
         (["table-2", "--engine", "dask"], "no engine 'dask'; there are local and ray"),
@@ -235,3 +237,31 @@ def test_reproduce_into_a_file(tmp_path):
     assert result.returncode == 1
     assert "is a file; give a folder" in result.stderr
     assert (tmp_path / "taken").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["table-2", "--model", "squeezenet"], "--model and --layer are for figure-1"),
+        (["seeds", "--weights", "w.safetensors"], "seeds trains its own networks"),
+        (["table-2", "--engine", "ray", "--device", "cuda:1"], "give "),
+    ],
+)
+def test_reproduce_ignores_no_option(tmp_path, arguments, said):
+    result = run("reproduce", *arguments, "--out", tmp_path / "made")
+    assert result.returncode == 1
+    assert said in result.stderr
+    assert not (tmp_path / "made").exists()
+
+
+def test_interrupted_reproduction_says_that_it_goes_on(tmp_path, data_dir, mnist):
+    command = [sys.executable, "-m", "netmoments", "reproduce", "figure-2", "--samples", "2000", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("series/item-*.parquet")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "what is finished is kept, the same command goes on" in said
+    assert list(tmp_path.glob("series/part-*.parquet"))

@@ -27,6 +27,8 @@ def find(name: str, data_dir: str | Path | None = None) -> Path:
     """
     if name not in HOW_TO_GET:
         raise ValueError(f"find: the datasets kept in files are {', '.join(HOW_TO_GET)}; got {name!r}")
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise FileNotFoundError(f"there is no folder {data_dir} to look for {name} in")
     given = [Path(place) for place in (data_dir, os.environ.get("NETMOMENTS_DATA")) if place]
     folders = [folder for place in (*given, cache_folder()) for folder in (place, place / name)]
     for folder in folders:
@@ -35,7 +37,7 @@ def find(name: str, data_dir: str | Path | None = None) -> Path:
             return found
     listed = "".join(f"\n  {folder}" for folder in folders)
     raise FileNotFoundError(
-        f"{name} is not in any of{listed}\n{HOW_TO_GET[name]}; or pass data_dir, the folder it is in"
+        f"{name} is not in any of{listed}\n{HOW_TO_GET[name]}; or name the folder it is in (data_dir, --data-dir)"
     )
 
 

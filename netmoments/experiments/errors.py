@@ -15,18 +15,22 @@ class Errors:
     """Absolute relative differences 2|x−y|/(|x|+|y|) of one quantity: (images, noise levels, logits)."""
 
     each: np.ndarray
-    beyond: int
-    """How many computed values were NaN or infinite; their error counts as the largest possible, 2."""
+    finite: np.ndarray
+    """Where the computed value was a number; elsewhere the error counts as the largest possible, 2."""
 
     @classmethod
     def between(cls, computed: np.ndarray, sampled: np.ndarray) -> Errors:
-        """Images without a sampled value are left out."""
-        there = ~np.isnan(sampled).any(axis=(1, 2))
-        computed, sampled = computed[there], sampled[there]
+        """The sampled values must all be there."""
+        if not np.isfinite(sampled).all():
+            raise ValueError(f"{int((~np.isfinite(sampled)).sum())} sampled values are missing or not finite")
         finite = np.isfinite(computed)
         filled = np.where(finite, computed, sampled)
         error = relative_difference(torch.from_numpy(filled), torch.from_numpy(sampled)).numpy()
-        return cls(np.where(finite, error, 2.0), int((~finite).sum()))
+        return cls(np.where(finite, error, 2.0), finite)
+
+    def beyond(self, level: int) -> int:
+        """How many computed values at a noise level were NaN or infinite."""
+        return int((~self.finite[:, level]).sum())
 
     @property
     def images(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from netmoments.experiments.errors import Errors
 from netmoments.experiments.images import chosen_images, chosen_network
@@ -13,7 +14,6 @@ from netmoments.experiments.over_images import Subjects, cube
 from netmoments.experiments.sampled import MonteCarloSweep
 from netmoments.experiments.settings import Settings
 from netmoments.experiments.tightness import TightnessSweep
-from netmoments.sweep import Results
 
 BLOCK = {"cpu": 1, "cuda": 25}
 """Images that make one item: a second of work or more."""
@@ -34,6 +34,8 @@ def block(settings: Settings) -> int:
 class Sampled:
     """Sampled means and variances of the scores, (images, noise levels, logits)."""
 
+    places: np.ndarray
+    """Which of the subjects' images."""
     mean: np.ndarray
     variance: np.ndarray
     seconds: float
@@ -41,20 +43,20 @@ class Sampled:
 
 def sampled(settings: Settings, on: Subjects, name: str = "monte-carlo") -> Sampled:
     """Monte Carlo for every image, once for all tables."""
-    return _sampled(settings.run(MonteCarloSweep(name, on, settings.samples, block(settings))), on)
+    return _sampled(settings, on, torch.arange(len(on.images)), name)
 
 
 def sampled_again(settings: Settings, on: Subjects, name: str = "monte-carlo-again") -> Sampled:
-    """A second, independent run on every tenth image: how far sampling is from itself. NaN for the others."""
+    """A second, independent run on every tenth image: how far sampling is from itself."""
     count = min(len(on.images), max(LEAST_AGAIN, len(on.images) // 10))
-    chosen = (torch.arange(count) * len(on.images)) // count
-    few = Subjects(on.network, on.images[chosen], on.numbers[chosen], on.seed)
-    return _sampled(settings.run(MonteCarloSweep(name, few, settings.samples, block(settings))), on)
+    return _sampled(settings, on, (torch.arange(count) * len(on.images)) // count, name)
 
 
-def _sampled(found: Results, on: Subjects) -> Sampled:
-    columns = found.columns
-    return Sampled(cube(columns, "mean", on.numbers), cube(columns, "variance", on.numbers), found.seconds)
+def _sampled(settings: Settings, on: Subjects, places: Tensor, name: str) -> Sampled:
+    chosen = Subjects(on.network, on.images[places], on.numbers[places], on.seed)
+    found = settings.run(MonteCarloSweep(name, chosen, settings.samples, block(settings)))
+    mean, variance = (cube(found.columns, column, chosen.numbers) for column in ("mean", "variance"))
+    return Sampled(places.numpy(), mean, variance, found.seconds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +81,9 @@ def tightness(settings: Settings, on: Subjects, against: Sampled, name: str = "t
     return Tightness(errors, values, found.seconds)
 
 
-def floor(again: Sampled, first: Sampled) -> dict[str, Errors]:
+def floor(first: Sampled, again: Sampled) -> dict[str, Errors]:
     """How far two runs of the sampling are from each other, for mean and variance."""
     return {
-        "mean": Errors.between(first.mean, again.mean),
-        "variance": Errors.between(first.variance, again.variance),
+        "mean": Errors.between(first.mean[again.places], again.mean),
+        "variance": Errors.between(first.variance[again.places], again.variance),
     }

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from netmoments.experiments.images import digest_of
-from netmoments.experiments.over_images import Subjects, blocks
+from netmoments.experiments.over_images import Subjects, blocks, same_bits
 from netmoments.experiments.published import TABLE_1_NOISE
 from netmoments.linearize.value import two_stage_value
 from netmoments.precision import full_precision
@@ -49,14 +48,11 @@ class LinearizationErrorSweep:
 
     @property
     def configuration(self) -> Mapping[str, Any]:
-        on = self.subjects
         return {
-            "network": digest_of(*on.network.state_dict().values()),
-            "images": len(on.images),
-            "pixels": digest_of(on.images, on.numbers),
+            **self.subjects.description(),
             "block": self.block,
-            "seed": on.seed,
             "levels": list(LEVELS),
+            "layers": list(LAYERS),
             "readings": [list(reading) for reading in READINGS],
         }
 
@@ -70,7 +66,8 @@ class LinearizationErrorSweep:
 
         def compute(item: int) -> Columns:
             part = slice(parts[item].start, parts[item].stop)
-            return differences(on.network, on.images[part], on.numbers[part], on.seed)
+            with same_bits():
+                return differences(on.network, on.images[part], on.numbers[part], on.seed)
 
         return compute
 

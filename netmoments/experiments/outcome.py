@@ -61,3 +61,5 @@ class Outcome:
     """Everything for machines: plain values, lists and dictionaries."""
     seconds: float
     """Time of the work itself, over all runs that contributed."""
+    details: tuple[Panel, ...] = ()
+    """Panels for the files and the page, too long for a terminal."""

@@ -12,18 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.experiments.images import digest_of
 from netmoments.experiments.over_images import Subjects, rows, same_bits
 from netmoments.experiments.tightness import core_moments_at
 from netmoments.linearize.clusters import k_means_centres, members_farthest_from
 from netmoments.linearize.two_stage import two_stage
 from netmoments.network.weights import read_tensors, write_tensors
-from netmoments.progress import Progress
 from netmoments.sweep import Columns
+from netmoments.sweep.watch import Watch
 
 COUNTS = (250, 500, 1000, 2500, 5000)
 """The paper's numbers of points; with one for each image it is Table 2."""
 FARTHEST = (250, 500)
+TOGETHER = 25
+"""Images of a cluster whose moments are computed at once; the largest clusters have a hundred."""
 """Those for which the paper also linearizes at the member of each cluster farthest from its centre."""
 
 
@@ -75,10 +78,10 @@ def _centres(images: Tensor, labels: Tensor, seed: int, cache: Path) -> dict[str
         return tensors
     order = round_robin(labels)
     made = {}
-    with Progress("clusters", sum(COUNTS)) as progress:
+    with Watch("clusters", "centres", sum(COUNTS), 0) as watch:
         for count in COUNTS:
             made[str(count)] = k_means_centres(images, count, seed=seed, initial=images[order[:count]])
-            progress.advance(count)
+            watch.advance(count)
     write_tensors(cache, made, facts)
     return made
 
@@ -137,10 +140,13 @@ class PointsSweep:
             piece = parts[item]
             points = piece.bank.points[piece.points].to(device)
             with same_bits():
-                network = two_stage(subjects.network, points, self.layer).entries(piece.point_of.to(device))
-            images = subjects.images[piece.places.to(device)]
-            factors = torch.stack([subjects.factor(int(place)) for place in piece.places])
-            found = rows(subjects.numbers[piece.places].tolist(), core_moments_at(network, images, factors))
+                network = two_stage(subjects.network, points, self.layer)
+            parts_of_it = [
+                _moments(subjects, network, places, point_of)
+                for places, point_of in zip(piece.places.split(TOGETHER), piece.point_of.split(TOGETHER), strict=True)
+            ]
+            values = {name: torch.cat([part[name] for part in parts_of_it]) for name in parts_of_it[0]}
+            found = rows(subjects.numbers[piece.places].tolist(), values)
             count = len(found["image"])
             return {
                 "points": np.full(count, piece.bank.count, dtype=np.int32),
@@ -149,6 +155,13 @@ class PointsSweep:
             }
 
         return work
+
+
+def _moments(subjects: Subjects, network: AffineReluAffine, places: Tensor, point_of: Tensor) -> dict[str, Tensor]:
+    """Of some images, each by the linearization at its point."""
+    device = subjects.images.device
+    factors = torch.stack([subjects.factor(int(place)) for place in places])
+    return core_moments_at(network.entries(point_of.to(device)), subjects.images[places.to(device)], factors)
 
 
 def pieces(bank: Bank, block: int) -> list[Piece]:

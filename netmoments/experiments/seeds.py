@@ -13,8 +13,9 @@ from netmoments.experiments.outcome import Comparison, Outcome, Panel
 from netmoments.experiments.over_images import SIGMAS
 from netmoments.experiments.published import TABLE_2
 from netmoments.experiments.settings import Settings
-from netmoments.network.training import RECIPES, accuracy, train
-from netmoments.network.training.recipe import Recipe
+from netmoments.network.training import RECIPES, Recipe, accuracy, train, training_facts
+from netmoments.network.weights import read_tensors
+from netmoments.sweep.watch import Watch
 
 SEEDS = (0, 1, 2)
 MOST_IMAGES = 1000
@@ -53,9 +54,9 @@ def reproduce(settings: Settings) -> Outcome:
             f"LeNets trained from seeds {', '.join(map(str, SEEDS))}, by the recipe of the shipped weights (5 epochs, "
             "weight decay 1.0, averaged weights) and by the paper's (Adam, 3 epochs, batches of 500), every one shown. "
             f"{trials[0].errors['mean'].images:,} images each, otherwise as Table 2. The spread is the standard "
-            "deviation over seeds.",
+            "deviation over seeds; all networks see the same images, whose choice adds the error in the last column.",
             "Where the delta method's error equals the two-stage linearization's, the error is the linearization's and "
-            "differs from network to network with how flat it is; sampling's floor is what exact values would show.",
+            "differs from network to network; sampling's floor is what exact values would show.",
         ),
         comparisons=tuple(_comparisons(groups)),
         panels=(_summary(groups), _every(trials)),
@@ -69,6 +70,10 @@ def reproduce(settings: Settings) -> Outcome:
                     "images": trial.errors["mean"].images,
                     **{
                         name: [error.average(level) for level in range(len(SIGMAS))]
+                        for name, error in trial.errors.items()
+                    },
+                    "standard_errors_from_images": {
+                        name: [error.standard_error(level) for level in range(len(SIGMAS))]
                         for name, error in trial.errors.items()
                     },
                     "sampling_floor": {
@@ -87,7 +92,9 @@ def _trial(settings: Settings, recipe: str, seed: int) -> Trial:
     """Train if that was not done before, then Table 2's sweeps, all under a name of their own."""
     label = f"{recipe.replace(' ', '-').replace(chr(39), '')}-{seed}"
     weights = settings.out / "trained" / f"{label}.safetensors"
-    _train_once(settings, TRAINED[recipe], seed, weights)
+    before = list(TRAINED).index(recipe) * len(SEEDS) + SEEDS.index(seed)
+    settings.require_time("training", before, len(TRAINED) * len(SEEDS), "networks")
+    training_seconds = _train_once(settings, TRAINED[recipe], seed, weights)
     own = replace(settings, weights=weights, images=min(settings.images, MOST_IMAGES))
     on = lenet_on_mnist.subjects(own)
     right = accuracy(on.network, data.load("mnist", data_dir=settings.data_dir), device=settings.here)
@@ -95,16 +102,30 @@ def _trial(settings: Settings, recipe: str, seed: int) -> Trial:
     first = lenet_on_mnist.sampled(own, on, f"{label}-monte-carlo")
     again = lenet_on_mnist.sampled_again(own, on, f"{label}-monte-carlo-again")
     found = lenet_on_mnist.tightness(own, on, first, f"{label}-tightness")
-    seconds = first.seconds + again.seconds + found.seconds
-    return Trial(recipe, seed, right, found.errors, lenet_on_mnist.floor(again, first), seconds)
+    seconds = training_seconds + first.seconds + again.seconds + found.seconds
+    return Trial(recipe, seed, right, found.errors, lenet_on_mnist.floor(first, again), seconds)
 
 
-def _train_once(settings: Settings, recipe: Recipe, seed: int, weights: Path) -> None:
-    """The weights are written whole at the end of training; an interrupted training goes on from its last epoch."""
-    if weights.exists():
-        return
+def _train_once(settings: Settings, recipe: Recipe, seed: int, weights: Path) -> float:
+    """Weights from an earlier run if they are of this recipe, seed and data; the seconds that their training took.
+
+    They are written whole at the end; an interrupted training goes on from its last epoch.
+    """
     training, held_out = (data.load("mnist", split=split, data_dir=settings.data_dir) for split in ("train", "test"))
-    train(recipe, training, held_out, weights=weights, seed=seed, device=settings.here)
+    wanted = training_facts(recipe, training, seed)
+    if not weights.exists():
+        with Watch(f"training {weights.stem}", "epochs", recipe.epochs, 0) as watch:
+            train(
+                recipe, training, held_out, weights=weights, seed=seed, device=settings.here,
+                on_epoch=lambda epoch: watch.advance(1),
+            )  # fmt: skip
+    there = read_tensors(weights)[1]
+    others = [
+        f"{key}: wanted {value}, there {there.get(key)}" for key, value in wanted.items() if there.get(key) != value
+    ]
+    if others:
+        raise ValueError(f"{weights} was trained otherwise ({'; '.join(others)}); remove it and run again")
+    return float(there["seconds"])
 
 
 def _comparisons(groups: dict[str, list[Trial]]) -> list[Comparison]:
@@ -141,11 +162,13 @@ def _summary(groups: dict[str, list[Trial]]) -> Panel:
             kind = "mean" if name in ("mean", "delta_mean") else "variance"
             every = [trial for trials in groups.values() for trial in trials]
             floor = sum(trial.floor[kind].resolution(level) for trial in every) / len(every)
-            rows.append((f"{sigma}", words, f"{getattr(TABLE_2[sigma, 'avg'], column)[0]:.3f}", *shown, f"{floor:.4f}"))
+            choice = sum(trial.errors[name].standard_error(level) for trial in every) / len(every)
+            paper = f"{getattr(TABLE_2[sigma, 'avg'], column)[0]:.3f}"
+            rows.append((f"{sigma}", words, paper, *shown, f"{floor:.2g}", f"{choice:.2g}"))
     size = len(QUANTITIES)
     return Panel(
         "Mean over seeds ± standard deviation over seeds",
-        ("σ", "error of", "paper", *groups, "sampling's floor"),
+        ("σ", "error of", "paper", *groups, "sampling's floor", "± by the choice of images"),
         tuple(rows),
         breaks=tuple(range(size, len(rows), size)),
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from netmoments.sweep import Engine, Results, Sweep, run_sweep
+from netmoments.experiments.runs import Machine, Recorded
+from netmoments.sweep import Engine, Results, Sweep, Unfinished, run_sweep
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Settings:
     deadline: float | None = None
     """When to stop, on the clock of `time.monotonic`; what is finished by then is kept."""
     started: float = field(default_factory=time.monotonic)
+    used: list[str] = field(default_factory=list)
+    """The sweeps that were asked for."""
 
     @property
     def here(self) -> torch.device:
@@ -38,4 +41,11 @@ class Settings:
     def run(self, sweep: Sweep) -> Results:
         """All results of a sweep: those kept from earlier runs, and what was missing."""
         left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
-        return run_sweep(sweep, self.out, self.engine, seconds=left)
+        self.used.append(sweep.name)
+        engine = Recorded(self.engine, self.out, Machine.here(self.device))
+        return run_sweep(sweep, self.out, engine, seconds=left)
+
+    def require_time(self, name: str, done: int, total: int, unit: str) -> None:
+        """Before other long work than a sweep's: that the time is not over."""
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            raise Unfinished(name, done, total, unit, time.monotonic() - self.started)

@@ -72,7 +72,7 @@ def table_of(columns: Columns, reading: Reading, scores: str) -> Table:
     cells: Table = {}
     for layer in LAYERS:
         chosen = (columns[scores][mine & (columns["layer"] == layer) & (columns["level"] == a)] for a in LEVELS)
-        cells[layer] = [(float(values.mean()), float(values.std())) for values in chosen]
+        cells[layer] = [(float(values.mean()), float(values.std(ddof=1))) for values in chosen]
     return cells
 
 

@@ -36,17 +36,17 @@ def reproduce(settings: Settings) -> Outcome:
     first = lenet_on_mnist.sampled(settings, on)
     again = lenet_on_mnist.sampled_again(settings, on)
     found = lenet_on_mnist.tightness(settings, on, first)
-    errors, floor = found.errors, lenet_on_mnist.floor(again, first)
+    errors, floor = found.errors, lenet_on_mnist.floor(first, again)
     return Outcome(
         name="table-2",
         title="Table 2: tightness of the moments on LeNet",
         reading=_reading(settings, errors, floor),
         comparisons=tuple(comparisons(errors)),
-        panels=(mean_panel(errors, floor), variance_panel(errors, floor), _by_logit(errors, floor)),
+        panels=(mean_panel(errors, floor), variance_panel(errors, floor)),
         drawings=(
             Drawing(
                 "table-2",
-                "Errors averaged over images and logits. The shaded band is below what 10⁴ samples can tell apart.",
+                f"Errors averaged over images and logits. Shaded: what {settings.samples:,} samples cannot tell apart.",
                 lambda: draw_errors(errors, floor),
             ),
         ),
@@ -57,6 +57,7 @@ def reproduce(settings: Settings) -> Outcome:
             "levels": [level_numbers(level, errors, floor) for level in range(len(SIGMAS))],
         },
         seconds=first.seconds + again.seconds + found.seconds,
+        details=(_by_logit(errors, floor),),
     )
 
 
@@ -74,7 +75,7 @@ def mean_panel(errors: Mapping[str, Errors], floor: Mapping[str, Errors]) -> Pan
     for level, sigma in enumerate(SIGMAS):
         paper = _published(sigma, "avg", "mean_error")
         ours = [_with_spread(errors[name], level) for name in ("mean", "delta_mean")]
-        rows.append((f"{sigma}", _pair(*paper), *ours, f"{floor['mean'].resolution(level):.4f}"))
+        rows.append((f"{sigma}", _pair(*paper), *ours, f"{floor['mean'].resolution(level):.2g}"))
     return Panel(
         "Error of the mean, averaged over logits",
         ("σ", "paper", "two-stage", "delta method", "sampling's floor"),
@@ -131,7 +132,7 @@ def level_numbers(level: int, errors: Mapping[str, Errors], floor: Mapping[str, 
                 "average": error.average(level),
                 "standard_error": error.standard_error(level),
                 "spread": error.average_spread(level),
-                "not_finite": error.beyond,
+                "not_finite": error.beyond(level),
                 "by_logit": [round(error.mean(level, logit), 6) for logit in range(error.each.shape[2])],
             }
             for name, error in errors.items()
@@ -140,7 +141,7 @@ def level_numbers(level: int, errors: Mapping[str, Errors], floor: Mapping[str, 
 
 
 def _reading(settings: Settings, errors: Mapping[str, Errors], floor: Mapping[str, Errors]) -> tuple[str, ...]:
-    beyond = errors["series"].beyond
+    beyond = sum(errors["series"].beyond(level) for level in range(len(SIGMAS)))
     return (
         f"LeNet linearized at l = 3, at each of {errors['mean'].images:,} MNIST test images in [0, 1]; a random "
         "covariance for each (eigenvalues uniform on (0, 1], eigenvectors from a QR decomposition), scaled to the four "

@@ -19,7 +19,7 @@ def k_means_centres(images: Tensor, count: int, *, seed: int = 0, initial: Tenso
         raise ImportError('k-means needs scikit-learn: pip install "netmoments[data]"') from None
     images = _require_images("k_means_centres", images, count)
     start = "k-means++" if initial is None else initial.reshape(count, -1).cpu().double().numpy()
-    clusters = KMeans(count, init=start, n_init=1, random_state=seed)
+    clusters = KMeans(count, init=start, n_init=1, random_state=seed % 2**32)
     clusters.fit(images.flatten(1).cpu().double().numpy())
     return torch.from_numpy(clusters.cluster_centers_).to(images).reshape(count, *images.shape[1:])
 

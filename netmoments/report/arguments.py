@@ -41,6 +41,8 @@ def device_named(name: str) -> torch.device:
         raise ValueError(f"no device {name!r}; give cpu, cuda or auto")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device is available here; give --device cpu")
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise ValueError(f"no device {name!r}: there are {torch.cuda.device_count()} GPUs here, from cuda:0")
     return device
 
 
@@ -77,7 +79,7 @@ def engine_named(name: str, device: torch.device, address: str | None = None) ->
     if name not in ENGINES:
         raise ValueError(f"no engine {name!r}; there are {' and '.join(ENGINES)}")
     if name == "ray":
-        return RayEngine(device.type, address, threads=torch.get_num_threads())
+        return RayEngine(str(device), address, threads=torch.get_num_threads())
     if address is not None:
         raise ValueError(f"an address ({address}) is for the engine ray; give --engine ray too")
     return LocalEngine(_local_devices(device))

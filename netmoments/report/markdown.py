@@ -71,7 +71,7 @@ def _origin(summary: Summary) -> str:
         f"seed {origin.seed}",
         origin.date,
         origin.device,
-        seconds_in_words(summary.seconds),
+        f"{seconds_in_words(summary.seconds)} of work",
     )
     return " · ".join([_code(origin.command), *map(plain, facts)])
 

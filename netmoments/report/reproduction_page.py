@@ -90,5 +90,5 @@ def _origin(summary: Summary) -> list[tuple[str, str]]:
         ("seed", str(origin.seed)),
         ("date", origin.date),
         ("device", origin.device),
-        ("time", seconds_in_words(summary.seconds)),
+        ("work", seconds_in_words(summary.seconds)),
     ]

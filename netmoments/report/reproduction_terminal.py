@@ -19,6 +19,7 @@ from netmoments.report.numbers import number_columns
 from netmoments.report.summary import COMPARISON_COLUMNS, comparison_cells
 
 READING_WIDTH = 100
+MOST_COMPARISONS = 16
 
 
 def draw(outcome: Outcome) -> RenderableType:
@@ -27,10 +28,14 @@ def draw(outcome: Outcome) -> RenderableType:
     parts += [Group(Text(), _paragraph(text)) for text in outcome.reading]
     if outcome.comparisons:
         parts += [Text(), Text("Beside the paper", style="bold"), _comparisons(outcome.comparisons)]
+        if len(outcome.comparisons) > MOST_COMPARISONS:
+            parts.append(Text(f"{len(outcome.comparisons) - MOST_COMPARISONS} more in table.md", style="dim"))
     for panel in outcome.panels:
         parts += [Text(), Text(panel.title, style="bold"), _Fitted(panel)]
         if panel.caption:
             parts.append(_paragraph(panel.caption, style="dim"))
+    for panel in outcome.details:
+        parts += [Text(), Text(f"{panel.title}: {len(panel.rows)} rows in table.md", style="dim")]
     return Group(*parts)
 
 
@@ -39,7 +44,7 @@ def _paragraph(text: str, style: str = "") -> Constrain:
 
 
 def _comparisons(comparisons: Sequence[Comparison]) -> _Fitted:
-    rows = tuple(comparison_cells(item) for item in comparisons)
+    rows = tuple(comparison_cells(item) for item in comparisons[:MOST_COMPARISONS])
     return _Fitted(Panel("", COMPARISON_COLUMNS, rows, emphasis=(1,)))
 
 

@@ -62,7 +62,7 @@ def summary_of(outcome: Outcome, provenance: Provenance) -> Summary:
         outcome.title,
         outcome.reading,
         outcome.comparisons,
-        outcome.panels,
+        (*outcome.panels, *outcome.details),
         tuple(Picture(drawing.name, drawing.caption) for drawing in outcome.drawings),
         outcome.numbers,
         outcome.seconds,

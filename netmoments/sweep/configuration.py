@@ -65,9 +65,8 @@ def _compare(path: Path, wanted: Mapping[str, Any]) -> None:
     if not same:
         pairs = [(key, _shown(wanted, key), _shown(there, key)) for key in sorted({*there, *wanted})]
         lines = [f"  {key}: wanted {want}, there {found}" for key, want, found in pairs if want != found]
-        raise ValueError(
-            "\n".join([f"{path} is of another configuration; give another --out, or remove its folder:", *lines])
-        )
+        said = f"{path} is of another configuration; repeat its options, give another --out, or remove the folder:"
+        raise ValueError("\n".join([said, *lines]))
 
 
 def _shown(configuration: Mapping[str, Any], key: str) -> str:

@@ -18,8 +18,9 @@ Finished = tuple[int, Columns, float]
 class Engine(Protocol):
     """Where the items of a sweep are computed."""
 
-    device_type: str
-    """cpu or cuda: results of one are not mixed with results of the other."""
+    @property
+    def device_type(self) -> str:
+        """cpu or cuda: results of one are not mixed with results of the other."""
 
     def results(self, sweep: Sweep, items: Sequence[int]) -> Generator[Finished, None, None]:
         """The items in any order, as they finish. Closing it early stops the work and its processes."""

@@ -37,6 +37,9 @@ class Sweep(Protocol):
 
 
 def random_seed(seed: int, experiment: str, item: int) -> int:
-    """A seed of 63 bits that depends on these three only: not on the order of the items, nor on who computes them."""
+    """A seed of 63 bits that depends on these three only: not on the order of the items, nor on who computes them.
+
+    A generator may take fewer of them: torch's on a CPU takes the lowest 32.
+    """
     digest = hashlib.sha256(json.dumps([seed, experiment, item]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

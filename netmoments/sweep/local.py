@@ -32,9 +32,7 @@ class LocalEngine:
             )
         types = sorted({device.partition(":")[0] for device in devices})
         if len(types) > 1:
-            raise ValueError(
-                f"LocalEngine: devices of one type are needed, got {' and '.join(types)}"
-            )
+            raise ValueError(f"LocalEngine: devices of one type are needed, got {' and '.join(types)}")
         self.device_type = types[0]
         self._devices = tuple(devices)
 

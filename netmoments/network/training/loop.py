@@ -51,7 +51,7 @@ def train(
     on as if it had never stopped; the file is removed at the end. The same seed on the same device gives the same bits.
     """
     checkpoint = checkpoint_of(weights)
-    run = {"recipe": repr(_described(recipe)), "seed": str(seed), "images": str(len(training))}
+    run = training_facts(recipe, training, seed)
     with _reproducible(device):
         state = _fresh_state(recipe, seed, torch.device(device))
         if checkpoint.exists():
@@ -66,10 +66,16 @@ def train(
             state.save(checkpoint, run)
             on_epoch(epoch)
         kept = half_precision(state.average.state_dict())
-        facts = {"network": recipe.network, "data": recipe.data, "seed": str(seed), "torch": torch.__version__}
-        write_tensors(weights, kept, facts | {"device": _device_name(device)})
+        took = sum(epoch["seconds"] for epoch in state.history)
+        facts = {"network": recipe.network, "data": recipe.data, "torch": torch.__version__, "seconds": f"{took:.1f}"}
+        write_tensors(weights, kept, run | facts | {"device": _device_name(device)})
     checkpoint.unlink()
     return zoo.pretrained(recipe.network, weights)
+
+
+def training_facts(recipe: Recipe, training: data.LabelledImages, seed: int) -> dict[str, str]:
+    """What a run of training is told by; written into the checkpoint and the weights."""
+    return {"recipe": repr(_described(recipe)), "seed": str(seed), "images": str(len(training))}
 
 
 def checkpoint_of(weights: Path) -> Path:
