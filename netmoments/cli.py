@@ -18,6 +18,7 @@ app = App(
     name="netmoments",
     help="What a trained ReLU network does under Gaussian noise, computed instead of sampled.",
     version=__version__,
+    suppress_keyboard_interrupt=False,  # `main` says what becomes of the work
 )
 
 Positive = Annotated[int, Parameter(validator=validators.Number(gte=1))]

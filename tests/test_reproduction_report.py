@@ -130,7 +130,7 @@ def test_markdown_is_shown_as_it_was_meant(folder, provenance):
     assert "<script" not in text
     assert any(line.startswith("\\- not a list") for line in lines)
     assert lines[-1].startswith("`` netmoments reproduce `table-9` | tee `` · netmoments ")
-    assert lines[-1].endswith(f"seed 3 · {provenance.date} · {provenance.device} · 1 min 23 s")
+    assert lines[-1].endswith(f"seed 3 · {provenance.date} · {provenance.device} · 1 min 23 s of work")
     for line in lines[:-1]:
         if line.startswith("|"):
             assert len(re.findall(r"(?<!\\)\|", line)) in (3, 4, 5)

@@ -168,7 +168,7 @@ def test_items_that_are_not_to_do_are_refused(tmp_path, item):
 
 def test_another_configuration_is_refused(tmp_path):
     filled(tmp_path, Toy(), range(3))
-    with pytest.raises(ValueError, match="give another --out, or remove its folder") as caught:
+    with pytest.raises(ValueError, match="give another --out, or remove the folder") as caught:
         run_sweep(Toy(seed=2), tmp_path, HERE)
     assert str(tmp_path / "toy" / "_configuration.json") in str(caught.value)
     assert "seed: wanted 2, there 1" in str(caught.value)
