@@ -607,7 +607,7 @@ def test_places_are_searched_in_order(tmp_path, monkeypatch):
         tmp_path / "cache" / "netmoments",
         tmp_path / "cache" / "netmoments" / "mnist",
     ]
-    with pytest.raises(FileNotFoundError, match="there is no folder .*given to look for mnist in"):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*given to look for mnist in"):
         find("mnist", tmp_path / "given")
     (tmp_path / "given").mkdir()
     with pytest.raises(FileNotFoundError, match="netmoments download mnist") as caught:

@@ -248,7 +248,7 @@ def experiment_subjects() -> Subjects:
 def test_experiments_repeat_bit_for_bit(kind):
     subjects = experiment_subjects()
     sweep = {
-        "sampled": lambda: MonteCarloSweep("monte-carlo", subjects, 500, 3),
+        "sampled": lambda: MonteCarloSweep("monte-carlo", subjects, 3, samples=500),
         "computed": lambda: TightnessSweep("tightness", subjects, 3),
         "points": lambda: PointsSweep(
             "points", subjects, [Bank(2, False, subjects.images[:2], torch.tensor([0, 1, 1]))], 3

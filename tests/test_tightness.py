@@ -79,7 +79,7 @@ class TestSampled:
 
     def test_results_do_not_depend_on_the_blocks(self, subjects):
         def columns(block):
-            sweep = MonteCarloSweep("monte-carlo", subjects, 50, block)
+            sweep = MonteCarloSweep("monte-carlo", subjects, block, samples=50)
             work = sweep.prepare("cpu")
             parts = [work(item) for item in range(len(sweep.counts))]
             return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -89,7 +89,7 @@ class TestSampled:
             np.testing.assert_array_equal(one[name], three[name])
 
     def test_another_name_is_an_independent_run(self, subjects):
-        first, again = (MonteCarloSweep(name, subjects, 50, 8).prepare("cpu")(0) for name in ("one", "two"))
+        first, again = (MonteCarloSweep(name, subjects, 8, samples=50).prepare("cpu")(0) for name in ("one", "two"))
         assert not np.array_equal(first["mean"], again["mean"])
 
     def test_each_image_has_a_covariance_of_its_own_that_follows_its_number(self, subjects):
@@ -141,7 +141,7 @@ class TestComputed:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda on: MonteCarloSweep("monte-carlo", on, 400, 2), lambda on: TightnessSweep("t", on, 2)]
+    "make", [lambda on: MonteCarloSweep("monte-carlo", on, 2, samples=400), lambda on: TightnessSweep("t", on, 2)]
 )
 def test_a_ray_cluster_gives_the_same_bits(subjects, tmp_path, two_workers, make):
     threads = torch.get_num_threads()

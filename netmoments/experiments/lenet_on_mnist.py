@@ -54,7 +54,7 @@ def sampled_again(settings: Settings, on: Subjects, name: str = "monte-carlo-aga
 
 def _sampled(settings: Settings, on: Subjects, places: Tensor, name: str) -> Sampled:
     chosen = Subjects(on.network, on.images[places], on.numbers[places], on.seed)
-    found = settings.run(MonteCarloSweep(name, chosen, settings.samples, block(settings)))
+    found = settings.run(MonteCarloSweep(name, chosen, block(settings), settings.samples))
     mean, variance = (cube(found.columns, column, chosen.numbers) for column in ("mean", "variance"))
     return Sampled(places.numpy(), mean, variance, found.seconds)
 

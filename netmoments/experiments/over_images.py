@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -66,6 +67,29 @@ def same_bits() -> Iterator[None]:
         yield
     finally:
         cudnn.deterministic, cudnn.benchmark = before
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksOfImages(ABC):
+    """A sweep whose items are blocks of the subjects' images."""
+
+    name: str
+    subjects: Subjects
+    block: int
+    unit: ClassVar[str] = "images"
+
+    @property
+    def counts(self) -> Sequence[int]:
+        return [len(part) for part in blocks(len(self.subjects.images), self.block)]
+
+    def prepare(self, device: str) -> Callable[[int], Columns]:
+        subjects = self.subjects.on(device)
+        parts = blocks(len(subjects.images), self.block)
+        return lambda item: self.rows_of(subjects, parts[item])
+
+    @abstractmethod
+    def rows_of(self, subjects: Subjects, places: range) -> Columns:
+        """The rows of some images; the subjects are on the device."""
 
 
 def blocks(count: int, size: int) -> list[range]:

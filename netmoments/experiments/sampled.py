@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from netmoments.experiments.over_images import SIGMAS, Subjects, blocks, rows, same_bits
+from netmoments.experiments.over_images import SIGMAS, BlocksOfImages, Subjects, rows, same_bits
 from netmoments.precision import full_precision
 from netmoments.sweep import Columns
 
@@ -18,40 +17,25 @@ CHUNK = {"cpu": 334, "cuda": 10_000}
 
 
 @dataclass(frozen=True, eq=False)
-class MonteCarloSweep:
-    """Rows: image, sigma, logit, mean, variance."""
+class MonteCarloSweep(BlocksOfImages):
+    """Rows: image, sigma, logit, mean, variance. Samples derive from the name too: another one, an independent run."""
 
-    name: str
-    """Also what its samples derive from: another name, an independent run."""
-    subjects: Subjects
     samples: int
-    block: int
-    unit: str = "images"
 
     @property
     def configuration(self) -> dict[str, Any]:
         return {**self.subjects.description(), "samples": self.samples, "block": self.block}
 
-    @property
-    def counts(self) -> Sequence[int]:
-        return [len(part) for part in blocks(len(self.subjects.images), self.block)]
-
-    def prepare(self, device: str) -> Callable[[int], Columns]:
-        subjects = self.subjects.on(device)
-        parts = blocks(len(subjects.images), self.block)
-
-        def work(item: int) -> Columns:
-            found = [self._image(subjects, place) for place in parts[item]]
-            mean, variance = (torch.stack(values) for values in zip(*found, strict=True))
-            return rows(subjects.numbers[parts[item]].tolist(), {"mean": mean, "variance": variance})
-
-        return work
-
-    def _image(self, subjects: Subjects, place: int) -> tuple[Tensor, Tensor]:
-        generator = subjects.generator(self.name, place)
-        return sampled_moments(
-            subjects.network, subjects.images[place], subjects.factor(place), self.samples, generator
-        )
+    def rows_of(self, subjects: Subjects, places: range) -> Columns:
+        found = [
+            sampled_moments(
+                subjects.network, subjects.images[place], subjects.factor(place), self.samples,
+                subjects.generator(self.name, place),
+            )
+            for place in places
+        ]  # fmt: skip
+        mean, variance = (torch.stack(values) for values in zip(*found, strict=True))
+        return rows(subjects.numbers[places.start : places.stop].tolist(), {"mean": mean, "variance": variance})
 
 
 @torch.no_grad()

@@ -113,7 +113,9 @@ def _by_logit(errors: Mapping[str, Errors], floor: Mapping[str, Errors]) -> Pane
             paper = [_pair(*published) for published in TABLE_2[sigma, str(logit)]]
             shown = [_pair(errors[name].mean(level, logit), errors[name].spread(level, logit)) for name in ours]
             again = f"{floor['variance'].mean(level, logit) / 2**0.5:.3f}"
-            rows.append((f"{sigma},\u00a0g{logit}", paper[0], shown[0], paper[1], *shown[1:3], paper[2], *shown[3:], again))
+            rows.append(
+                (f"{sigma},\u00a0g{logit}", paper[0], shown[0], paper[1], *shown[1:3], paper[2], *shown[3:], again)
+            )
     headings = (
         "σ, logit", "mean: paper", "mean", "old: paper", "old: Theorem 2", "old: as run", "new: paper",
         "new: 5 terms, as run", "new: exact", "delta method", "sampling's floor",

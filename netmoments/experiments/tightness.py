@@ -11,7 +11,7 @@ from torch import Tensor
 
 from netmoments import paper
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.experiments.over_images import SIGMAS, Subjects, blocks, rows, same_bits
+from netmoments.experiments.over_images import SIGMAS, BlocksOfImages, Subjects, rows, same_bits
 from netmoments.gaussian import Gaussian, LowRank
 from netmoments.linearize.two_stage import two_stage
 from netmoments.precision import matmul
@@ -23,37 +23,22 @@ TERMS = 5
 
 
 @dataclass(frozen=True, eq=False)
-class TightnessSweep:
+class TightnessSweep(BlocksOfImages):
     """The two-stage linearization at each image itself. Rows: image, sigma, logit, and the values of `moments_at`."""
 
-    name: str
-    subjects: Subjects
-    block: int
     layer: int = -1
-    unit: str = "images"
 
     @property
     def configuration(self) -> dict[str, Any]:
         return {**self.subjects.description(), "block": self.block, "layer": self.layer, "terms": TERMS}
 
-    @property
-    def counts(self) -> Sequence[int]:
-        return [len(part) for part in blocks(len(self.subjects.images), self.block)]
-
-    def prepare(self, device: str) -> Callable[[int], Columns]:
-        subjects = self.subjects.on(device)
-        parts = blocks(len(subjects.images), self.block)
-
-        def work(item: int) -> Columns:
-            part = parts[item]
-            images = subjects.images[part.start : part.stop]
-            factors = torch.stack([subjects.factor(place) for place in part])
-            with same_bits():
-                network = two_stage(subjects.network, images, self.layer)
-            values = moments_at(network, images, factors) | delta_method(network, images, factors)
-            return rows(subjects.numbers[part.start : part.stop].tolist(), values)
-
-        return work
+    def rows_of(self, subjects: Subjects, places: range) -> Columns:
+        images = subjects.images[places.start : places.stop]
+        factors = torch.stack([subjects.factor(place) for place in places])
+        with same_bits():
+            network = two_stage(subjects.network, images, self.layer)
+        values = moments_at(network, images, factors) | delta_method(network, images, factors)
+        return rows(subjects.numbers[places.start : places.stop].tolist(), values)
 
 
 @torch.no_grad()
