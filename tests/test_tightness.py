@@ -17,12 +17,14 @@ from netmoments.experiments.errors import Errors
 from netmoments.experiments.outcome import Outcome
 from netmoments.experiments.over_images import SIGMAS, Subjects, blocks, cube, rows
 from netmoments.experiments.points import Bank, PointsSweep, pieces, round_robin
+from netmoments.experiments.runs import Machine, machines
 from netmoments.experiments.sampled import MonteCarloSweep, sampled_moments
 from netmoments.experiments.settings import Settings
 from netmoments.experiments.tightness import TightnessSweep, delta_method, moments_at
 from netmoments.gaussian import Gaussian, LowRank
 from netmoments.network.training import training_facts
-from netmoments.sweep import LocalEngine, RayEngine, run_sweep
+from netmoments.report.provenance import Provenance
+from netmoments.sweep import LocalEngine, RayEngine, Unfinished, run_sweep
 from tests.closeness import assert_close
 
 
@@ -313,6 +315,29 @@ class TestTables:
             ValueError, match=r"the-papers-recipe-1\.safetensors was trained otherwise \(recipe: wanted"
         ):
             seeds.reproduce(replace(settings, images=2, samples=10))
+
+
+class TestRuns:
+    def test_a_run_that_computes_says_on_what(self, subjects, tmp_path):
+        settings = Settings(tmp_path, LocalEngine(["cpu"]), torch.device("cpu"))
+        sweep = MonteCarloSweep("monte-carlo", subjects, 4, samples=10)
+        settings.run(sweep)
+        settings.run(sweep)  # nothing was left to do
+        assert settings.used == ["monte-carlo", "monte-carlo"]
+        path = tmp_path / "monte-carlo" / "_runs.jsonl"
+        assert len(path.read_text().splitlines()) == 1
+        here = Machine.here(torch.device("cpu"))
+        assert machines(tmp_path, settings.used) == [here]
+        path.write_text(path.read_text() + '{"date": "x", "device": "NVIDIA H200", "torch": "2.11.0"}\n{"date": "20')
+        assert machines(tmp_path, settings.used) == [here, Machine("NVIDIA H200", "2.11.0")]
+        provenance = Provenance.of_this_run(torch.device("cpu"), 0, "x", machines(tmp_path, settings.used))
+        assert provenance.device == f"{here.device} and NVIDIA H200"
+
+    def test_time_is_asked_for_before_other_long_work(self, tmp_path):
+        settings = Settings(tmp_path, LocalEngine(["cpu"]), torch.device("cpu"), deadline=0.0)
+        with pytest.raises(Unfinished, match="training: 2 of 6 networks done"):
+            settings.require_time("training", 2, 6, "networks")
+        replace(settings, deadline=None).require_time("training", 2, 6, "networks")
 
 
 def test_nothing_is_written_outside_the_output_folder(settings):
