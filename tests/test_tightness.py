@@ -268,6 +268,13 @@ class TestTables:
         for drawing in (*two.drawings, *three.drawings):
             assert drawing.draw().axes
 
+    def test_all_folders_of_another_run_are_named_before_anything_is_computed(self, settings):
+        table_3.reproduce(settings)
+        with pytest.raises(ValueError, match="seed: wanted 5, there 0") as caught:
+            table_2.reproduce(replace(settings, seed=5))
+        for folder in ("monte-carlo", "tightness"):
+            assert str(settings.out / folder / "_configuration.json") in str(caught.value)
+
     def test_the_papers_own_order_is_as_it_says(self):
         """The questions asked of our Table 4, asked of the published one: the mean and the new variance fall with k."""
         answers = {(what.split(",")[0], question): [] for what, question, _ in table_4.published_orderings()}

@@ -18,12 +18,26 @@ from netmoments.experiments.tightness import TightnessSweep
 BLOCK = {"cpu": 1, "cuda": 25}
 """Images that make one item: a second of work or more."""
 LEAST_AGAIN = 5
+SAMPLED, SAMPLED_AGAIN, COMPUTED = "monte-carlo", "monte-carlo-again", "tightness"
+"""The folders of the sweeps."""
 
 
 def subjects(settings: Settings) -> Subjects:
     """The network and the images that the settings ask for."""
     numbers, images = chosen_images(settings)
     return Subjects(chosen_network(settings), images, numbers, settings.seed)
+
+
+def shared_subjects(settings: Settings) -> Subjects:
+    """The same for the tables that share their sweeps, of which all that are in the folder must be theirs."""
+    on = subjects(settings)
+    everywhere, few = torch.arange(len(on.images)), _every_tenth(on)
+    settings.check(
+        _sampling(settings, on, everywhere, SAMPLED),
+        _sampling(settings, on, few, SAMPLED_AGAIN),
+        TightnessSweep(COMPUTED, on, block(settings)),
+    )
+    return on
 
 
 def block(settings: Settings) -> int:
@@ -41,21 +55,29 @@ class Sampled:
     seconds: float
 
 
-def sampled(settings: Settings, on: Subjects, name: str = "monte-carlo") -> Sampled:
+def sampled(settings: Settings, on: Subjects, name: str = SAMPLED) -> Sampled:
     """Monte Carlo for every image, once for all tables."""
     return _sampled(settings, on, torch.arange(len(on.images)), name)
 
 
-def sampled_again(settings: Settings, on: Subjects, name: str = "monte-carlo-again") -> Sampled:
+def sampled_again(settings: Settings, on: Subjects, name: str = SAMPLED_AGAIN) -> Sampled:
     """A second, independent run on every tenth image: how far sampling is from itself."""
+    return _sampled(settings, on, _every_tenth(on), name)
+
+
+def _every_tenth(on: Subjects) -> Tensor:
     count = min(len(on.images), max(LEAST_AGAIN, len(on.images) // 10))
-    return _sampled(settings, on, (torch.arange(count) * len(on.images)) // count, name)
+    return (torch.arange(count) * len(on.images)) // count
+
+
+def _sampling(settings: Settings, on: Subjects, places: Tensor, name: str) -> MonteCarloSweep:
+    chosen = Subjects(on.network, on.images[places], on.numbers[places], on.seed)
+    return MonteCarloSweep(name, chosen, block(settings), settings.samples)
 
 
 def _sampled(settings: Settings, on: Subjects, places: Tensor, name: str) -> Sampled:
-    chosen = Subjects(on.network, on.images[places], on.numbers[places], on.seed)
-    found = settings.run(MonteCarloSweep(name, chosen, block(settings), settings.samples))
-    mean, variance = (cube(found.columns, column, chosen.numbers) for column in ("mean", "variance"))
+    found = settings.run(_sampling(settings, on, places, name))
+    mean, variance = (cube(found.columns, column, on.numbers[places]) for column in ("mean", "variance"))
     return Sampled(places.numpy(), mean, variance, found.seconds)
 
 
@@ -72,7 +94,7 @@ VARIANCES = ("variance", "series", "theorem_2", "authors_old", "delta_variance")
 MEANS = ("mean", "delta_mean")
 
 
-def tightness(settings: Settings, on: Subjects, against: Sampled, name: str = "tightness") -> Tightness:
+def tightness(settings: Settings, on: Subjects, against: Sampled, name: str = COMPUTED) -> Tightness:
     """Two-stage linearization at each image, l = 3, and everything the tables compare."""
     found = settings.run(TightnessSweep(name, on, block(settings)))
     values = {column: cube(found.columns, column, on.numbers) for column in (*MEANS, *VARIANCES)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from netmoments.experiments.runs import Machine, Recorded
-from netmoments.sweep import Engine, Results, Sweep, Unfinished, run_sweep
+from netmoments.sweep import Engine, Results, Sweep, Unfinished, require_same, run_sweep
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,10 @@ class Settings:
         self.used.append(sweep.name)
         engine = Recorded(self.engine, self.out, Machine.here(self.device))
         return run_sweep(sweep, self.out, engine, seconds=left)
+
+    def check(self, *sweeps: Sweep) -> None:
+        """That what is in the output folder of these sweeps is of this configuration, before anything is computed."""
+        require_same(self.out, sweeps, self.engine.device_type)
 
     def require_time(self, name: str, done: int, total: int, unit: str) -> None:
         """Before other long work than a sweep's: that the time is not over."""

@@ -32,7 +32,7 @@ NAMES = {
 
 
 def reproduce(settings: Settings) -> Outcome:
-    on = lenet_on_mnist.subjects(settings)
+    on = lenet_on_mnist.shared_subjects(settings)
     first = lenet_on_mnist.sampled(settings, on)
     again = lenet_on_mnist.sampled_again(settings, on)
     found = lenet_on_mnist.tightness(settings, on, first)

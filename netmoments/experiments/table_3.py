@@ -23,7 +23,7 @@ QUANTILES = (0.05, 0.5, 0.95)
 
 
 def reproduce(settings: Settings) -> Outcome:
-    on = lenet_on_mnist.subjects(settings)
+    on = lenet_on_mnist.shared_subjects(settings)
     sampled = lenet_on_mnist.sampled(settings, on)
     found = lenet_on_mnist.tightness(settings, on, sampled)
     return Outcome(

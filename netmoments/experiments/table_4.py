@@ -45,7 +45,7 @@ Found = dict[Points, dict[str, Errors]]
 
 
 def reproduce(settings: Settings) -> Outcome:
-    on = lenet_on_mnist.subjects(settings)
+    on = lenet_on_mnist.shared_subjects(settings)
     sampled = lenet_on_mnist.sampled(settings, on)
     at_images = lenet_on_mnist.tightness(settings, on, sampled)
     everything = data.load("mnist", data_dir=settings.data_dir)

@@ -1,5 +1,6 @@
 """Sweeps over datasets as numbered items of work: computed anywhere in any order, kept on the disk, resumed."""
 
+from netmoments.sweep.configuration import require_same
 from netmoments.sweep.engine import Engine
 from netmoments.sweep.item import Columns, Sweep, random_seed
 from netmoments.sweep.local import LocalEngine
@@ -17,5 +18,6 @@ __all__ = [
     "Sweep",
     "Unfinished",
     "random_seed",
+    "require_same",
     "run_sweep",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,20 @@ def settle(folder: Path, configuration: Mapping[str, Any], has_results: bool) ->
         raise ValueError(f"{folder} has results but no {FILE} that says of what; give another --out, or remove it")
     else:
         write_text_whole(path, json.dumps(configuration, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def require_same(out: Path, sweeps: Iterable[Sweep], device_type: str) -> None:
+    """That the folders there are of these sweeps belong to them: said of all at once, before any is computed."""
+    problems = []
+    for sweep in sweeps:
+        path = out / sweep.name / FILE
+        if path.exists():
+            try:
+                _compare(path, full_configuration(sweep, device_type))
+            except ValueError as error:
+                problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def _compare(path: Path, wanted: Mapping[str, Any]) -> None:
