@@ -13,7 +13,7 @@ from netmoments.experiments.outcome import Comparison, Outcome, Panel
 from netmoments.experiments.over_images import SIGMAS
 from netmoments.experiments.published import TABLE_2
 from netmoments.experiments.settings import Settings
-from netmoments.network.training import RECIPES, Recipe, accuracy, train, training_facts
+from netmoments.network.training import RECIPES, Epoch, Recipe, accuracy, train, training_facts
 from netmoments.network.weights import read_tensors
 from netmoments.sweep.watch import Watch
 
@@ -115,10 +115,14 @@ def _train_once(settings: Settings, recipe: Recipe, seed: int, weights: Path) ->
     wanted = training_facts(recipe, training, seed)
     if not weights.exists():
         with Watch(f"training {weights.stem}", "epochs", recipe.epochs, 0) as watch:
-            train(
-                recipe, training, held_out, weights=weights, seed=seed, device=settings.here,
-                on_epoch=lambda epoch: watch.advance(1),
-            )  # fmt: skip
+            done = 0
+
+            def advance(epoch: Epoch) -> None:
+                nonlocal done
+                watch.advance(epoch.number - done)
+                done = epoch.number
+
+            train(recipe, training, held_out, weights=weights, seed=seed, device=settings.here, on_epoch=advance)
     there = read_tensors(weights)[1]
     others = [
         f"{key}: wanted {value}, there {there.get(key)}" for key, value in wanted.items() if there.get(key) != value
