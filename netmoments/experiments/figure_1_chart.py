@@ -92,7 +92,7 @@ def draw_anatomy(anatomy: Anatomy) -> Figure:
     halfway = (TOP + BOTTOM + HEIGHT) / 2
     for part, word in ((first, "linearize at x"), (middle, "kept"), (last, "linearize at x")):
         _arrow(axes, (part.middle, TOP - 1.6), (part.middle, BOTTOM + HEIGHT + 0.6), dashed=True)
-        _text(axes, part.middle + 1, halfway, word, italic=True, side="left")
+        _text(axes, part.middle + 1, halfway, word, style="italic", side="left")
     return figure
 
 
@@ -102,7 +102,14 @@ def _network_row(
     source, first, middle, last, target = spans
     kept = anatomy.relus[anatomy.kept]
     centre = TOP + HEIGHT / 2
-    _text(axes, source.left, TOP + HEIGHT + 7, f"{anatomy.model}: {_relus(len(anatomy.relus))}", bold=True, side="left")
+    _text(
+        axes,
+        source.left,
+        TOP + HEIGHT + 7,
+        f"{anatomy.model}: {_relus(len(anatomy.relus))}",
+        weight="bold",
+        side="left",
+    )
     _text(axes, target.right, TOP + HEIGHT + 7, "grey bars: affine layers, pooling", colour=GREY, side="right")
     _box(axes, source, TOP, ("input x", _shape(anatomy.shape), f"n = {anatomy.inputs:,}"))
     for part, shown, name, inside in (
@@ -114,7 +121,7 @@ def _network_row(
         _chain(axes, anatomy, part, shown)
     lines = (*_name(kept.name), _shape(kept.shape), f"q = {kept.size:,}")
     _box(axes, middle, TOP, lines, headings=len(lines) - 2, face=WASH[ORANGE], edge=ORANGE)
-    _text(axes, middle.middle, TOP + HEIGHT + 3.2, rf"ReLU, $l = {anatomy.kept + 1}$", colour=ORANGE, bold=True)
+    _text(axes, middle.middle, TOP + HEIGHT + 3.2, rf"ReLU, $l = {anatomy.kept + 1}$", colour=ORANGE, weight="bold")
     _box(axes, target, TOP, ("scores", f"d = {anatomy.outputs:,}"))
     for left, right in pairwise(spans):
         _arrow(axes, (left.right, centre), (right.left, centre))
@@ -218,13 +225,8 @@ def _box(
         )
     )  # fmt: skip
     for place, line in enumerate(lines):
-        _text(
-            axes,
-            span.middle,
-            bottom + height * (1 - (place + 0.5 + 0.25) / (len(lines) + 0.5)),
-            line,
-            bold=place < headings,
-        )
+        height_of_line = bottom + height * (1 - (place + 0.5 + 0.25) / (len(lines) + 0.5))
+        _text(axes, span.middle, height_of_line, line, weight="bold" if place < headings else "normal")
 
 
 def _arrow(
@@ -240,11 +242,5 @@ def _arrow(
     )  # fmt: skip
 
 
-def _text(
-    axes: Axes, x: float, y: float, text: str, *, bold: bool = False, italic: bool = False, colour: str = INK,
-    side: str = "center",
-) -> None:  # fmt: skip
-    axes.text(
-        x, y, text, ha=side, va="center", fontsize=SMALL - 0.5, color=colour,
-        weight="bold" if bold else "normal", style="italic" if italic else "normal",
-    )  # fmt: skip
+def _text(axes: Axes, x: float, y: float, text: str, side: str = "center", colour: str = INK, **font: str) -> None:
+    axes.text(x, y, text, ha=side, va="center", fontsize=SMALL - 0.5, color=colour, **font)  # type: ignore[arg-type]
