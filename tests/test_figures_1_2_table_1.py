@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Generator, nn
 
+import netmoments as nm
 from netmoments.experiments import figure_1, figure_2, published, table_1
 from netmoments.experiments.figure_1 import anatomy_of, input_shape, network_to_draw
 from netmoments.experiments.figure_1_chart import Anatomy, draw_anatomy, shown_relus
@@ -209,9 +210,9 @@ def test_without_noise_there_is_no_difference(subjects):
 
 
 def test_results_do_not_depend_on_the_blocks(subjects):
-    whole = LinearizationErrorSweep(subjects, block=7)
-    parts = LinearizationErrorSweep(subjects, block=3)
-    assert parts.counts == (3, 3, 1)
+    whole = LinearizationErrorSweep("layers", subjects, 7)
+    parts = LinearizationErrorSweep("layers", subjects, 3)
+    assert list(parts.counts) == [3, 3, 1]
     assert whole.configuration != parts.configuration
     together = whole.prepare("cpu")(0)
     found = [parts.prepare("cpu")(item) for item in (2, 0, 1)]
@@ -372,3 +373,16 @@ def test_figure_1_of_a_network_of_the_users(tmp_path):
     torch.export.save(torch.export.export(net, (torch.zeros(1, 5),)), tmp_path / "mine.pt2")
     outcome = figure_1.reproduce(settings_for(tmp_path, model=str(tmp_path / "mine.pt2")))
     assert (outcome.numbers["inputs"], outcome.numbers["outputs"], outcome.numbers["model"]) == (5, 2, "mine")
+
+
+def test_the_error_grows_linearly_because_flat_pixels_tie_in_the_pools(data_dir, mnist):
+    """docs/experiments.md: on MNIST the error of Table 1 grows about linearly, on the same images with texture not."""
+    images = nm.data.load("mnist", data_dir=data_dir).images[::1000]
+    texture = 0.3 * torch.rand(images.shape, generator=torch.Generator().manual_seed(0))
+    network = nm.zoo.pretrained("lenet")
+    powers = []
+    for shown in (images, (0.7 * images + texture).clamp(0, 1)):
+        columns = differences(network, shown, torch.arange(len(shown)), seed=0)
+        powers.append(table_1.growth(table_1.table_of(columns, Reading("gaussian", "clean"), "logits")))
+    assert 0.9 < powers[0] < 1.1
+    assert powers[1] > 1.3

@@ -253,7 +253,7 @@ def test_experiments_repeat_bit_for_bit(kind):
         "points": lambda: PointsSweep(
             "points", subjects, [Bank(2, False, subjects.images[:2], torch.tensor([0, 1, 1]))], 3
         ),
-        "layers": lambda: LinearizationErrorSweep(subjects, 3),
+        "layers": lambda: LinearizationErrorSweep("layers", subjects, 3),
     }[kind]()
     first, again = (sweep.prepare("cuda")(0) for _ in range(2))
     for name in first:

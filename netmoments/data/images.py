@@ -104,6 +104,11 @@ def _require_labels(labels: Tensor, count: int, classes: tuple[str, ...]) -> Non
         raise ValueError(f"LabelledImages: labels must be below {len(classes)}, the number of classes, got {high}")
 
 
+def evenly_spread(total: int, count: int) -> Tensor:
+    """`count` of the numbers from 0 to total − 1, in order, as far apart as can be."""
+    return torch.arange(count) * total // count
+
+
 def _indices(count: int, selection: Selection) -> Tensor:
     if isinstance(selection, slice):
         return torch.tensor(range(count)[selection], dtype=torch.int64)

@@ -6,11 +6,11 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from netmoments import data
 from netmoments.data import LabelledImages
+from netmoments.data.images import evenly_spread
 from netmoments.network import zoo
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def spread_over_test(count: int, data_dir: Path | None) -> tuple[Tensor, Labelle
     everything = data.load("mnist", data_dir=data_dir)
     if not 2 <= count <= len(everything):
         raise ValueError(f"images: from 2 to {len(everything)}, which is what MNIST's test set has here, got {count}")
-    indices = torch.arange(count) * len(everything) // count
+    indices = evenly_spread(len(everything), count)
     return indices, everything.take(indices)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from netmoments.data.images import evenly_spread
 from netmoments.experiments.errors import Errors
 from netmoments.experiments.images import chosen_images, chosen_network
 from netmoments.experiments.over_images import Subjects, cube
@@ -67,7 +68,7 @@ def sampled_again(settings: Settings, on: Subjects, name: str = SAMPLED_AGAIN) -
 
 def _every_tenth(on: Subjects) -> Tensor:
     count = min(len(on.images), max(LEAST_AGAIN, len(on.images) // 10))
-    return (torch.arange(count) * len(on.images)) // count
+    return evenly_spread(len(on.images), count)
 
 
 def _sampling(settings: Settings, on: Subjects, places: Tensor, name: str) -> MonteCarloSweep:

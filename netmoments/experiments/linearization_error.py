@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from netmoments.experiments.over_images import Subjects, blocks, same_bits
+from netmoments.experiments.over_images import BlocksOfImages, Subjects, same_bits
 from netmoments.experiments.published import TABLE_1_NOISE
 from netmoments.linearize.value import two_stage_value
 from netmoments.precision import full_precision
@@ -38,13 +38,8 @@ READINGS = tuple(Reading(law, at) for law in ("gaussian", "uniform") for at in (
 
 
 @dataclass(frozen=True, eq=False)
-class LinearizationErrorSweep:
-    """Every reading at every ReLU and noise level, `block` images an item."""
-
-    subjects: Subjects
-    block: int = BLOCK
-    name: str = "layers"
-    unit: str = "images"
+class LinearizationErrorSweep(BlocksOfImages):
+    """Every reading at every ReLU and noise level: the rows of `differences`."""
 
     @property
     def configuration(self) -> Mapping[str, Any]:
@@ -56,20 +51,10 @@ class LinearizationErrorSweep:
             "readings": [list(reading) for reading in READINGS],
         }
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        return tuple(len(part) for part in blocks(len(self.subjects.images), self.block))
-
-    def prepare(self, device: str) -> Callable[[int], Columns]:
-        on = self.subjects.on(device)
-        parts = blocks(len(on.images), self.block)
-
-        def compute(item: int) -> Columns:
-            part = slice(parts[item].start, parts[item].stop)
-            with same_bits():
-                return differences(on.network, on.images[part], on.numbers[part], on.seed)
-
-        return compute
+    def rows_of(self, subjects: Subjects, places: range) -> Columns:
+        part = slice(places.start, places.stop)
+        with same_bits():
+            return differences(subjects.network, subjects.images[part], subjects.numbers[part], subjects.seed)
 
 
 def differences(

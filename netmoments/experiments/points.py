@@ -16,7 +16,7 @@ from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.experiments.images import digest_of
 from netmoments.experiments.over_images import Subjects, rows, same_bits
 from netmoments.experiments.tightness import core_moments_at
-from netmoments.linearize.clusters import k_means_centres, members_farthest_from
+from netmoments.linearize.clusters import k_means_centres, members_farthest_from, nearest
 from netmoments.linearize.two_stage import two_stage
 from netmoments.network.weights import read_tensors, write_tensors
 from netmoments.sweep import Columns
@@ -51,7 +51,7 @@ def banks(images: Tensor, labels: Tensor, studied: Tensor, seed: int, cache: Pat
     kept = _centres(images, labels, seed, cache)
     for count in COUNTS:
         centres = kept[str(count)]
-        cluster = _nearest(studied, centres)
+        cluster, _ = nearest(studied.flatten(1), centres.flatten(1))
         made.append(Bank(count, False, centres, cluster))
         if count in FARTHEST:
             made.append(Bank(count, True, members_farthest_from(centres, images), cluster))
@@ -84,12 +84,6 @@ def _centres(images: Tensor, labels: Tensor, seed: int, cache: Path) -> dict[str
             watch.advance(count)
     write_tensors(cache, made, facts)
     return made
-
-
-def _nearest(images: Tensor, centres: Tensor) -> Tensor:
-    flat = centres.flatten(1).double()
-    parts = [torch.cdist(part.flatten(1).double(), flat).argmin(1) for part in images.split(1000)]
-    return torch.cat(parts)
 
 
 class Piece(NamedTuple):

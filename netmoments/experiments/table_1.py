@@ -10,6 +10,7 @@ import numpy as np
 
 from netmoments.experiments.lenet_on_mnist import subjects
 from netmoments.experiments.linearization_error import (
+    BLOCK,
     LAYERS,
     LEVELS,
     NAME,
@@ -40,7 +41,7 @@ PRINTED: Table = {layer: [(value, 0.0) for value in TABLE_1[layer]] for layer in
 
 
 def reproduce(settings: Settings) -> Outcome:
-    results = settings.run(LinearizationErrorSweep(subjects(settings)))
+    results = settings.run(LinearizationErrorSweep("layers", subjects(settings), BLOCK))
     tables = {
         (reading, scores): table_of(results.columns, reading, scores) for reading in READINGS for scores in SCORES
     }

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_float_tensor, require_float_tensors
-from netmoments.linearize.clusters import k_means_centres, members_farthest_from
+from netmoments.linearize.clusters import k_means_centres, members_farthest_from, nearest
 from netmoments.linearize.two_stage import CALLER, points_of, two_stage
 from netmoments.network.cut import find_relu
 from netmoments.network.inspection import as_network, inspect
@@ -99,8 +98,7 @@ class LinearizationBank:
             )
         batch = inputs.shape[: inputs.dim() - len(event)]
         flat = inputs.detach().reshape(-1, event.numel())
-        found = [_nearest(part, self.points.flatten(1)) for part in flat.split(4096)]
-        index, distance = (torch.cat(parts) for parts in zip(*found, strict=True))
+        index, distance = nearest(flat, self.points.flatten(1))
         return index.reshape(batch), distance.reshape(batch)
 
     def member(self, number: int) -> AffineReluAffine:
@@ -126,10 +124,3 @@ class LinearizationBank:
             raise ValueError(f"{path} is not a linearization bank (format {facts.get('format')!r}, wanted {FORMAT!r})")
         networks = AffineReluAffine(tensors["A"], tensors["c1"], tensors["B"], tensors["c2"], tensors.get("D"))
         return cls(tensors["points"], networks, json.loads(facts["relu"]))
-
-
-def _nearest(inputs: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
-    """The exact distance to the point that is nearest by |x|² − 2x·p + |p|², in float64."""
-    inputs, points = inputs.double(), points.double()
-    index = (points.square().sum(1) - 2 * inputs @ points.T).argmin(1)
-    return index, (inputs - points[index]).norm(dim=1)

@@ -9,6 +9,7 @@ from torch import nn
 
 from netmoments import data as datasets
 from netmoments.data import LabelledImages
+from netmoments.data.images import evenly_spread
 from netmoments.network import zoo
 from netmoments.network.training import correct
 from netmoments.sweep import Engine, LocalEngine, RayEngine
@@ -57,7 +58,7 @@ def spread(images: LabelledImages, count: int) -> LabelledImages:
     """At most `count` images, evenly spread."""
     if len(images) <= count:
         return images
-    return images.take((torch.arange(count) * len(images)) // count)
+    return images.take(evenly_spread(len(images), count))
 
 
 def layer_named(text: str) -> int | str:
