@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from netmoments import data, paper
+    from netmoments import attacks, data, paper
     from netmoments.affine_relu_affine import AffineReluAffine
+    from netmoments.attacks.expected_logits import ExpectedLogits
     from netmoments.gaussian import Dense, Diagonal, Gaussian, Isotropic, LowRank
     from netmoments.linearize.bank import LinearizationBank
     from netmoments.linearize.maps import two_stage_maps
@@ -29,6 +30,7 @@ _HOME = {
     "AffineReluAffine": "netmoments.affine_relu_affine",
     "Dense": "netmoments.gaussian",
     "Diagonal": "netmoments.gaussian",
+    "ExpectedLogits": "netmoments.attacks.expected_logits",
     "Gaussian": "netmoments.gaussian",
     "Isotropic": "netmoments.gaussian",
     "LinearizationBank": "netmoments.linearize.bank",
@@ -47,18 +49,25 @@ _HOME = {
     "two_stage": "netmoments.linearize.two_stage",
     "two_stage_maps": "netmoments.linearize.maps",
 }
-_ROOMS = {"data": "netmoments.data", "paper": "netmoments.paper", "zoo": "netmoments.network.zoo"}
+_ROOMS = {
+    "attacks": "netmoments.attacks",
+    "data": "netmoments.data",
+    "paper": "netmoments.paper",
+    "zoo": "netmoments.network.zoo",
+}
 
 __all__ = [
     "AffineReluAffine",
     "Dense",
     "Diagonal",
+    "ExpectedLogits",
     "Gaussian",
     "Isotropic",
     "LinearizationBank",
     "LowRank",
     "OutputMoments",
     "SampledMoments",
+    "attacks",
     "data",
     "load_network",
     "monte_carlo",

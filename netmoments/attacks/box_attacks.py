@@ -1,0 +1,207 @@
+"""Attacks within a box, which take the margin as far down as they can: every pixel, or a few of them.
+
+The paper's opt1 and opt2: least margin of the expected scores over |μ| ≤ β and 0 < σ² ≤ 2 (grey levels).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from netmoments.attacks.attack import Attack, Solved, places_of
+from netmoments.attacks.box_descent import Box, Corner, descend_in_box
+from netmoments.attacks.judge import Success, noisy_margins
+from netmoments.attacks.network_margins import NetworkMargins
+from netmoments.attacks.result import AttackResult
+from netmoments.attacks.sparse_smooth import picked
+from netmoments.attacks.subjects import Subjects
+from netmoments.attacks.surrogate import ExpectedMargins, Surrogate
+from netmoments.checks import describe
+
+SMALLEST = 1e-3
+"""Of the largest σ: what stands for "above 0"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoxAttack(Attack):
+    """Settings of the attacks within a box.
+
+    Args:
+        beta: |μ| stays below this, in the units of the images; 30 grey levels by default.
+        largest_sigma: σ stays below this; √2 grey levels by default.
+        wanted: the share of samples that must be fooled, else the network itself is followed for `polish` steps.
+        rivals: without targets, how many of the best other classes are tried; the best is kept.
+        iterations: on the formula.
+    """
+
+    beta: float | None = None
+    largest_sigma: float | None = None
+    wanted: float = 0.9
+    rivals: int = 3
+    iterations: int = 200
+
+    _grey_levels: ClassVar[float] = 30.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_positive("beta", self.reach)
+        self._require_positive("largest_sigma", self.most_noise)
+        if not isinstance(self.wanted, int | float) or not 0 < self.wanted <= 1:
+            raise ValueError(f"{self._name}: wanted must be a share of samples in (0, 1], got {self.wanted!r}")
+        self._require_count("rivals", 1)
+        self._require_count("iterations", 1)
+
+    @property
+    def reach(self) -> float:
+        """β."""
+        return self._grey_levels * self.grey_level if self.beta is None else self.beta
+
+    @property
+    def most_noise(self) -> float:
+        """The largest σ."""
+        return math.sqrt(2) * self.grey_level if self.largest_sigma is None else self.largest_sigma
+
+    def _solved(self, subjects: Subjects) -> Solved:
+        larger, smaller = subjects.contests(self.rivals)
+        free, box = self._free_box(subjects)
+        followed = subjects.followed
+        expected = ExpectedMargins.between(
+            Surrogate.of(self._linearized(subjects), subjects.images, free),
+            places_of(larger, followed), places_of(smaller, followed),
+        )  # fmt: skip
+        sigma = (box.most / 2).unsqueeze(1).expand(-1, larger.shape[1])
+        start = torch.zeros_like(box.lower).unsqueeze(1).expand(-1, larger.shape[1], -1)
+        rest = expected.at(start, sigma).amax(-1)
+        found = descend_in_box(expected, box, start, sigma, self.iterations)
+        chosen = found.margin.argmin(1)
+        corner, drop = found.problem(chosen), picked(rest, chosen)
+        own = NetworkMargins(subjects.network, subjects.images, picked(larger, chosen), picked(smaller, chosen), free)
+        corner, taken = self._followed_on(subjects, own, box, corner)
+        margin = picked(expected.at(corner.shift.expand_as(start), corner.sigma.expand_as(sigma)).amax(-1), chosen)
+        mu = own.shifted(corner.shift).squeeze(1) - subjects.images
+        return Solved(
+            mu=_exactly(mu, free, corner.shift),
+            sigma=corner.sigma.squeeze(1),
+            towards=picked(smaller, chosen)[:, 0, 0],
+            gamma=torch.zeros_like(corner.margin.squeeze(1)),
+            margin=margin.squeeze(1),
+            feasible=corner.margin.squeeze(1) < 0,
+            polished=taken * self.polish,
+            iterations=self.iterations + taken * self.polish,
+            gap=(corner.gap / (drop - corner.margin).clamp(min=1e-12)).squeeze(1).clamp(min=0),
+        )
+
+    def _followed_on(self, subjects: Subjects, own: NetworkMargins, box: Box, corner: Corner) -> tuple[Corner, Tensor]:
+        """The network's own margins made smaller, where too few samples are fooled and it helps; and where that was."""
+
+        def share(found: Corner) -> Tensor:
+            centres, sigma = own.shifted(found.shift).squeeze(1), found.sigma.squeeze(1)
+            seen = noisy_margins(
+                subjects.network, centres, sigma, subjects.labels, subjects.targets, self.samples, self.seed + 1
+            )
+            return (seen < 0).double().mean(0)
+
+        before = share(corner)
+        taken = torch.zeros_like(subjects.labels)
+        if not self.polish or bool((before >= self.wanted).all()):
+            return corner, taken
+        further = descend_in_box(own, box, corner.shift, corner.sigma, self.polish)
+        helps = (before < self.wanted) & (share(further) > before)
+        return corner.where(~helps, further), helps.to(taken.dtype)
+
+    def _as_asked(self, success: Success, margins: Tensor, solved: Solved) -> Tensor:
+        return success.high >= self.wanted
+
+    def _free_box(self, subjects: Subjects) -> tuple[Tensor | None, Box]:
+        """Which coordinates are free, (N, m), all if None; and their box."""
+        return None, self._whole_box(subjects)
+
+    def _whole_box(self, subjects: Subjects) -> Box:
+        lower, upper = self._box(subjects)
+        most = lower.new_full((len(subjects),), self.most_noise)
+        return Box(lower.clamp(min=-self.reach), upper.clamp(max=self.reach), SMALLEST * most, most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targeted(BoxAttack):
+    """The paper's opt1: every other class's expected score as far below the target's as |μ| ≤ β and σ² ≤ 2 allow.
+
+    See `BoxAttack` and `Attack` for the settings; it needs targets.
+    """
+
+    def __call__(self, network: Any, images: Tensor, labels: Any, targets: Any = None) -> AttackResult:
+        if targets is None:
+            raise ValueError("Targeted: give targets=, the classes that the images are to be taken for")
+        return super().__call__(network, images, labels, targets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelSupport(BoxAttack):
+    """The paper's opt2: the label's expected score below a rival's by changing the mean of few pixels.
+
+    Args:
+        percent: α, the share of the pixels, chosen at random for each image by the seed; in (0, 100].
+        mask: instead, the pixels that may change, True in a tensor that broadcasts to the images.
+
+    All channels of a pixel change. The noise σ is on every pixel, as the paper's covariance has it. β is 75 grey levels
+    by default. See `BoxAttack` and `Attack` for the rest.
+    """
+
+    percent: float | None = None
+    mask: Tensor | None = None
+
+    _grey_levels: ClassVar[float] = 75.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.percent is None) == (self.mask is None):
+            given = "neither" if self.percent is None else "both"
+            raise ValueError(f"PixelSupport: give percent= (of the pixels) or mask= (the pixels), got {given}")
+        if self.percent is not None and (
+            isinstance(self.percent, bool) or not isinstance(self.percent, int | float) or not 0 < self.percent <= 100
+        ):
+            raise ValueError(f"PixelSupport: percent must be in (0, 100], got {self.percent!r}")
+        if self.mask is not None and (not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool):
+            raise TypeError(f"PixelSupport: mask must be a boolean tensor, got {describe(self.mask)}")
+
+    def _free_box(self, subjects: Subjects) -> tuple[Tensor | None, Box]:
+        support = self._support(subjects).flatten(1)
+        most = int(support.sum(1).max())
+        free = torch.topk(support.to(torch.uint8), most, dim=1).indices.sort(1).values
+        inside = support.gather(1, free)
+        whole = self._whole_box(subjects)
+        lower, upper = (end.gather(1, free) * inside for end in (whole.lower, whole.upper))
+        return free, replace(whole, lower=lower, upper=upper)
+
+    def _support(self, subjects: Subjects) -> Tensor:
+        """The pixels that may change, (N, C, H, W)."""
+        images = subjects.images
+        if self.mask is not None:
+            try:
+                support = self.mask.to(images.device).expand(images.shape)
+            except RuntimeError:
+                raise ValueError(
+                    f"PixelSupport: mask must broadcast to images of shape {tuple(images.shape)}, got "
+                    f"{describe(self.mask)}"
+                ) from None
+            if not bool(support.flatten(1).any(1).all()):
+                raise ValueError("PixelSupport: mask has no pixel that may change for at least one image")
+            return support
+        assert self.percent is not None
+        pixels = images.shape[-2] * images.shape[-1]
+        count = max(1, round(pixels * self.percent / 100))
+        generator = torch.Generator().manual_seed(self.seed)
+        order = torch.rand(len(images), pixels, generator=generator).argsort(1)
+        chosen = torch.zeros(len(images), pixels, dtype=torch.bool).scatter_(1, order[:, :count], value=True)
+        return chosen.reshape(-1, 1, *images.shape[-2:]).expand(images.shape).to(images.device)
+
+
+def _exactly(mu: Tensor, free: Tensor | None, shift: Tensor) -> Tensor:
+    """μ as it was chosen, not as a difference of images, which rounds."""
+    if free is None:
+        return shift.reshape(mu.shape)
+    return torch.zeros_like(mu.flatten(1)).scatter_(1, free, shift.squeeze(1)).reshape(mu.shape)

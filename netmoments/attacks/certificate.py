@@ -1,0 +1,59 @@
+"""How far from the best a sparse and smooth shift can be: a lower bound by duality.
+
+At the solution the margins are linearized, h(μ*) + ∇h(μ*)·(μ − μ*); the problem with those is convex, and for any
+λ ≥ 0 and any p of length at most 1 a pixel,
+
+    Σ λ(h(μ*) − ∇h(μ*)·μ*) + Σ min over lower ≤ m ≤ upper of (c m + |m|),   c = Σ λ∇h(μ*) + Dᵀp,
+
+is below its optimum. Where it meets the objective of μ*, μ* is a stationary point of the true problem and the best one
+wherever the margins are affine between μ* and the best one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from netmoments.attacks.primal_dual import SHARE, Iterate, Problem, Scales
+from netmoments.attacks.proximal import into_unit_discs, shrink_into_box
+from netmoments.attacks.total_variation import LARGEST_SQUARE, adjoint_differences, forward_differences
+
+ITERATIONS = 400
+EVERY = 20
+
+
+def least_in_box(slope: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """min over lower ≤ m ≤ upper of slope·m + |m|, where lower ≤ 0 ≤ upper: at 0 or at an end."""
+    at_ends = torch.minimum(slope * lower + lower.abs(), slope * upper + upper.abs())
+    return at_ends.clamp(max=0)
+
+
+def lower_bound(problem: Problem, solution: Iterate) -> Tensor:
+    """The bound (N, R): from the multipliers of the solution, improved by the same method on the linearized problem.
+
+    The gradients are fixed, so an iteration costs no product with the network.
+    """
+    here = problem.margins.with_slopes(solution.shift, problem.sigma.unsqueeze(1))
+    scales = Scales.of(problem)
+    gradients = here.gradients() / scales.lengths.unsqueeze(-1)
+    rest = (here.value + problem.gamma) / scales.lengths - (gradients @ solution.shift.unsqueeze(-1)).squeeze(-1)
+    lower, upper = problem.box
+    sizes = torch.linalg.matrix_norm(gradients @ gradients.mT, ord="fro").clamp(min=1e-12)
+    stride = scales.stride
+    penalty, dual = SHARE / (stride * sizes), SHARE / (LARGEST_SQUARE * stride)
+    shift, pair, multipliers = solution.shift, solution.pair, solution.multipliers
+    best = torch.full_like(stride, -torch.inf)
+    for step in range(ITERATIONS + 1):
+        slope = (multipliers.unsqueeze(-2) @ gradients).squeeze(-2) + adjoint_differences(pair).flatten(-3)
+        if step % EVERY == 0:
+            bound = (multipliers * rest).sum(-1) + least_in_box(slope, lower, upper).sum(-1)
+            best = torch.maximum(best, bound)
+        moved = shrink_into_box(shift - stride.unsqueeze(-1) * slope, stride.unsqueeze(-1), lower, upper)
+        ahead = 2 * moved - shift
+        pair = into_unit_discs(
+            pair + dual.reshape(*dual.shape, 1, 1, 1) * forward_differences(ahead.unflatten(-1, problem.shape))
+        )
+        h = rest + (gradients @ ahead.unsqueeze(-1)).squeeze(-1)
+        multipliers = torch.relu(multipliers + penalty.unsqueeze(-1) * h)
+        shift = moved
+    return best.clamp(min=0)

@@ -1,0 +1,87 @@
+"""Expected logits as a module: what any attack library takes for a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from netmoments.affine_relu_affine import AffineReluAffine
+from netmoments.checks import require_float_tensor
+from netmoments.linearize.two_stage import two_stage
+from netmoments.precision import matvec
+from netmoments.relu.marginal import relu_mean
+
+CALLER = "ExpectedLogits"
+
+
+class ExpectedLogits(nn.Module):
+    """E g(x + ε) for ε ~ N(0, σ²I): from images (N, ...), and a shift μ of their shape, to expected scores (N, d).
+
+    Args:
+        network: an `AffineReluAffine`, for which this is exact, or any network, of which the two-stage linearization is
+            taken.
+        sigma: standard deviation of the noise on every pixel: a number, or a tensor () or (N,), through which it is
+            differentiable too.
+        at: the images (N, ...) at which a network is linearized, once, as the paper does: later images are then
+            looked at from there, and there must be as many. Without it every call linearizes at its own images.
+        layer: the ReLU that is kept; see `two_stage`.
+        memory_budget: see `two_stage`.
+
+    Differentiable in the images and μ. Where a call linearizes at its own images, the derivative is the expected slope
+    B diag(Φ(h)) A + D there.
+
+    >>> network = AffineReluAffine(torch.eye(2), torch.zeros(2), torch.ones(1, 2), torch.zeros(1))
+    >>> ExpectedLogits(network, sigma=1.0)(torch.zeros(1, 2))
+    tensor([[0.7979]])
+    """
+
+    def __init__(
+        self,
+        network: Any,
+        sigma: float | Tensor,
+        *,
+        at: Tensor | None = None,
+        layer: int | str = -1,
+        memory_budget: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.sigma = require_sigma(CALLER, sigma)
+        self.layer, self.memory_budget = layer, memory_budget
+        self.network = network if isinstance(network, nn.Module) else None
+        self._given = None if isinstance(network, nn.Module) else network
+        if isinstance(network, AffineReluAffine):
+            if at is not None:
+                raise ValueError(f"{CALLER}: an AffineReluAffine is linearized already; leave out at=")
+            self._fixed: tuple[AffineReluAffine, Tensor] | None = _with_reach(network)
+        else:
+            self._fixed = None if at is None else _with_reach(self._linearized(at))
+        self.train(False)
+
+    def _linearized(self, at: Tensor) -> AffineReluAffine:
+        network = self._given if self.network is None else self.network
+        return two_stage(network, at, self.layer, memory_budget=self.memory_budget)
+
+    def forward(self, images: Tensor, mu: Tensor | None = None) -> Tensor:
+        require_float_tensor(CALLER, "images", images)
+        flat, reach = self._fixed or _with_reach(self._linearized(images.detach()))
+        shifted = images if mu is None else images + mu
+        sigma = torch.as_tensor(self.sigma, dtype=images.dtype, device=images.device)
+        expected = relu_mean(flat.pre_activation(shifted), sigma.unsqueeze(-1) * reach)
+        scores = matvec(flat.B, expected) + flat.c2
+        return scores if flat.D is None else scores + matvec(flat.D, shifted.flatten(shifted.dim() - images.dim() + 1))
+
+
+def require_sigma(caller: str, sigma: float | Tensor) -> float | Tensor:
+    """A noise level above 0."""
+    if isinstance(sigma, bool) or not isinstance(sigma, int | float | Tensor):
+        raise TypeError(f"{caller}: sigma must be a number or a tensor, got {sigma!r}")
+    if not bool((torch.as_tensor(sigma) > 0).all()) or not bool(torch.isfinite(torch.as_tensor(sigma)).all()):
+        raise ValueError(f"{caller}: sigma must be a standard deviation above 0, got {sigma!r}")
+    return sigma
+
+
+def _with_reach(network: AffineReluAffine) -> tuple[AffineReluAffine, Tensor]:
+    """A linearized network and the lengths of the rows of its A, a unit's deviation for σ = 1."""
+    return network, torch.linalg.vector_norm(network.A, dim=-1)

@@ -1,0 +1,47 @@
+"""How large a shift is and how much it changes what is seen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d
+
+WINDOW, SPREAD = 11, 1.5
+"""Of the structural similarity: side of the window and deviation of its weights, as Wang et al. (2004) have them."""
+STABLE = (0.01, 0.03)
+
+
+def wilson_interval(share: Tensor, count: int, z: float = 1.959963984540054) -> tuple[Tensor, Tensor]:
+    """Ends of the 95 % interval for a probability of which `count` samples gave `share` (Wilson 1927).
+
+    >>> wilson_interval(torch.tensor(1.0), 100)
+    (tensor(0.9630), tensor(1.))
+    """
+    width = z * z / count
+    middle = (share + width / 2) / (1 + width)
+    half = z / (1 + width) * (share * (1 - share) / count + width / (4 * count)).clamp(min=0).sqrt()
+    return (middle - half).clamp(min=0), (middle + half).clamp(max=1)
+
+
+def structural_similarity(images: Tensor, others: Tensor, span: float) -> Tensor:
+    """Mean SSIM of (N, C, H, W) images with others, (N,): 1 for equal images; `span` is the range of a pixel.
+
+    Gaussian windows of 11 pixels, fewer in smaller images, only where they fit whole; channels are averaged.
+    """
+    side = min(WINDOW, *images.shape[-2:])
+    place = torch.arange(side, dtype=torch.float64) - (side - 1) / 2
+    bell = torch.exp(-0.5 * (place / SPREAD) ** 2)
+    window = torch.outer(bell, bell).to(images)
+    window = (window / window.sum()).reshape(1, 1, side, side)
+
+    def local(x: Tensor) -> Tensor:
+        return conv2d(x.flatten(0, 1).unsqueeze(1), window)
+
+    x, y = images, others
+    mean_x, mean_y = local(x), local(y)
+    var_x, var_y = local(x * x) - mean_x**2, local(y * y) - mean_y**2
+    together = local(x * y) - mean_x * mean_y
+    first, second = ((k * span) ** 2 for k in STABLE)
+    likeness = (2 * mean_x * mean_y + first) * (2 * together + second)
+    likeness = likeness / ((mean_x**2 + mean_y**2 + first) * (var_x + var_y + second))
+    return likeness.flatten(1).mean(1).reshape(len(images), -1).mean(1)

@@ -1,0 +1,78 @@
+"""Margins of the network itself, without noise: the same questions as those of the formula, answered by autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from netmoments.attacks.margins import contrast
+from netmoments.precision import full_precision
+
+INPUTS = {"cpu": 256, "cuda": 4096}
+"""Images that go through the network at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkMargins:
+    """score(larger) − score(smaller) at images (N, *event) + μ, for classes (N, R, K).
+
+    `free` (N, m) are the coordinates that μ is about; all by default. The noise level is ignored: what noise adds to a
+    margin is measured by sampling, and put into γ.
+    """
+
+    network: nn.Module
+    images: Tensor
+    larger: Tensor
+    smaller: Tensor
+    free: Tensor | None = None
+
+    def at(self, shift: Tensor, sigma: Tensor) -> Tensor:
+        with torch.no_grad():
+            return contrast(self._scores(self.shifted(shift)), self.larger, self.smaller)
+
+    def with_slopes(self, shift: Tensor, sigma: Tensor) -> NetworkSlopes:
+        with torch.enable_grad():
+            moved = shift.detach().clone().requires_grad_()
+            value = contrast(self._scores(self.shifted(moved)), self.larger, self.smaller)
+        return NetworkSlopes(moved, value)
+
+    def shifted(self, shift: Tensor) -> Tensor:
+        """The images with shifts (N, R, m) added, (N, R, *event)."""
+        flat = self.images.flatten(1).unsqueeze(1)
+        if self.free is None:
+            moved = flat + shift
+        else:
+            moved = flat.expand(-1, shift.shape[1], -1).scatter_add(2, self.free.unsqueeze(1).expand_as(shift), shift)
+        return moved.unflatten(-1, self.images.shape[1:])
+
+    def _scores(self, inputs: Tensor) -> Tensor:
+        flat = inputs.flatten(0, 1)
+        with full_precision():
+            parts = [self.network(part) for part in flat.split(INPUTS.get(flat.device.type, INPUTS["cpu"]))]
+        return torch.cat(parts).unflatten(0, inputs.shape[:2])
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkSlopes:
+    """The margins of the network at shifts, with the graph that their derivatives come from."""
+
+    shift: Tensor
+    graph: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return self.graph.detach()
+
+    def pulled(self, multipliers: Tensor) -> Tensor:
+        with full_precision():
+            return torch.autograd.grad(self.graph, self.shift, multipliers, retain_graph=True)[0]
+
+    def gradients(self) -> Tensor:
+        one = torch.eye(self.graph.shape[-1], dtype=self.graph.dtype, device=self.graph.device)
+        return torch.stack([self.pulled(row.expand_as(self.graph).contiguous()) for row in one], 2)
+
+    def by_sigma(self, multipliers: Tensor) -> Tensor:
+        """0: there is no noise."""
+        return multipliers.new_zeros(multipliers.shape[:2])

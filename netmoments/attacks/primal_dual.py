@@ -1,0 +1,188 @@
+"""The sparse and smooth problem: least ‖μ‖₁ + TV(μ) with every margin at most −γ and μ in a box, many at once.
+
+A primal–dual method with exact proximal steps. With h = (margin + γ)/‖∇margin(0)‖, a multiplier λ for each margin, and
+a pair p of length at most 1 for each pixel, whose best choice makes ⟨p, Dμ⟩ the total variation:
+
+    μ⁺ = box(soft(μ − τ([λ + ρh(μ)]₊∇h(μ) + Dᵀp), τ)),   p⁺ = disc(p + sD(2μ⁺ − μ)),   λ⁺ = [λ + ρh(μ)]₊.
+
+The margin is linearized anew at every step, so its kinks are walked around as they come. It starts with larger noise,
+which rounds them off, and comes down to the noise asked for over the first half. The last shift is tidied (what is tiny
+becomes zero where the objective does not mind) and scaled: the smallest t for which clip(tμ) keeps the margins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from netmoments.attacks.margins import Margins
+from netmoments.attacks.proximal import into_unit_discs, shrink_into_box
+from netmoments.attacks.total_variation import (
+    LARGEST_SQUARE,
+    adjoint_differences,
+    forward_differences,
+    total_variation,
+)
+from netmoments.progress import Progress
+
+STRIDE = 0.03
+"""τ as a share of the distance to the boundary as the gradient at μ = 0 sees it."""
+SHARE = 0.5
+"""Of 1/τ that each of the two couplings, to p and to λ, may use up: together they keep the iteration stable."""
+SMOOTHER = 10.0
+"""How much larger the noise is at the start."""
+TIDY = (1e-3, 1e-2)
+"""Shares of the largest |μ| below which pixels are tried as zeros."""
+INDIFFERENT = 1e-4
+"""A relative increase of the objective that more zeros are worth."""
+LONGEST = 2.0
+"""t up to which a shift is stretched to keep its margins."""
+HALVINGS = 18
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """R problems for each of N images: margins (N, R, K) to bring to −γ within a box.
+
+    Args:
+        margins: as functions of shifts (N, R, m) with m = C·H·W.
+        sigma: the noise level, (N,).
+        gamma: (N, R, K).
+        lower, upper: what μ may be, (N, m), with 0 between them.
+        shape: (C, H, W).
+    """
+
+    margins: Margins
+    sigma: Tensor
+    gamma: Tensor
+    lower: Tensor
+    upper: Tensor
+    shape: Shape
+
+    @property
+    def box(self) -> tuple[Tensor, Tensor]:
+        return self.lower.unsqueeze(1), self.upper.unsqueeze(1)
+
+    def excess(self, shift: Tensor) -> Tensor:
+        """The largest margin + γ, (N, R): at most 0 where the shift is feasible."""
+        return (self.margins.at(shift, self.sigma.unsqueeze(1)) + self.gamma).amax(-1)
+
+    def objective(self, shift: Tensor) -> Tensor:
+        """‖μ‖₁ + TV(μ), (N, R)."""
+        return shift.abs().sum(-1) + total_variation(shift.unflatten(-1, self.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Iterate:
+    """Where the method is: μ (N, R, m), p (2, N, R, C, H, W), λ (N, R, K)."""
+
+    shift: Tensor
+    pair: Tensor
+    multipliers: Tensor
+
+    @classmethod
+    def start(cls, problem: Problem) -> Iterate:
+        n, r, _ = problem.gamma.shape
+        shift = problem.lower.new_zeros(n, r, problem.lower.shape[-1])
+        return cls(shift, shift.new_zeros(2, n, r, *problem.shape), torch.zeros_like(problem.gamma))
+
+    def problem(self, chosen: Tensor) -> Iterate:
+        """Where it is in one of the R problems of each image, (N,), with R = 1."""
+        images = torch.arange(len(chosen), device=chosen.device)
+        shift, multipliers = (x[images, chosen].unsqueeze(1) for x in (self.shift, self.multipliers))
+        return Iterate(shift, self.pair[:, images, chosen].unsqueeze(2), multipliers)
+
+
+@dataclass(frozen=True, eq=False)
+class Scales:
+    """What makes the steps independent of units: lengths of gradients (N, R, K), and τ, s, ρ (N, R)."""
+
+    lengths: Tensor
+    stride: Tensor
+    dual: Tensor
+    penalty: Tensor
+
+    @classmethod
+    def of(cls, problem: Problem) -> Scales:
+        here = problem.margins.with_slopes(Iterate.start(problem).shift, problem.sigma.unsqueeze(1))
+        gradients = here.gradients()
+        lengths = torch.linalg.vector_norm(gradients, dim=-1).clamp(min=torch.finfo(gradients.dtype).tiny)
+        units = gradients / lengths.unsqueeze(-1)
+        together = torch.linalg.matrix_norm(units @ units.mT, ord="fro")  # at least the largest eigenvalue
+        distance = ((here.value + problem.gamma) / lengths).amax(-1)
+        width = (problem.upper - problem.lower).amax(-1, keepdim=True)
+        stride = STRIDE * distance.clamp(min=1e-3 * width, max=4 * width)
+        return cls(lengths, stride, SHARE / (LARGEST_SQUARE * stride), SHARE / (stride * together))
+
+
+def descend(problem: Problem, start: Iterate, iterations: int, smoother: float = SMOOTHER) -> Iterate:
+    """The iteration, with σ·`smoother` at first and σ from the middle on; 1 keeps σ throughout (to go on from a
+    solution)."""
+    scales = Scales.of(problem)
+    stride = scales.stride.unsqueeze(-1)
+    lower, upper = problem.box
+    shift, pair, multipliers = start.shift, start.pair, start.multipliers
+    with Progress("sparse and smooth", iterations) as progress:
+        for step in range(iterations):
+            sigma = problem.sigma.unsqueeze(1) * max(1.0, smoother ** (1 - 2 * step / iterations))
+            here = problem.margins.with_slopes(shift, sigma)
+            h = (here.value + problem.gamma) / scales.lengths
+            multipliers = torch.relu(multipliers + scales.penalty.unsqueeze(-1) * h)
+            slope = here.pulled(multipliers / scales.lengths) + adjoint_differences(pair).flatten(-3)
+            moved = shrink_into_box(shift - stride * slope, stride, lower, upper)
+            ahead = (2 * moved - shift).unflatten(-1, problem.shape)
+            step_dual = scales.dual.reshape(*scales.dual.shape, 1, 1, 1)
+            pair = into_unit_discs(pair + step_dual * forward_differences(ahead))
+            shift = moved
+            progress.advance(1)
+    return Iterate(shift, pair, multipliers)
+
+
+def finished(problem: Problem, last: Iterate) -> Iterate:
+    """The last iterate tidied and scaled to the edge of what is feasible; as it is where no scaling is feasible."""
+    shift = scaled_to_edge(problem, last.shift)
+    objective, zeros = _ranked(problem, shift)
+    for share in TIDY:
+        largest = shift.abs().amax(-1, keepdim=True)
+        candidate = scaled_to_edge(problem, torch.where(last.shift.abs() > share * largest, last.shift, 0.0))
+        value, more = _ranked(problem, candidate)
+        better = (value <= objective * (1 + INDIFFERENT)) & ((more > zeros) | (value < objective))
+        shift = torch.where(better.unsqueeze(-1), candidate, shift)
+        objective, zeros = (
+            torch.where(better, torch.minimum(value, objective), objective),
+            torch.where(better, more, zeros),
+        )
+    return replace(last, shift=shift)
+
+
+def _ranked(problem: Problem, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """The objective, infinite where infeasible, and the number of zeros."""
+    feasible = problem.excess(shift) <= 0
+    return torch.where(feasible, problem.objective(shift), float("inf")), (shift == 0).sum(-1)
+
+
+def scaled_to_edge(problem: Problem, shift: Tensor) -> Tensor:
+    """clip(tμ) with the smallest t up to `LONGEST` that is feasible; t = 1 where none is."""
+    lower, upper = problem.box
+
+    def stretched(t: Tensor) -> Tensor:
+        return torch.clamp(t.unsqueeze(-1) * shift, min=lower, max=upper)
+
+    ends = torch.full_like(shift[..., 0], LONGEST)
+    possible = problem.excess(stretched(ends)) <= 0
+    t = smallest(lambda t: problem.excess(stretched(t)) <= 0, torch.zeros_like(ends), ends)
+    return torch.where(possible.unsqueeze(-1), stretched(t), shift)
+
+
+def smallest(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """By halving: the end of the interval at which `holds` is true, if it is true at `high`."""
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        true = holds(middle)
+        high, low = torch.where(true, middle, high), torch.where(true, low, middle)
+    return high

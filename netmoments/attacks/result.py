@@ -1,0 +1,171 @@
+"""What an attack found, image by image, and what the network says to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from netmoments.attacks.judge import Bounds, Success
+from netmoments.attacks.measures import structural_similarity
+from netmoments.attacks.total_variation import total_variation
+from netmoments.gaussian import Gaussian
+
+
+class Skipped(NamedTuple):
+    """An image that was not attacked: the network gets it wrong without any noise."""
+
+    place: int
+    label: int
+    predicted: int
+
+
+@dataclass(frozen=True, eq=False)
+class AttackResult:
+    """Noise N(μ, σ²I) for each attacked image; all tensors have one entry an image, in the order of `places`.
+
+    `places` says which of the given images they are; those the network gets wrong by itself are in `skipped`.
+    """
+
+    attack: str
+    places: Tensor
+    images: Tensor
+    labels: Tensor
+    targets: Tensor | None
+    skipped: tuple[Skipped, ...]
+    mu: Tensor
+    sigma: Tensor
+    towards: Tensor
+    """The target, or the rival class that the formula found cheapest."""
+    gamma: Tensor
+    """What the margin had to come down to, with the sign changed, in the problem that was solved last."""
+    margin: Tensor
+    """Expected margin by the formula, linearized at the image; below 0 the network is fooled in expectation."""
+    network_margin: Tensor
+    """Mean margin of the network itself, from the samples (not clipped)."""
+    success: Success
+    """On the network, samples as they are."""
+    success_clipped: Success | None
+    """On the network, samples cut to the bounds; None without bounds."""
+    answers: Tensor
+    """The class that most samples get, (N,)."""
+    feasible: Tensor
+    """Whether the problem that was solved last holds at μ: the margin at −γ or below, μ in its box."""
+    fooled: Tensor
+    """Whether the network is fooled as was asked, as far as the samples can tell."""
+    polished: Tensor
+    """Steps taken on the network itself after those on the formula: 0 where the formula was good enough."""
+    iterations: Tensor
+    gap: Tensor
+    """How much better the problem that was solved last could be done at most, relative, by duality."""
+    bounds: Bounds | None
+    zero: float
+    """|μ| up to this counts as zero: a thousandth of a grey level."""
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def noise(self) -> Gaussian:
+        """The distribution of the noisy images."""
+        return Gaussian(self.images + self.mu, std=self.sigma.reshape(-1, 1, 1, 1))
+
+    @property
+    def surrogate_error(self) -> Tensor:
+        """Sampled margin of the network less that of the formula."""
+        return self.network_margin - self.margin
+
+    @property
+    def l0(self) -> Tensor:
+        """Pixels (of all channels) that are changed."""
+        return (self.mu.abs() > self.zero).flatten(1).sum(1)
+
+    @property
+    def sparsity(self) -> Tensor:
+        """Share of the pixels that are not."""
+        return 1 - self.l0 / self.mu[0].numel() if len(self) else self.l0.double()
+
+    @property
+    def l1(self) -> Tensor:
+        return self.mu.abs().flatten(1).sum(1)
+
+    @property
+    def l2(self) -> Tensor:
+        return self.mu.flatten(1).norm(dim=1)
+
+    @property
+    def linf(self) -> Tensor:
+        return self.mu.abs().flatten(1).amax(1)
+
+    @property
+    def tv(self) -> Tensor:
+        """Isotropic total variation."""
+        return total_variation(self.mu)
+
+    @property
+    def ssim(self) -> Tensor:
+        """Structural similarity of M and M + μ."""
+        span = 1.0 if self.bounds is None else self.bounds[1] - self.bounds[0]
+        return structural_similarity(self.images, self.images + self.mu, span)
+
+    def samples(self, count: int, seed: int = 0) -> Tensor:
+        """Noisy images (count, N, C, H, W), not cut to the bounds."""
+        generator = torch.Generator(self.images.device).manual_seed(seed)
+        return self.noise.sample(count, generator=generator)
+
+    def records(self) -> list[dict[str, object]]:
+        """One dictionary of plain numbers for each attacked image."""
+        clipped = self.success_clipped
+        columns: dict[str, list[object]] = {
+            "place": self.places.tolist(),
+            "label": self.labels.tolist(),
+            "target": [None] * len(self) if self.targets is None else self.targets.tolist(),
+            "towards": self.towards.tolist(),
+            "answer": self.answers.tolist(),
+            "sigma": self.sigma.double().tolist(),
+            "gamma": self.gamma.double().tolist(),
+            "margin": self.margin.double().tolist(),
+            "network_margin": self.network_margin.double().tolist(),
+            "surrogate_error": self.surrogate_error.double().tolist(),
+            "success": self.success.rate.tolist(),
+            "success_low": self.success.low.tolist(),
+            "success_high": self.success.high.tolist(),
+            "success_clipped": [None] * len(self) if clipped is None else clipped.rate.tolist(),
+            "feasible": self.feasible.tolist(),
+            "fooled": self.fooled.tolist(),
+            "polished": self.polished.tolist(),
+            "iterations": self.iterations.tolist(),
+            "gap": self.gap.double().tolist(),
+        }
+        for name in ("l0", "sparsity", "l1", "l2", "linf", "tv", "ssim"):
+            columns[name] = getattr(self, name).tolist() if len(self) else []
+        return [{name: column[number] for name, column in columns.items()} for number in range(len(self))]
+
+    def __repr__(self) -> str:
+        if not len(self):
+            return f"AttackResult({self.attack}, nothing attacked, {len(self.skipped)} skipped)"
+        return (
+            f"AttackResult({self.attack}, {len(self)} images, success {float(self.success.rate.mean()):.3f}, "
+            f"sparsity {float(self.sparsity.mean()):.3f}, {int(self.fooled.sum())} fooled as asked, "
+            f"{len(self.skipped)} skipped)"
+        )
+
+
+def joined(parts: list[AttackResult]) -> AttackResult:
+    """One result of the groups of one attack."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    values: dict[str, object] = {}
+    for field in fields(AttackResult):
+        column = [getattr(part, field.name) for part in parts]
+        if isinstance(column[0], Tensor):
+            values[field.name] = torch.cat(column)
+        elif isinstance(column[0], Success):
+            rate, low, high = (torch.cat([getattr(one, end) for one in column]) for end in ("rate", "low", "high"))
+            values[field.name] = Success(rate, low, high, column[0].samples)
+        else:
+            values[field.name] = column[0]
+    return AttackResult(**values)  # type: ignore[arg-type]

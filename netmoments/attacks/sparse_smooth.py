@@ -1,0 +1,220 @@
+"""Noise whose mean is sparse and smooth: least ‖μ‖₁ + TV(μ) that fools the network, in expectation or with confidence.
+
+The paper's problem (its equation for sparse and smooth pixel support, and the targeted one): the margins are those of
+the expected scores, linearized at the image. Because the linearization errs where μ is large, the network itself is
+followed for some steps afterwards, from that solution, with the same method. What noise adds to its margins is measured
+there by sampling, so that the share of fooled samples is the one asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from netmoments.affine_relu_affine import AffineReluAffine
+from netmoments.attacks.attack import Attack, Solved, places_of
+from netmoments.attacks.certificate import lower_bound
+from netmoments.attacks.expected_logits import require_sigma
+from netmoments.attacks.judge import Success, noisy_scores
+from netmoments.attacks.margins import contrast, fooled_margin
+from netmoments.attacks.network_margins import NetworkMargins
+from netmoments.attacks.primal_dual import Iterate, Problem, descend, finished, scaled_to_edge
+from netmoments.attacks.subjects import Subjects
+from netmoments.attacks.surrogate import ExpectedMargins, Surrogate
+from netmoments.gaussian import Gaussian
+
+CONFIDENCE = 0.95
+AGAIN = 2
+"""Times that what noise adds is measured anew, with steps in between."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseSmooth(Attack):
+    """N(μ, σ²I) with the least ‖μ‖₁ + TV(μ) for which the network is fooled.
+
+    Args:
+        sigma: the noise level, in the units of the images; one grey level by default, as in the paper (Σ = I).
+        confidence: the share of samples to be fooled, 0.95 unless `gamma` is given.
+        gamma: instead: how far below 0 the expected margin has to be. 0 fools about half of the samples.
+        rivals: without targets, how many of the best other classes are tried; the cheapest is kept.
+        iterations: of the primal–dual method on the formula.
+
+    See `Attack` for the rest. With `gamma` and `polish=0` it is the paper's attack.
+
+    >>> SparseSmooth(gamma=0.0, polish=0, bounds=None).noise_level * 255
+    1.0
+    """
+
+    sigma: float | None = None
+    confidence: float | None = None
+    gamma: float | None = None
+    rivals: int = 3
+    iterations: int = 500
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_sigma(self._name, self.noise_level)
+        if self.confidence is not None and self.gamma is not None:
+            raise ValueError(f"{self._name}: give confidence= (a share of samples) or gamma= (a margin), got both")
+        share, gamma = self.share, self.gamma
+        if share is not None and (isinstance(share, bool) or not 0 < share < 1):
+            raise ValueError(f"{self._name}: confidence must be between 0 and 1, got {share!r}")
+        if gamma is not None and (isinstance(gamma, bool) or not 0 <= gamma < torch.inf):
+            raise ValueError(f"{self._name}: gamma must be a margin of at least 0, got {gamma!r}")
+        self._require_count("rivals", 1)
+        self._require_count("iterations", 1)
+
+    @property
+    def noise_level(self) -> float:
+        """σ."""
+        return self.grey_level if self.sigma is None else self.sigma
+
+    @property
+    def share(self) -> float | None:
+        """Of the samples that are to be fooled; None where γ was given instead."""
+        if self.gamma is not None:
+            return None
+        return CONFIDENCE if self.confidence is None else self.confidence
+
+    @property
+    def _asked_gamma(self) -> float:
+        return 0.0 if self.gamma is None else float(self.gamma)
+
+    def _solved(self, subjects: Subjects) -> Solved:
+        larger, smaller = subjects.contests(self.rivals)
+        formula = _Formula(self._linearized(subjects), subjects)
+        sigma = subjects.images.new_full((len(subjects),), self.noise_level)
+        start = torch.zeros_like(subjects.images.flatten(1)).unsqueeze(1).expand(-1, larger.shape[1], -1)
+        gamma = self._expected_gamma(formula, larger, smaller, sigma, start)
+        lower, upper = self._box(subjects)
+        problem = Problem(formula.margins(larger, smaller), sigma, gamma, lower, upper, subjects.shape)
+        solution = finished(problem, descend(problem, Iterate.start(problem), self.iterations))
+        if self.polish:
+            own = NetworkMargins(subjects.network, subjects.images, larger, smaller)
+            problem = replace(problem, margins=own)
+            solution = finished(problem, descend(problem, solution, self.polish, smoother=1.0))
+        chosen = cheapest(problem, solution)
+        larger, smaller, gamma = (picked(x, chosen) for x in (larger, smaller, gamma))
+        solution = solution.problem(chosen)
+        if self.polish:
+            own = NetworkMargins(subjects.network, subjects.images, larger, smaller)
+            problem, solution, more = self._calibrated(subjects, replace(problem, margins=own, gamma=gamma), solution)
+        else:
+            problem = replace(problem, margins=formula.margins(larger, smaller), gamma=gamma)
+            problem, solution, more = self._widened(formula, (larger, smaller), problem, solution)
+        expected = formula.margins(larger, smaller).at(solution.shift, sigma.unsqueeze(1)).amax(-1).squeeze(1)
+        objective = problem.objective(solution.shift).squeeze(1)
+        bound = lower_bound(problem, solution).squeeze(1)
+        own_steps = self.polish + more if self.polish else 0
+        count = torch.ones_like(chosen)
+        return Solved(
+            mu=solution.shift.reshape(subjects.images.shape),
+            sigma=sigma,
+            towards=smaller[:, 0, 0],
+            gamma=problem.gamma.amax((1, 2)),
+            margin=expected,
+            feasible=problem.excess(solution.shift).squeeze(1) <= 0,
+            polished=count * own_steps,
+            iterations=count * (self.iterations + (own_steps or more)),
+            gap=((objective - bound) / objective.clamp(min=torch.finfo(objective.dtype).tiny)).clamp(min=0),
+        )
+
+    def _as_asked(self, success: Success, margins: Tensor, solved: Solved) -> Tensor:
+        """The share of fooled samples is the confidence or above, or the mean margin −γ or below, to within the error
+        of the samples: 95 % interval, two standard errors."""
+        if self.share is not None:
+            return success.high >= self.share
+        error = margins.std(0) / len(margins) ** 0.5
+        return margins.mean(0) - 2 * error <= -self._asked_gamma
+
+    def _expected_gamma(
+        self, formula: _Formula, larger: Tensor, smaller: Tensor, sigma: Tensor, shift: Tensor
+    ) -> Tensor:
+        """γ (N, R, K): as given, or so many deviations of each margin, at shifts, that the share is below 0."""
+        if self.share is None:
+            return torch.full(larger.shape, self._asked_gamma, dtype=shift.dtype, device=shift.device)
+        deviations = torch.special.ndtri(torch.tensor(self.share, dtype=torch.float64)).to(shift)
+        return deviations * formula.spread(larger, smaller, sigma, shift)
+
+    def _widened(
+        self, formula: _Formula, contest: tuple[Tensor, Tensor], problem: Problem, solution: Iterate
+    ) -> tuple[Problem, Iterate, int]:
+        """By the formula alone: γ from the margin's spread where the noise is now, and the problem solved again."""
+        if self.share is None:
+            return problem, solution, 0
+        gamma = self._expected_gamma(formula, *contest, problem.sigma, solution.shift)
+        problem, steps = replace(problem, gamma=gamma), self.iterations // 2
+        return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), steps
+
+    def _calibrated(self, subjects: Subjects, problem: Problem, solution: Iterate) -> tuple[Problem, Iterate, int]:
+        """On the network: γ from what samples of the noise add to its margins, some steps with that, and again."""
+        steps = max(1, self.polish // 2)
+        for turn in range(AGAIN):
+            problem = replace(problem, gamma=self._measured_gamma(subjects, problem, solution, turn + 1))
+            solution = finished(problem, descend(problem, solution, steps, smoother=1.0))
+        problem = replace(problem, gamma=self._measured_gamma(subjects, problem, solution, AGAIN + 1))
+        return problem, replace(solution, shift=scaled_to_edge(problem, solution.shift)), AGAIN * steps
+
+    def _measured_gamma(self, subjects: Subjects, problem: Problem, solution: Iterate, turn: int) -> Tensor:
+        """What the noise-free margins (N, 1, K) must be below, with the sign changed.
+
+        With a confidence: as much as that quantile of the noisy margin is above the noise-free one. With γ: that, and
+        as much as each expected margin is above its noise-free one.
+        """
+        own = problem.margins
+        assert isinstance(own, NetworkMargins)
+        centres = own.shifted(solution.shift).squeeze(1)
+        quiet = own.at(solution.shift, problem.sigma.unsqueeze(1))
+        parts = list(noisy_scores(subjects.network, centres, problem.sigma, self.samples, self.seed + turn, None))
+        scores = torch.cat(parts)
+        if self.share is not None:
+            noisy = torch.quantile(fooled_margin(scores, subjects.labels, subjects.targets), self.share, dim=0)
+            return (noisy.reshape(-1, 1, 1) - quiet.amax(-1, keepdim=True)).expand_as(quiet)
+        noisy = contrast(scores.mean(0).unsqueeze(1), own.larger, own.smaller)
+        return self._asked_gamma + noisy - quiet
+
+
+@dataclass(frozen=True, eq=False)
+class _Formula:
+    """The expected scores of a group of images, and their spread."""
+
+    linearized: AffineReluAffine
+    subjects: Subjects
+
+    def margins(self, larger: Tensor, smaller: Tensor) -> ExpectedMargins:
+        """Between classes (N, R, K)."""
+        followed = self.subjects.followed
+        return ExpectedMargins.between(self._surrogate, places_of(larger, followed), places_of(smaller, followed))
+
+    @cached_property
+    def _surrogate(self) -> Surrogate:
+        return Surrogate.of(self.linearized, self.subjects.images)
+
+    def spread(self, larger: Tensor, smaller: Tensor, sigma: Tensor, shift: Tensor) -> Tensor:
+        """Standard deviations of the margins (N, R, K) under N(M + μ, σ²I) for shifts (N, R, n)."""
+        margins = self.margins(larger, smaller)
+        columns = []
+        for problem in range(larger.shape[1]):
+            around = None if margins.around is None else margins.around[:, problem]
+            net = AffineReluAffine(
+                self.linearized.A, self.linearized.c1, margins.weights[:, problem], margins.offset[:, problem], around
+            )
+            noise = Gaussian(self.subjects.images.flatten(1) + shift[:, problem], std=sigma.unsqueeze(1))
+            columns.append(net.variance(noise).sqrt())
+        return torch.stack(columns, 1)
+
+
+def cheapest(problem: Problem, solution: Iterate) -> Tensor:
+    """Which of the R problems of each image has the least objective of those that hold; the nearest to it if none."""
+    excess = problem.excess(solution.shift)
+    holds = excess <= 0
+    objective = torch.where(holds, problem.objective(solution.shift), torch.inf)
+    return torch.where(holds.any(1), objective.argmin(1), excess.argmin(1))
+
+
+def picked(values: Tensor, chosen: Tensor) -> Tensor:
+    """One of R entries of each image: (N, R, ...) → (N, 1, ...)."""
+    return values[torch.arange(len(chosen), device=chosen.device), chosen].unsqueeze(1)
