@@ -16,6 +16,14 @@ MODULES = {
     "seeds": "seeds",
     "table-3": "table_3",
     "table-4": "table_4",
+    "figure-3": "figure_3",
+    "figure-4": "figure_4",
+    "figure-5": "figure_5",
+    "figure-6": "figure_6",
+    "figure-7": "figure_7",
+    "table-5": "table_5",
+    "figure-8": "figure_8",
+    "figure-9": "figure_9",
 }
 NAMES = tuple(MODULES)
 
