@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter, validators
 
@@ -24,6 +24,7 @@ app = App(
 Positive = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 AtLeastTwo = Annotated[int, Parameter(validator=validators.Number(gte=2))]
 NotNegative = Annotated[int, Parameter(validator=validators.Number(gte=0))]
+AboveZero = Annotated[float, Parameter(validator=validators.Number(gt=0))]
 EXPECTED = (ValueError, TypeError, OSError, MemoryError, ImportError, FloatingPointError)
 """Errors whose message is for the user; anything else is a bug and shows where it happened."""
 
@@ -44,6 +45,7 @@ def report(
     check: NotNegative = 6,
     samples: AtLeastTwo = 2000,
     scores: AtLeastTwo = 10,
+    attacks: NotNegative = 4,
     seed: NotNegative = 0,
     device: str = "auto",
     out: Path = Path("noise-report"),
@@ -81,6 +83,8 @@ def report(
         Samples for each of those, at each noise level.
     scores
         Of more than 20 classes, how many of the largest scores of an image are followed.
+    attacks
+        For how many images noise is made that fools the network; see `netmoments attack`.
     seed
         Seed of the samples.
     device
@@ -101,7 +105,7 @@ def report(
 
     place = device_named(device)
     require_writable_folder(out)
-    config = StudyConfig(sigma, layer_named(layer), check, samples, seed, scores, place)
+    config = StudyConfig(sigma, layer_named(layer), check, samples, seed, scores, place, attacks)
     network = load_network(model, weights)
     chosen = spread(images_for(model, data, split, data_dir, size), images)
     found = study(network, chosen, config, class_names_in(classes))
@@ -109,6 +113,127 @@ def report(
     console.print(draw(found))
     title, source = Path(model).name, data if not Path(data).exists() else Path(data).name
     written = write_report(found, Provenance.of_this_run(place, seed), out, title, source)
+    console.print(f"\nwritten: {', '.join(str(path) for path in written.values())}", markup=False, highlight=False)
+
+
+@app.command
+def attack(
+    model: str,
+    data: str,
+    *,
+    kind: Literal["sparse-smooth", "targeted", "pixels"],
+    target: str | None = None,
+    label: str | None = None,
+    images: Positive = 8,
+    confidence: Annotated[float, Parameter(validator=validators.Number(gt=0, lt=1))] | None = None,
+    gamma: Annotated[float, Parameter(validator=validators.Number(gte=0))] | None = None,
+    sigma: AboveZero | None = None,
+    beta: AboveZero | None = None,
+    percent: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=100))] | None = None,
+    rivals: Positive | None = None,
+    iterations: Positive | None = None,
+    polish: NotNegative = 100,
+    samples: AtLeastTwo = 200,
+    unbounded: Annotated[bool, Parameter(negative="")] = False,
+    layer: str = "-1",
+    split: str = "test",
+    data_dir: Path | None = None,
+    weights: Path | None = None,
+    size: Positive | None = None,
+    classes: Path | None = None,
+    seed: NotNegative = 0,
+    device: str = "auto",
+    out: Path = Path("attack-report"),
+) -> None:
+    """Make Gaussian noise that fools a network on your images, and ask the network what it says to it.
+
+    Prints the result and writes attack.html, attack.json, images.csv, pictures.png and noise.npz.
+
+    Parameters
+    ----------
+    model
+        An exported network (network.pt2), file.py:factory, or a network of the zoo (digits, lenet, faces, alexnet,
+        squeezenet).
+    data
+        mnist, fer2013, digits, a folder of images (with a subfolder for each class, or none), IDX files, or an .npz.
+        Without labels, the network's own answers stand for them.
+    kind
+        sparse-smooth: least ‖μ‖₁ + TV(μ); targeted: towards a class, every pixel a little; pixels: a few pixels only.
+    target
+        The class that the images are to be taken for, by number or name. Without it, any but the label.
+    label
+        Only images of this class, by number or name.
+    images
+        Use at most this many, evenly spread over the data.
+    confidence
+        The share of noisy copies that must be fooled; by default 0.95 for sparse-smooth and 0.9 for the others.
+    gamma
+        Instead, for sparse-smooth: how far below 0 the expected margin must be.
+    sigma
+        Standard deviation of the noise on every pixel, pixels in [0, 1]; for sparse-smooth 1/255 by default. The other
+        kinds choose it, up to this, √2/255 by default.
+    beta
+        For targeted and pixels: the mean of a pixel changes by at most this, pixels in [0, 1]; by default 30/255 and
+        75/255.
+    percent
+        For pixels: the share of the pixels whose mean changes, chosen at random, from 0 to 100.
+    rivals
+        Without a target: how many of the best other classes are tried, 3 by default.
+    iterations
+        Steps on the formula, by default 500 for sparse-smooth and 200 for the others.
+    polish
+        Steps on the network itself, where the formula is not enough; 0 for the formula alone.
+    samples
+        Noisy copies of each image that the network is asked about.
+    unbounded
+        Let pixels of image + μ leave [0, 1].
+    layer
+        The ReLU that is kept exactly: its number, from either end, or its name; see `netmoments relus`.
+    split
+        Which part of a dataset.
+    data_dir
+        Where datasets are; else $NETMOMENTS_DATA, else the cache.
+    weights
+        Safetensors file with the weights, for file.py:factory or a network of the zoo.
+    size
+        Bring images to this many pixels a side.
+    classes
+        Text file with a class name a line.
+    seed
+        Seed of the samples and of the chosen pixels.
+    device
+        cpu, cuda, or auto: a GPU if there is one.
+    out
+        Folder for the files.
+    """
+    from rich.console import Console
+
+    from netmoments.files import require_writable_folder
+    from netmoments.network.loading import load_network
+    from netmoments.report.arguments import class_names_in, device_named, images_for, layer_named
+    from netmoments.report.attack_conduct import Choice, conduct_attack
+    from netmoments.report.attack_files import write_attack
+    from netmoments.report.attack_options import AttackOptions
+    from netmoments.report.attack_terminal import draw_attack
+    from netmoments.report.figures import require_matplotlib
+    from netmoments.report.provenance import Provenance
+
+    place = device_named(device)
+    options = AttackOptions(
+        kind=kind, target=target, confidence=confidence, gamma=gamma, sigma=sigma, beta=beta, percent=percent,
+        rivals=rivals, iterations=iterations,
+    )  # fmt: skip
+    bounds = None if unbounded else (0.0, 1.0)
+    made = options.attack(bounds=bounds, layer=layer_named(layer), polish=polish, samples=samples, seed=seed)
+    require_writable_folder(out)
+    require_matplotlib()
+    network = load_network(model, weights)
+    given = images_for(model, data, split, data_dir, size)
+    found = conduct_attack(network, given, made, Choice(images, label, target), class_names_in(classes), place)
+    console = Console()
+    console.print(draw_attack(found))
+    title, source = Path(model).name, data if not Path(data).exists() else Path(data).name
+    written = write_attack(found, Provenance.of_this_run(place, seed), out, title, source)
     console.print(f"\nwritten: {', '.join(str(path) for path in written.values())}", markup=False, highlight=False)
 
 

@@ -31,29 +31,36 @@ def least_in_box(slope: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
 def lower_bound(problem: Problem, solution: Iterate) -> Tensor:
     """The bound (N, R): from the multipliers of the solution, improved by the same method on the linearized problem.
 
-    The gradients are fixed, so an iteration costs no product with the network.
+    The gradients are fixed, so an iteration costs no product with the network. The box may be cut to |μ| ≤ ‖μ*‖₁ +
+    TV(μ*), beyond which nothing is better; and multipliers may be scaled down until |c| ≤ 1, when the second sum is 0.
     """
     here = problem.margins.with_slopes(solution.shift, problem.sigma.unsqueeze(1))
     scales = Scales.of(problem)
     gradients = here.gradients() / scales.lengths.unsqueeze(-1)
     rest = (here.value + problem.gamma) / scales.lengths - (gradients @ solution.shift.unsqueeze(-1)).squeeze(-1)
-    lower, upper = problem.box
+    cost = problem.objective(solution.shift).unsqueeze(-1)
+    lower, upper = torch.maximum(problem.box[0], -cost), torch.minimum(problem.box[1], cost)
     sizes = torch.linalg.matrix_norm(gradients @ gradients.mT, ord="fro").clamp(min=1e-12)
-    stride = scales.stride
-    penalty, dual = SHARE / (stride * sizes), SHARE / (LARGEST_SQUARE * stride)
+    stride = scales.stride.unsqueeze(-1)
+    penalty = SHARE / (stride * sizes.unsqueeze(-1))
+    dual = (SHARE / (LARGEST_SQUARE * stride)).unsqueeze(-1).unsqueeze(-1)
     shift, pair, multipliers = solution.shift, solution.pair, solution.multipliers
-    best = torch.full_like(stride, -torch.inf)
+    best = torch.zeros_like(scales.stride)
     for step in range(ITERATIONS + 1):
         slope = (multipliers.unsqueeze(-2) @ gradients).squeeze(-2) + adjoint_differences(pair).flatten(-3)
         if step % EVERY == 0:
-            bound = (multipliers * rest).sum(-1) + least_in_box(slope, lower, upper).sum(-1)
-            best = torch.maximum(best, bound)
-        moved = shrink_into_box(shift - stride.unsqueeze(-1) * slope, stride.unsqueeze(-1), lower, upper)
+            best = torch.maximum(best, _bound(multipliers, rest, slope, lower, upper))
+        moved = shrink_into_box(shift - stride * slope, stride, lower, upper)
         ahead = 2 * moved - shift
-        pair = into_unit_discs(
-            pair + dual.reshape(*dual.shape, 1, 1, 1) * forward_differences(ahead.unflatten(-1, problem.shape))
-        )
+        pair = into_unit_discs(pair + dual * forward_differences(ahead.unflatten(-1, problem.shape)))
         h = rest + (gradients @ ahead.unsqueeze(-1)).squeeze(-1)
-        multipliers = torch.relu(multipliers + penalty.unsqueeze(-1) * h)
+        multipliers = torch.relu(multipliers + penalty * h)
         shift = moved
-    return best.clamp(min=0)
+    return best
+
+
+def _bound(multipliers: Tensor, rest: Tensor, slope: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """The better of the bound with multipliers as they are and scaled down."""
+    level = (multipliers * rest).sum(-1)
+    as_they_are = level + least_in_box(slope, lower, upper).sum(-1)
+    return torch.maximum(as_they_are, level / slope.abs().amax(-1).clamp(min=1))

@@ -79,23 +79,27 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Iterate:
-    """Where the method is: μ (N, R, m), p (2, N, R, C, H, W), λ (N, R, K)."""
+    """Where the method is: μ (N, R, m), p (2, N, R, C, H, W), λ (N, R, K).
+
+    `kept` (N, R, m) is the cheapest feasible μ seen on the way; μ itself where there was none.
+    """
 
     shift: Tensor
     pair: Tensor
     multipliers: Tensor
+    kept: Tensor
 
     @classmethod
     def start(cls, problem: Problem) -> Iterate:
         n, r, _ = problem.gamma.shape
         shift = problem.lower.new_zeros(n, r, problem.lower.shape[-1])
-        return cls(shift, shift.new_zeros(2, n, r, *problem.shape), torch.zeros_like(problem.gamma))
+        return cls(shift, shift.new_zeros(2, n, r, *problem.shape), torch.zeros_like(problem.gamma), shift)
 
     def problem(self, chosen: Tensor) -> Iterate:
         """Where it is in one of the R problems of each image, (N,), with R = 1."""
         images = torch.arange(len(chosen), device=chosen.device)
-        shift, multipliers = (x[images, chosen].unsqueeze(1) for x in (self.shift, self.multipliers))
-        return Iterate(shift, self.pair[:, images, chosen].unsqueeze(2), multipliers)
+        shift, multipliers, kept = (x[images, chosen].unsqueeze(1) for x in (self.shift, self.multipliers, self.kept))
+        return Iterate(shift, self.pair[:, images, chosen].unsqueeze(2), multipliers, kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,55 +119,67 @@ class Scales:
         units = gradients / lengths.unsqueeze(-1)
         together = torch.linalg.matrix_norm(units @ units.mT, ord="fro")  # at least the largest eigenvalue
         distance = ((here.value + problem.gamma) / lengths).amax(-1)
-        width = (problem.upper - problem.lower).amax(-1, keepdim=True)
-        stride = STRIDE * distance.clamp(min=1e-3 * width, max=4 * width)
+        width = (problem.upper - problem.lower).amax(-1, keepdim=True)  # infinite without bounds
+        least = torch.where(torch.isinf(width), distance.abs(), width) * 1e-3
+        stride = STRIDE * distance.clamp(min=least.clamp(min=1e-12), max=4 * width)
         return cls(lengths, stride, SHARE / (LARGEST_SQUARE * stride), SHARE / (stride * together))
 
 
 def descend(problem: Problem, start: Iterate, iterations: int, smoother: float = SMOOTHER) -> Iterate:
-    """The iteration, with σ·`smoother` at first and σ from the middle on; 1 keeps σ throughout (to go on from a
-    solution)."""
+    """The iteration, with σ·`smoother` at first and σ from the middle on; 1 keeps σ throughout, to go on from a
+    solution."""
     scales = Scales.of(problem)
-    stride = scales.stride.unsqueeze(-1)
+    stride, penalty = scales.stride.unsqueeze(-1), scales.penalty.unsqueeze(-1)
+    dual = scales.dual.reshape(*scales.dual.shape, 1, 1, 1)
     lower, upper = problem.box
     shift, pair, multipliers = start.shift, start.pair, start.multipliers
+    kept, cost = shift, torch.full_like(scales.stride, torch.inf)
     with Progress("sparse and smooth", iterations) as progress:
         for step in range(iterations):
-            sigma = problem.sigma.unsqueeze(1) * max(1.0, smoother ** (1 - 2 * step / iterations))
-            here = problem.margins.with_slopes(shift, sigma)
-            h = (here.value + problem.gamma) / scales.lengths
-            multipliers = torch.relu(multipliers + scales.penalty.unsqueeze(-1) * h)
+            larger = max(1.0, smoother ** (1 - 2 * step / iterations))
+            here = problem.margins.with_slopes(shift, larger * problem.sigma.unsqueeze(1))
+            short = here.value + problem.gamma
+            if larger == 1:
+                kept, cost = _cheaper(problem, (kept, cost), shift, short.amax(-1) <= 0)
+            multipliers = torch.relu(multipliers + penalty * short / scales.lengths)
             slope = here.pulled(multipliers / scales.lengths) + adjoint_differences(pair).flatten(-3)
             moved = shrink_into_box(shift - stride * slope, stride, lower, upper)
             ahead = (2 * moved - shift).unflatten(-1, problem.shape)
-            step_dual = scales.dual.reshape(*scales.dual.shape, 1, 1, 1)
-            pair = into_unit_discs(pair + step_dual * forward_differences(ahead))
+            pair = into_unit_discs(pair + dual * forward_differences(ahead))
             shift = moved
             progress.advance(1)
-    return Iterate(shift, pair, multipliers)
+    return Iterate(shift, pair, multipliers, torch.where(torch.isinf(cost).unsqueeze(-1), shift, kept))
+
+
+def _cheaper(problem: Problem, best: tuple[Tensor, Tensor], shift: Tensor, holds: Tensor) -> tuple[Tensor, Tensor]:
+    """The cheapest feasible shift so far, and its objective."""
+    objective = torch.where(holds, problem.objective(shift), torch.inf)
+    better = objective < best[1]
+    return torch.where(better.unsqueeze(-1), shift, best[0]), torch.where(better, objective, best[1])
 
 
 def finished(problem: Problem, last: Iterate) -> Iterate:
-    """The last iterate tidied and scaled to the edge of what is feasible; as it is where no scaling is feasible."""
-    shift = scaled_to_edge(problem, last.shift)
+    """The last iterate tidied and scaled to the edge of what is feasible, or the best one kept on the way, scaled.
+
+    Where no scaling is feasible, the one that is nearest to it.
+    """
+    shift = scaled_to_edge(problem, last.kept)
     objective, zeros = _ranked(problem, shift)
-    for share in TIDY:
-        largest = shift.abs().amax(-1, keepdim=True)
+    for share in (0.0, *TIDY):
+        largest = last.shift.abs().amax(-1, keepdim=True)
         candidate = scaled_to_edge(problem, torch.where(last.shift.abs() > share * largest, last.shift, 0.0))
         value, more = _ranked(problem, candidate)
         better = (value <= objective * (1 + INDIFFERENT)) & ((more > zeros) | (value < objective))
         shift = torch.where(better.unsqueeze(-1), candidate, shift)
-        objective, zeros = (
-            torch.where(better, torch.minimum(value, objective), objective),
-            torch.where(better, more, zeros),
-        )
-    return replace(last, shift=shift)
+        objective = torch.where(better, torch.minimum(value, objective), objective)
+        zeros = torch.where(better, more, zeros)
+    return replace(last, shift=shift, kept=shift)
 
 
 def _ranked(problem: Problem, shift: Tensor) -> tuple[Tensor, Tensor]:
     """The objective, infinite where infeasible, and the number of zeros."""
     feasible = problem.excess(shift) <= 0
-    return torch.where(feasible, problem.objective(shift), float("inf")), (shift == 0).sum(-1)
+    return torch.where(feasible, problem.objective(shift), torch.inf), (shift == 0).sum(-1)
 
 
 def scaled_to_edge(problem: Problem, shift: Tensor) -> Tensor:

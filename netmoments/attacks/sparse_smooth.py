@@ -27,8 +27,9 @@ from netmoments.attacks.surrogate import ExpectedMargins, Surrogate
 from netmoments.gaussian import Gaussian
 
 CONFIDENCE = 0.95
-AGAIN = 2
-"""Times that what noise adds is measured anew, with steps in between."""
+TURNS, MOST_TURNS = 3, 6
+"""Times that what noise adds is measured: then steps are taken (the first time, and while a margin does not hold), or
+the shift is scaled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +124,14 @@ class SparseSmooth(Attack):
         )
 
     def _as_asked(self, success: Success, margins: Tensor, solved: Solved) -> Tensor:
-        """The share of fooled samples is the confidence or above, or the mean margin −γ or below, to within the error
-        of the samples: 95 % interval, two standard errors."""
+        """The share of fooled samples is the confidence or above, or the mean margin −γ or below, as far as is known.
+
+        Both the samples that γ was set by and these have their error: 95 % intervals, √2 times as wide.
+        """
         if self.share is not None:
-            return success.high >= self.share
+            return success.rate + 2**0.5 * (success.high - success.rate) >= self.share
         error = margins.std(0) / len(margins) ** 0.5
-        return margins.mean(0) - 2 * error <= -self._asked_gamma
+        return margins.mean(0) - 2 * 2**0.5 * error <= -self._asked_gamma
 
     def _expected_gamma(
         self, formula: _Formula, larger: Tensor, smaller: Tensor, sigma: Tensor, shift: Tensor
@@ -150,13 +153,20 @@ class SparseSmooth(Attack):
         return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), steps
 
     def _calibrated(self, subjects: Subjects, problem: Problem, solution: Iterate) -> tuple[Problem, Iterate, int]:
-        """On the network: γ from what samples of the noise add to its margins, some steps with that, and again."""
-        steps = max(1, self.polish // 2)
-        for turn in range(AGAIN):
+        """On the network: γ from what samples of the noise add to its margins, and the problem solved again."""
+        steps, taken = max(1, self.polish // 2), 0
+        for turn in range(MOST_TURNS):
             problem = replace(problem, gamma=self._measured_gamma(subjects, problem, solution, turn + 1))
-            solution = finished(problem, descend(problem, solution, steps, smoother=1.0))
-        problem = replace(problem, gamma=self._measured_gamma(subjects, problem, solution, AGAIN + 1))
-        return problem, replace(solution, shift=scaled_to_edge(problem, solution.shift)), AGAIN * steps
+            scaled = scaled_to_edge(problem, solution.shift)
+            holds = bool((problem.excess(scaled) <= 0).all())
+            if turn and holds:
+                solution = replace(solution, shift=scaled)
+            else:
+                solution = finished(problem, descend(problem, solution, steps, smoother=1.0))
+                taken += steps
+            if holds and turn + 1 >= TURNS:
+                break
+        return problem, solution, taken
 
     def _measured_gamma(self, subjects: Subjects, problem: Problem, solution: Iterate, turn: int) -> Tensor:
         """What the noise-free margins (N, 1, K) must be below, with the sign changed.

@@ -132,7 +132,7 @@ class ExpectedMargins:
     def _from(self, units: Units, shift: Tensor) -> Tensor:
         with full_precision():
             value = torch.matmul(self.weights, units.expected.unsqueeze(-1)).squeeze(-1) + self.offset
-            return value if self.around is None else value + matvec(self.around, shift.unsqueeze(2))
+            return value if self.around is None else value + matvec(self.around, shift)
 
     def with_slopes(self, shift: Tensor, sigma: Tensor) -> ExpectedSlopes:
         """The margins with what their derivatives need."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from netmoments.attacks import SparseSmooth
 from netmoments.data import LabelledImages
 from netmoments.gaussian import Gaussian, Isotropic
 from netmoments.moments.front_door import output_moments
@@ -16,6 +17,9 @@ from netmoments.moments.result import OutputMoments
 from netmoments.network.inspection import as_network, inspect
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
+from netmoments.report.attack_conduct import few_attacks
+from netmoments.report.attack_study import AttackStudy, NotAttacked
+from netmoments.report.class_names import with_classes_of
 from netmoments.report.study import CALLER, RELATIVE_LEVELS, Check, Study, StudyConfig
 from netmoments.sampling import class_frequencies, monte_carlo
 
@@ -33,7 +37,7 @@ def study(network: Any, images: LabelledImages, config: StudyConfig, classes: tu
             f"{CALLER}: a class wins against others, and the network has only {count} score; make it two, [0, score] "
             f"for a yes-or-no network"
         )
-    images, names = _with_classes_of(images, classes, count)
+    images, names = with_classes_of(images, classes, count, CALLER)
     with torch.no_grad(), full_precision():
         scores = torch.cat([network(part) for part in pixels.split(256)]).cpu()
     parts = []
@@ -47,7 +51,7 @@ def study(network: Any, images: LabelledImages, config: StudyConfig, classes: tu
     probabilities = torch.cat([part.probabilities for part in parts])
     found = Study(config, images, names, scores, moments, probabilities, flips, right, ())
     checks = tuple(_check(network, pixels, found, number, config) for number in checked_images(found))
-    return dataclasses.replace(found, checks=checks)
+    return dataclasses.replace(found, checks=checks, attacks=_attacks(network, found))
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +136,15 @@ def _check(network: nn.Module, pixels: Tensor, found: Study, number: int, config
     )
 
 
+def _attacks(network: nn.Module, found: Study) -> AttackStudy | NotAttacked | None:
+    """Noise made to fool the network, on a few of the images that it gets right; None where none was asked for."""
+    config = found.config
+    if not config.attacks:
+        return None
+    attack = SparseSmooth(layer=config.layer, seed=config.seed)
+    return few_attacks(network, found.images, found.classes, attack, config.attacks, config.device)
+
+
 def _joined(parts: list[OutputMoments]) -> OutputMoments:
     tensors = {
         name: torch.cat([getattr(part, name) for part in parts])
@@ -147,33 +160,3 @@ def _labels(images: LabelledImages, span: Tensor) -> Tensor | None:
 def _together(images: LabelledImages, device: torch.device) -> int:
     """Images between two steps of the progress bar."""
     return max(1, (64 if device.type == "cuda" else 16) * 784 // max(784, images.event_shape.numel()))
-
-
-def _with_classes_of(
-    images: LabelledImages, classes: tuple[str, ...], count: int
-) -> tuple[LabelledImages, tuple[str, ...]]:
-    """The images with labels that are the network's, and the names of its classes, () if unknown."""
-    if classes and len(classes) != count:
-        raise ValueError(f"{CALLER}: {len(classes)} class names for a network with {count} scores")
-    own = images.classes
-    if own and images.labels is not None and len(own) != count:
-        unknown = [name for name in own if name not in classes]
-        if unknown:
-            raise ValueError(
-                f"{CALLER}: the images have {len(own)} classes ({', '.join(own[:4])}{', …' if len(own) > 4 else ''}) "
-                f"and the network {count} scores: which is which? name the folders by the numbers of the scores, or "
-                f"give the names of all {count} classes (--classes), or put the images in one folder without labels"
-            )
-        places = torch.tensor([classes.index(name) for name in own])
-        images = dataclasses.replace(images, labels=places[images.labels], classes=classes)
-    _require_labels(images, count)
-    return images, classes or (own if len(own) == count else ())
-
-
-def _require_labels(images: LabelledImages, count: int) -> None:
-    if images.labels is not None and int(images.labels.max()) >= count:
-        worst = int(images.labels.argmax())
-        raise ValueError(
-            f"{CALLER}: the label of {images.names[worst]} is {int(images.labels.max())}, but the network has {count} "
-            f"scores, 0 to {count - 1}; are these images for this network?"
-        )

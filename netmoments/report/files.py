@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from netmoments.files import require_writable_folder, write_text_whole
+from netmoments.report.attack_records import few_record
 from netmoments.report.page import render_page
 from netmoments.report.provenance import Provenance
 from netmoments.report.study import Study
@@ -53,6 +54,7 @@ def as_record(found: Study, provenance: Provenance, model: str, data: str) -> di
             }
             for check in found.checks
         ],
+        "attacks": few_record(found.attacks),
         "skipped": [{"path": str(item.path), "reason": item.reason} for item in found.images.skipped],
     }
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from netmoments.report.attack_method import few_in_words
+from netmoments.report.attack_page import attacked_cases
+from netmoments.report.attack_study import NotAttacked
 from netmoments.report.charts import accuracy_chart, scores_chart
 from netmoments.report.pictures import png_data
 from netmoments.report.provenance import Provenance
 from netmoments.report.study import Check, Study
+from netmoments.report.templating import render
 from netmoments.report.wording import (
     answer_share,
     checked_in_words,
@@ -19,20 +22,15 @@ from netmoments.report.wording import (
     verdict_in_words,
 )
 
-TEMPLATE = Path(__file__).parent / "templates" / "noise.html"
 RANKED = 18
 
 
 def render_page(found: Study, provenance: Provenance, model: str, data: str) -> str:
     """The page as text."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError:
-        raise ImportError('the page needs jinja2: pip install "netmoments[report]"') from None
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     what = answer_share(found)
     sigma = f"{found.config.sigma:.3g}"
-    return environment.from_string(TEMPLATE.read_text()).render(
+    return render(
+        "noise.html",
         title=f"{model} under noise",
         headline=f"What noise of σ = {sigma} does to {model}",
         subtitle=f"{len(found.images)} images of {data}, {provenance.date}",
@@ -44,6 +42,7 @@ def render_page(found: Study, provenance: Provenance, model: str, data: str) -> 
         sigma=sigma,
         ranking=[_ranked(found, number) for number in found.ranking[:RANKED].tolist()],
         checks=[_case(found, check) for check in found.checks],
+        attacks=_attacks(found),
         skipped=[{"path": str(item.path), "reason": item.reason} for item in found.images.skipped],
         method=method_in_words(found),
         checked=checked_in_words(found),
@@ -66,6 +65,16 @@ def _facts(found: Study) -> list[dict[str, str]]:
             {"value": f"{found.largest_check_error:.3f}", "meaning": "largest gap to the sampled flip probability"}
         )
     return facts
+
+
+def _attacks(found: Study) -> dict[str, Any] | None:
+    """The section of noise that was made to fool the network, None where none was asked for."""
+    attacks = found.attacks
+    if attacks is None:
+        return None
+    if isinstance(attacks, NotAttacked):
+        return {"says": attacks.reason, "cases": []}
+    return {"says": few_in_words(attacks), "cases": attacked_cases(attacks)}
 
 
 def _curve(found: Study) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from netmoments.data import LabelledImages
 from netmoments.moments.result import OutputMoments
+from netmoments.report.attack_study import AttackStudy, NotAttacked
 
 CALLER = "report"
 RELATIVE_LEVELS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
@@ -28,14 +29,16 @@ class StudyConfig:
     scores: int = 10
     """How many of the largest scores are followed when there are many classes."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    attacks: int = 4
+    """Images that noise is made for, to fool the network."""
 
     def __post_init__(self) -> None:
         if not 0 < self.sigma < float("inf"):
             raise ValueError(f"{CALLER}: sigma must be a positive number (pixels are in [0, 1]), got {self.sigma}")
-        if self.check < 0 or self.samples < 2 or self.scores < 2:
+        if self.check < 0 or self.attacks < 0 or self.samples < 2 or self.scores < 2:
             raise ValueError(
-                f"{CALLER}: check must be ≥ 0, samples ≥ 2 and scores ≥ 2, got {self.check}, {self.samples} and "
-                f"{self.scores}"
+                f"{CALLER}: check and attacks must be ≥ 0, samples ≥ 2 and scores ≥ 2, got {self.check}, "
+                f"{self.attacks}, {self.samples} and {self.scores}"
             )
 
     @property
@@ -80,6 +83,8 @@ class Study:
     right: Tensor | None
     """How often the right class wins, (N, L); None without labels."""
     checks: tuple[Check, ...]
+    attacks: AttackStudy | NotAttacked | None = None
+    """Noise made to fool the network, or why there is none; None where none was asked for."""
 
     @property
     def predicted(self) -> Tensor:

@@ -7,6 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from netmoments.report.attack_study import AttackStudy, NotAttacked
+from netmoments.report.attack_terminal import draw_few
 from netmoments.report.study import Study
 from netmoments.report.wording import (
     answer_share,
@@ -20,10 +22,12 @@ RANKED = 10
 
 
 def draw(found: Study) -> RenderableType:
-    """The accuracy over noise, the most fragile images, and the check."""
+    """The accuracy over noise, the most fragile images, the check, and noise made to fool the network."""
     parts: list[RenderableType] = [_curve(found), Text(), _ranking(found)]
     if found.checks:
         parts += [Text(), _checks(found), Text(verdict_in_words(found))]
+    if found.attacks is not None:
+        parts += [Text(), Text("Noise made to fool it", style="bold"), _attacks(found.attacks)]
     if found.followed < found.scores.shape[1]:
         parts.append(
             Text(f"Only the {found.followed} largest of {found.scores.shape[1]:,} scores are followed (--scores).")
@@ -97,6 +101,10 @@ def _checks(found: Study) -> Group:
         table.add_row(*map(Text, cells))
     title = f"Flip probability at σ = {found.config.sigma:.3g} beside {found.config.samples:,} samples"
     return _under(title, table)
+
+
+def _attacks(attacks: AttackStudy | NotAttacked) -> RenderableType:
+    return Text(attacks.reason) if isinstance(attacks, NotAttacked) else draw_few(attacks)
 
 
 def _score(found: Study, number: int, label: int) -> str:
