@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import netmoments as nm
+from netmoments.attacks import PixelSupport, SparseSmooth, Targeted
 from netmoments.data import LabelledImages
 from netmoments.experiments.covariances import random_factor
 from netmoments.experiments.linearization_error import LinearizationErrorSweep
@@ -282,3 +283,44 @@ def test_random_factors_on_the_device():
     values = torch.linalg.eigvalsh(factor @ factor.T)
     assert_close(values.sum().cpu(), torch.tensor(200.0, dtype=torch.float64), rtol=1e-12)
     assert float(values.min()) > 0
+
+
+def noise_for_digits(device: str, attack, count: int = 6, targets: bool = False):
+    images = nm.data.load("digits").first(count)
+    network = nm.zoo.pretrained("digits").float().to(device)
+    wanted = (images.labels + 1) % 10 if targets else None
+    return attack(network, images.images.to(device), images.labels, wanted)
+
+
+@pytest.mark.parametrize("targets", [False, True])
+def test_sparse_and_smooth_noise_costs_what_it_does_on_a_cpu(targets):
+    """The same problem by the formula; the solver's path depends on rounding, its optimum on the kinks it passes."""
+    attack = SparseSmooth(gamma=0.1, polish=0, samples=50)
+    here, there = (noise_for_digits(device, attack, targets=targets) for device in ("cpu", "cuda"))
+    assert there.mu.is_cuda
+    cost, other = ((result.l1 + result.tv).cpu() for result in (here, there))
+    assert float((cost / other - 1).abs().median()) < 0.01
+    torch.testing.assert_close(here.margin, there.margin.cpu(), atol=2e-3, rtol=0)
+
+
+def test_as_many_samples_are_fooled_on_the_gpu():
+    result = noise_for_digits("cuda", SparseSmooth(samples=1000))
+    assert bool(result.feasible.all())
+    assert float((result.success.rate - 0.95).abs().max()) < 5 * (0.05 * 0.95 * 2 / 1000) ** 0.5
+
+
+def test_attacks_within_a_box_on_the_gpu():
+    boxed = [noise_for_digits(device, Targeted(beta=0.2, polish=0), targets=True) for device in ("cpu", "cuda")]
+    torch.testing.assert_close(boxed[0].margin, boxed[1].margin.cpu(), atol=0.05, rtol=0.02)
+    few = [noise_for_digits(device, PixelSupport(percent=10, beta=0.5)) for device in ("cpu", "cuda")]
+    changed = [(result.mu.cpu() != 0).flatten(1).sum(1) for result in few]
+    assert int(max(changed[0].max(), changed[1].max())) <= 6
+
+
+def test_expected_logits_on_the_gpu(lenet):
+    images = torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(4)).cuda()
+    model = nm.ExpectedLogits(lenet, 0.02, at=images)
+    x = images.clone().requires_grad_()
+    model(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(model(images), nm.two_stage(lenet, images).mean(nm.Gaussian(images, std=0.02)))

@@ -95,10 +95,9 @@ class Attack(ABC):
         size = self._group(read.subjects)
         with Progress("attacking", len(read.subjects)) as progress:
             for start in range(0, len(read.subjects), size):
-                chosen = torch.arange(start, min(start + size, len(read.subjects)), device=read.places.device)
-                group = read.subjects.take(chosen)
-                parts.append(self._judged(group, self._solved(group), read.places[chosen], skipped))
-                progress.advance(len(chosen))
+                group = read.subjects.take(torch.arange(start, min(start + size, len(read.subjects))))
+                parts.append(self._judged(group, self._solved(group), skipped))
+                progress.advance(len(group))
         return joined(parts)
 
     @abstractmethod
@@ -165,12 +164,12 @@ class Attack(ABC):
             clipped = torch.cat([fooled_margin(scores, subjects.labels, subjects.targets) for scores in parts])
         return Sampled(torch.cat(margins), clipped, answers.argmax(-1))
 
-    def _judged(self, subjects: Subjects, solved: Solved, places: Tensor, skipped: tuple[Skipped, ...]) -> AttackResult:
+    def _judged(self, subjects: Subjects, solved: Solved, skipped: tuple[Skipped, ...]) -> AttackResult:
         sampled = self._sampled(subjects, solved)
         success = Success.of(sampled.margins < 0)
         return AttackResult(
             attack=self._name,
-            places=places,
+            places=subjects.places,
             images=subjects.images,
             labels=subjects.labels,
             targets=subjects.targets,
@@ -186,14 +185,15 @@ class Attack(ABC):
         )
 
     def _skipped(self, read: Read, labels: Any) -> tuple[Skipped, ...]:
-        kept = set(read.places.tolist())
+        kept = set(read.subjects.places.tolist())
         given = torch.as_tensor(labels).expand(len(read.predicted)).tolist()
         pairs = enumerate(zip(given, read.predicted.tolist(), strict=True))
         return tuple(Skipped(place, label, seen) for place, (label, seen) in pairs if place not in kept)
 
     def _nothing(self, read: Read, images: Tensor, skipped: tuple[Skipped, ...]) -> AttackResult:
         """No image was right to begin with."""
-        number, whole, yes = images.new_zeros(0), read.places, read.places.bool()
+        whole = read.subjects.places
+        number, yes = images.new_zeros(0), whole.bool()
         none = Success(number.double(), number.double(), number.double(), self.samples)
         return AttackResult(
             attack=self._name, places=whole, images=read.subjects.images, labels=read.subjects.labels,

@@ -21,6 +21,7 @@ from netmoments.attacks.sparse_smooth import picked
 from netmoments.attacks.subjects import Subjects
 from netmoments.attacks.surrogate import ExpectedMargins, Surrogate
 from netmoments.checks import describe
+from netmoments.sweep import random_seed
 
 SMALLEST = 1e-3
 """Of the largest σ: what stands for "above 0"."""
@@ -181,8 +182,11 @@ class PixelSupport(BoxAttack):
         """The pixels that may change, (N, C, H, W)."""
         images = subjects.images
         if self.mask is not None:
+            mask = self.mask.to(images.device)
+            if mask.dim() == 4 and len(mask) > 1:  # one for each of the given images, some of which were skipped
+                mask = mask[subjects.places[subjects.places < len(mask)]]
             try:
-                support = self.mask.to(images.device).expand(images.shape)
+                support = mask.expand(images.shape)
             except RuntimeError:
                 raise ValueError(
                     f"PixelSupport: mask must broadcast to images of shape {tuple(images.shape)}, got "
@@ -194,9 +198,10 @@ class PixelSupport(BoxAttack):
         assert self.percent is not None
         pixels = images.shape[-2] * images.shape[-1]
         count = max(1, round(pixels * self.percent / 100))
-        generator = torch.Generator().manual_seed(self.seed)
-        order = torch.rand(len(images), pixels, generator=generator).argsort(1)
-        chosen = torch.zeros(len(images), pixels, dtype=torch.bool).scatter_(1, order[:, :count], value=True)
+        chosen = torch.zeros(len(images), pixels, dtype=torch.bool)
+        for row, place in zip(chosen, subjects.places.tolist(), strict=True):
+            generator = torch.Generator().manual_seed(random_seed(self.seed, "pixel support", place))
+            row[torch.randperm(pixels, generator=generator)[:count]] = True
         return chosen.reshape(-1, 1, *images.shape[-2:]).expand(images.shape).to(images.device)
 
 

@@ -32,10 +32,13 @@ class Subjects:
     targets: Tensor | None
     scores: Tensor
     """(N, d), without noise."""
+    places: Tensor
+    """Which of the given images they are, (N,)."""
 
     def take(self, index: Tensor) -> Subjects:
         targets = None if self.targets is None else self.targets[index]
-        return Subjects(self.network, self.images[index], self.labels[index], targets, self.scores[index])
+        images, labels, scores, places = (x[index] for x in (self.images, self.labels, self.scores, self.places))
+        return Subjects(self.network, images, labels, targets, scores, places)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -77,12 +80,10 @@ class Subjects:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """The subjects that can be attacked, and where they are among all images."""
+    """The subjects that can be attacked, and what the network says of every image."""
 
     subjects: Subjects
-    places: Tensor
     predicted: Tensor
-    """What the network says of every image."""
 
 
 def read_subjects(
@@ -115,9 +116,8 @@ def read_subjects(
                 f"{' and others' if len(same) > 8 else ''}"
             )
     predicted = scores.argmax(1)
-    places = (predicted == labels).nonzero().flatten()
-    everyone = Subjects(whole, images, labels, targets, scores)
-    return Read(everyone.take(places), places, predicted)
+    everyone = Subjects(whole, images, labels, targets, scores, torch.arange(len(images), device=images.device))
+    return Read(everyone.take((predicted == labels).nonzero().flatten()), predicted)
 
 
 def _read_images(caller: str, images: Any, bounds: Bounds | None) -> Tensor:
