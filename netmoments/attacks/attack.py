@@ -202,9 +202,3 @@ class Attack(ABC):
             success_clipped=None if self.bounds is None else none, answers=whole, feasible=yes, fooled=yes,
             polished=whole, iterations=whole, gap=number, bounds=self.bounds, zero=1e-3 * self.grey_level,
         )  # fmt: skip
-
-
-def places_of(classes: Tensor, followed: Tensor) -> Tensor:
-    """Where classes (N, R, K) are among the followed ones (N, F)."""
-    found = classes.unsqueeze(-1) == followed[:, None, None, :]
-    return found.to(torch.int64).argmax(-1)

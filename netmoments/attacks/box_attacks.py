@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from netmoments.attacks.attack import Attack, Solved, places_of
+from netmoments.attacks.attack import Attack, Solved
 from netmoments.attacks.box_descent import Box, Corner, descend_in_box
+from netmoments.attacks.formula import Formula
 from netmoments.attacks.judge import Success, noisy_margins
 from netmoments.attacks.network_margins import NetworkMargins
 from netmoments.attacks.result import AttackResult
-from netmoments.attacks.sparse_smooth import picked
 from netmoments.attacks.subjects import Subjects
-from netmoments.attacks.surrogate import ExpectedMargins, Surrogate
 from netmoments.checks import describe
 from netmoments.sweep import random_seed
 
@@ -67,33 +66,28 @@ class BoxAttack(Attack):
         return math.sqrt(2) * self.grey_level if self.largest_sigma is None else self.largest_sigma
 
     def _solved(self, subjects: Subjects) -> Solved:
-        larger, smaller = subjects.contests(self.rivals)
+        contest = subjects.contests(self.rivals)
         free, box = self._free_box(subjects)
-        followed = subjects.followed
-        expected = ExpectedMargins.between(
-            Surrogate.of(self._linearized(subjects), subjects.images, free),
-            places_of(larger, followed), places_of(smaller, followed),
-        )  # fmt: skip
-        sigma = (box.most / 2).unsqueeze(1).expand(-1, larger.shape[1])
-        start = torch.zeros_like(box.lower).unsqueeze(1).expand(-1, larger.shape[1], -1)
-        rest = expected.at(start, sigma).amax(-1)
-        found = descend_in_box(expected, box, start, sigma, self.iterations)
+        formula = Formula(self._linearized(subjects), subjects, free)
+        sigma = (box.most / 2).unsqueeze(1).expand(-1, contest.larger.shape[1])
+        start = torch.zeros_like(box.lower).unsqueeze(1).expand(-1, contest.larger.shape[1], -1)
+        found = descend_in_box(formula.margins(contest), box, start, sigma, self.iterations)
         chosen = found.margin.argmin(1)
-        corner, drop = found.problem(chosen), picked(rest, chosen)
-        own = NetworkMargins(subjects.network, subjects.images, picked(larger, chosen), picked(smaller, chosen), free)
+        contest, corner = contest.problem(chosen), found.problem(chosen)
+        own = NetworkMargins(subjects.network, subjects.images, *contest, free)
         corner, taken = self._followed_on(subjects, own, box, corner)
-        margin = picked(expected.at(corner.shift.expand_as(start), corner.sigma.expand_as(sigma)).amax(-1), chosen)
-        mu = own.shifted(corner.shift).squeeze(1) - subjects.images
+        expected = formula.margins(contest)
+        drop = expected.at(start[:, :1], sigma[:, :1]).amax(-1) - corner.margin
         return Solved(
-            mu=_exactly(mu, free, corner.shift),
+            mu=_on_images(corner.shift.squeeze(1), free, subjects.images),
             sigma=corner.sigma.squeeze(1),
-            towards=picked(smaller, chosen)[:, 0, 0],
+            towards=contest.smaller[:, 0, 0],
             gamma=torch.zeros_like(corner.margin.squeeze(1)),
-            margin=margin.squeeze(1),
+            margin=expected.at(corner.shift, corner.sigma).amax(-1).squeeze(1),
             feasible=corner.margin.squeeze(1) < 0,
             polished=taken * self.polish,
             iterations=self.iterations + taken * self.polish,
-            gap=(corner.gap / (drop - corner.margin).clamp(min=1e-12)).squeeze(1).clamp(min=0),
+            gap=(corner.gap / drop.clamp(min=1e-12)).squeeze(1).clamp(min=0),
         )
 
     def _followed_on(self, subjects: Subjects, own: NetworkMargins, box: Box, corner: Corner) -> tuple[Corner, Tensor]:
@@ -205,8 +199,7 @@ class PixelSupport(BoxAttack):
         return chosen.reshape(-1, 1, *images.shape[-2:]).expand(images.shape).to(images.device)
 
 
-def _exactly(mu: Tensor, free: Tensor | None, shift: Tensor) -> Tensor:
-    """μ as it was chosen, not as a difference of images, which rounds."""
-    if free is None:
-        return shift.reshape(mu.shape)
-    return torch.zeros_like(mu.flatten(1)).scatter_(1, free, shift.squeeze(1)).reshape(mu.shape)
+def _on_images(shift: Tensor, free: Tensor | None, images: Tensor) -> Tensor:
+    """Shifts (N, m) of the free coordinates as images."""
+    whole = shift if free is None else torch.zeros_like(images.flatten(1)).scatter_(1, free, shift)
+    return whole.reshape(images.shape)

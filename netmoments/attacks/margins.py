@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,17 @@ class Margins(Protocol):
         """The margins with what their derivatives need."""
 
 
+class Contest(NamedTuple):
+    """Which class's score must fall below which, (N, R, K) each."""
+
+    larger: Tensor
+    smaller: Tensor
+
+    def problem(self, chosen: Tensor) -> Contest:
+        """One of the R problems of each image, (N,), with R = 1."""
+        return Contest(picked(self.larger, chosen), picked(self.smaller, chosen))
+
+
 def contrast(scores: Tensor, larger: Tensor, smaller: Tensor) -> Tensor:
     """scores(larger) − scores(smaller) for scores (N, R, d) and classes (N, R, K)."""
     return scores.gather(-1, larger) - scores.gather(-1, smaller)
@@ -50,3 +61,8 @@ def fooled_margin(scores: Tensor, labels: Tensor, targets: Tensor | None) -> Ten
     own = scores.gather(-1, index).squeeze(-1)
     others = scores.scatter(-1, index, -torch.inf).amax(-1)
     return own - others if targets is None else others - own
+
+
+def picked(values: Tensor, chosen: Tensor) -> Tensor:
+    """One of R entries of each image: (N, R, ...) → (N, 1, ...)."""
+    return values[torch.arange(len(chosen), device=chosen.device), chosen].unsqueeze(1)

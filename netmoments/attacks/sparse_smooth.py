@@ -9,22 +9,19 @@ there by sampling, so that the share of fooled samples is the one asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.attacks.attack import Attack, Solved, places_of
+from netmoments.attacks.attack import Attack, Solved
 from netmoments.attacks.certificate import lower_bound
 from netmoments.attacks.expected_logits import require_sigma
+from netmoments.attacks.formula import Formula
 from netmoments.attacks.judge import Success, noisy_scores
-from netmoments.attacks.margins import contrast, fooled_margin
+from netmoments.attacks.margins import Contest, Margins, contrast, fooled_margin, picked
 from netmoments.attacks.network_margins import NetworkMargins
 from netmoments.attacks.primal_dual import Iterate, Problem, descend, finished, scaled_to_edge
 from netmoments.attacks.subjects import Subjects
-from netmoments.attacks.surrogate import ExpectedMargins, Surrogate
-from netmoments.gaussian import Gaussian
 
 CONFIDENCE = 0.95
 TURNS, MOST_TURNS = 3, 6
@@ -85,39 +82,47 @@ class SparseSmooth(Attack):
         return 0.0 if self.gamma is None else float(self.gamma)
 
     def _solved(self, subjects: Subjects) -> Solved:
-        larger, smaller = subjects.contests(self.rivals)
-        formula = _Formula(self._linearized(subjects), subjects)
-        sigma = subjects.images.new_full((len(subjects),), self.noise_level)
-        start = torch.zeros_like(subjects.images.flatten(1)).unsqueeze(1).expand(-1, larger.shape[1], -1)
-        gamma = self._expected_gamma(formula, larger, smaller, sigma, start)
-        lower, upper = self._box(subjects)
-        problem = Problem(formula.margins(larger, smaller), sigma, gamma, lower, upper, subjects.shape)
-        solution = finished(problem, descend(problem, Iterate.start(problem), self.iterations))
-        if self.polish:
-            own = NetworkMargins(subjects.network, subjects.images, larger, smaller)
-            problem = replace(problem, margins=own)
-            solution = finished(problem, descend(problem, solution, self.polish, smoother=1.0))
+        contest = subjects.contests(self.rivals)
+        formula = Formula(self._linearized(subjects), subjects)
+        problem, solution = self._for_every_rival(formula, contest)
         chosen = cheapest(problem, solution)
-        larger, smaller, gamma = (picked(x, chosen) for x in (larger, smaller, gamma))
-        solution = solution.problem(chosen)
+        contest, solution = contest.problem(chosen), solution.problem(chosen)
+        problem = replace(problem, gamma=picked(problem.gamma, chosen))
         if self.polish:
-            own = NetworkMargins(subjects.network, subjects.images, larger, smaller)
-            problem, solution, more = self._calibrated(subjects, replace(problem, margins=own, gamma=gamma), solution)
+            own = NetworkMargins(subjects.network, subjects.images, *contest)
+            problem, solution, more = self._calibrated(subjects, replace(problem, margins=own), solution)
         else:
-            problem = replace(problem, margins=formula.margins(larger, smaller), gamma=gamma)
-            problem, solution, more = self._widened(formula, (larger, smaller), problem, solution)
-        expected = formula.margins(larger, smaller).at(solution.shift, sigma.unsqueeze(1)).amax(-1).squeeze(1)
-        objective = problem.objective(solution.shift).squeeze(1)
+            problem = replace(problem, margins=formula.margins(contest))
+            problem, solution, more = self._widened(formula, contest, problem, solution)
+        return self._gathered(problem, solution, formula.margins(contest), contest.smaller[:, 0, 0], more)
+
+    def _for_every_rival(self, formula: Formula, contest: Contest) -> tuple[Problem, Iterate]:
+        """The problems by the formula, all rivals, solved; and from there those of the network."""
+        subjects = formula.subjects
+        sigma = subjects.images.new_full((len(subjects),), self.noise_level)
+        lower, upper = self._box(subjects)
+        gamma = self._expected_gamma(formula, contest, sigma, lower.new_zeros(len(lower), contest.larger.shape[1], 1))
+        problem = Problem(formula.margins(contest), sigma, gamma, lower, upper, subjects.shape)
+        solution = finished(problem, descend(problem, Iterate.start(problem), self.iterations))
+        if not self.polish:
+            return problem, solution
+        problem = replace(problem, margins=NetworkMargins(subjects.network, subjects.images, *contest))
+        return problem, finished(problem, descend(problem, solution, self.polish, smoother=1.0))
+
+    def _gathered(self, problem: Problem, solution: Iterate, expected: Margins, towards: Tensor, more: int) -> Solved:
+        """What was found for the rival that was chosen, R = 1, after `more` steps with it alone."""
+        shift, sigma = solution.shift, problem.sigma
+        objective = problem.objective(shift).squeeze(1)
         bound = lower_bound(problem, solution).squeeze(1)
         own_steps = self.polish + more if self.polish else 0
-        count = torch.ones_like(chosen)
+        count = torch.ones_like(towards)
         return Solved(
-            mu=solution.shift.reshape(subjects.images.shape),
+            mu=shift.squeeze(1).unflatten(1, problem.shape),
             sigma=sigma,
-            towards=smaller[:, 0, 0],
+            towards=towards,
             gamma=problem.gamma.amax((1, 2)),
-            margin=expected,
-            feasible=problem.excess(solution.shift).squeeze(1) <= 0,
+            margin=expected.at(shift, sigma.unsqueeze(1)).amax(-1).squeeze(1),
+            feasible=problem.excess(shift).squeeze(1) <= 0,
             polished=count * own_steps,
             iterations=count * (self.iterations + (own_steps or more)),
             gap=((objective - bound) / objective.clamp(min=torch.finfo(objective.dtype).tiny)).clamp(min=0),
@@ -133,22 +138,20 @@ class SparseSmooth(Attack):
         error = margins.std(0) / len(margins) ** 0.5
         return margins.mean(0) - 2 * 2**0.5 * error <= -self._asked_gamma
 
-    def _expected_gamma(
-        self, formula: _Formula, larger: Tensor, smaller: Tensor, sigma: Tensor, shift: Tensor
-    ) -> Tensor:
+    def _expected_gamma(self, formula: Formula, contest: Contest, sigma: Tensor, shift: Tensor) -> Tensor:
         """γ (N, R, K): as given, or so many deviations of each margin, at shifts, that the share is below 0."""
         if self.share is None:
-            return torch.full(larger.shape, self._asked_gamma, dtype=shift.dtype, device=shift.device)
+            return torch.full_like(contest.larger, self._asked_gamma, dtype=shift.dtype)
         deviations = torch.special.ndtri(torch.tensor(self.share, dtype=torch.float64)).to(shift)
-        return deviations * formula.spread(larger, smaller, sigma, shift)
+        return deviations * formula.spread(contest, sigma, shift)
 
     def _widened(
-        self, formula: _Formula, contest: tuple[Tensor, Tensor], problem: Problem, solution: Iterate
+        self, formula: Formula, contest: Contest, problem: Problem, solution: Iterate
     ) -> tuple[Problem, Iterate, int]:
         """By the formula alone: γ from the margin's spread where the noise is now, and the problem solved again."""
         if self.share is None:
             return problem, solution, 0
-        gamma = self._expected_gamma(formula, *contest, problem.sigma, solution.shift)
+        gamma = self._expected_gamma(formula, contest, problem.sigma, solution.shift)
         problem, steps = replace(problem, gamma=gamma), self.iterations // 2
         return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), steps
 
@@ -187,44 +190,9 @@ class SparseSmooth(Attack):
         return self._asked_gamma + noisy - quiet
 
 
-@dataclass(frozen=True, eq=False)
-class _Formula:
-    """The expected scores of a group of images, and their spread."""
-
-    linearized: AffineReluAffine
-    subjects: Subjects
-
-    def margins(self, larger: Tensor, smaller: Tensor) -> ExpectedMargins:
-        """Between classes (N, R, K)."""
-        followed = self.subjects.followed
-        return ExpectedMargins.between(self._surrogate, places_of(larger, followed), places_of(smaller, followed))
-
-    @cached_property
-    def _surrogate(self) -> Surrogate:
-        return Surrogate.of(self.linearized, self.subjects.images)
-
-    def spread(self, larger: Tensor, smaller: Tensor, sigma: Tensor, shift: Tensor) -> Tensor:
-        """Standard deviations of the margins (N, R, K) under N(M + μ, σ²I) for shifts (N, R, n)."""
-        margins = self.margins(larger, smaller)
-        columns = []
-        for problem in range(larger.shape[1]):
-            around = None if margins.around is None else margins.around[:, problem]
-            net = AffineReluAffine(
-                self.linearized.A, self.linearized.c1, margins.weights[:, problem], margins.offset[:, problem], around
-            )
-            noise = Gaussian(self.subjects.images.flatten(1) + shift[:, problem], std=sigma.unsqueeze(1))
-            columns.append(net.variance(noise).sqrt())
-        return torch.stack(columns, 1)
-
-
 def cheapest(problem: Problem, solution: Iterate) -> Tensor:
     """Which of the R problems of each image has the least objective of those that hold; the nearest to it if none."""
     excess = problem.excess(solution.shift)
     holds = excess <= 0
     objective = torch.where(holds, problem.objective(solution.shift), torch.inf)
     return torch.where(holds.any(1), objective.argmin(1), excess.argmin(1))
-
-
-def picked(values: Tensor, chosen: Tensor) -> Tensor:
-    """One of R entries of each image: (N, R, ...) → (N, 1, ...)."""
-    return values[torch.arange(len(chosen), device=chosen.device), chosen].unsqueeze(1)

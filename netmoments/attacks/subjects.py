@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from netmoments.attacks.judge import Bounds
+from netmoments.attacks.margins import Contest
 from netmoments.checks import describe, require_finite, require_float_tensor
 from netmoments.network.inspection import as_network, inspect
 from netmoments.precision import full_precision
@@ -64,18 +65,18 @@ class Subjects:
         others = self.scores.scatter(1, self.labels.unsqueeze(1), -torch.inf)
         return others.topk(min(count, self.scores.shape[1] - 1), dim=1).indices
 
-    def contests(self, rivals: int) -> tuple[Tensor, Tensor]:
-        """Which score must fall below which, (N, R, K) each, as classes.
+    def contests(self, rivals: int) -> Contest:
+        """Which score must fall below which.
 
         Without targets R problems of one margin, the label against each of the best rivals; with them one problem, the
         target against every other class that is followed.
         """
         if self.targets is None:
             smaller = self.rivals(rivals).unsqueeze(2)
-            return self.labels.reshape(-1, 1, 1).expand_as(smaller), smaller
+            return Contest(self.labels.reshape(-1, 1, 1).expand_as(smaller), smaller)
         followed = self.followed
         others = followed[followed != self.targets.unsqueeze(1)].reshape(len(self), 1, -1)
-        return others, self.targets.reshape(-1, 1, 1).expand_as(others)
+        return Contest(others, self.targets.reshape(-1, 1, 1).expand_as(others))
 
 
 @dataclass(frozen=True, eq=False)
