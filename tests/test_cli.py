@@ -201,7 +201,7 @@ def test_reproduce_beside_the_paper_stopped_and_gone_on_with(tmp_path, data_dir,
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["figure-9"], "no experiment 'figure-9'; there are figure-1, figure-2"),
+        (["figure-10"], "no experiment 'figure-10'; there are figure-1, figure-2"),
         (["table-2"], "netmoments download mnist"),
         (["table-2", "--data-dir", "nowhere"], "there is no folder nowhere to look for mnist in"),
         (["table-2", "--images", "1"], "Must be >= 2"),

@@ -137,7 +137,11 @@ def test_the_page_is_self_contained_and_escapes_what_users_bring(found, provenan
     evil = "<script>alert(1)</script>"
     images = dataclasses.replace(found.images, names=(evil,) * 40, skipped=(Skipped(evil, "r"),))
     classes = tuple(f"<b>{k}</b>" for k in range(10))
-    page = render_page(dataclasses.replace(found, images=images, classes=classes), provenance, evil, "d")
+    attacked = dataclasses.replace(found.attacks.images, names=(evil,) * len(found.attacks.images))
+    attacks = dataclasses.replace(found.attacks, images=attacked, classes=classes)
+    page = render_page(
+        dataclasses.replace(found, images=images, classes=classes, attacks=attacks), provenance, evil, "d"
+    )
     assert "<script" not in page
     assert "<b>3</b>" not in page
     assert not re.search(r"""(src|href)=["'](?!data:)""", page)

@@ -91,7 +91,7 @@ class BoxAttack(Attack):
         )
 
     def _followed_on(self, subjects: Subjects, own: NetworkMargins, box: Box, corner: Corner) -> tuple[Corner, Tensor]:
-        """The network's own margins made smaller, where too few samples are fooled and it helps; and where that was."""
+        """The network's own margins made smaller, where too few samples are fooled and it helps; and where tried."""
 
         def share(found: Corner) -> Tensor:
             centres, sigma = own.shifted(found.shift).squeeze(1), found.sigma.squeeze(1)
@@ -105,8 +105,9 @@ class BoxAttack(Attack):
         if not self.polish or bool((before >= self.wanted).all()):
             return corner, taken
         further = descend_in_box(own, box, corner.shift, corner.sigma, self.polish)
-        helps = (before < self.wanted) & (share(further) > before)
-        return corner.where(~helps, further), helps.to(taken.dtype)
+        tried = before < self.wanted
+        helps = tried & (share(further) > before)
+        return corner.where(~helps, further), tried.to(taken.dtype)
 
     def _as_asked(self, success: Success, margins: Tensor, solved: Solved) -> Tensor:
         return success.high >= self.wanted

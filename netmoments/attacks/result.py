@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class AttackResult:
     fooled: Tensor
     """Whether the network is fooled as was asked, as far as the samples can tell."""
     polished: Tensor
-    """Steps taken on the network itself after those on the formula: 0 where the formula was good enough."""
+    """Steps tried on the network itself after those on the formula: 0 where the formula was good enough or alone."""
     iterations: Tensor
     gap: Tensor
     """How much better the problem that was solved last could be done at most, relative, by duality."""
@@ -110,6 +110,16 @@ class AttackResult:
         span = 1.0 if self.bounds is None else self.bounds[1] - self.bounds[0]
         return structural_similarity(self.images, self.images + self.mu, span)
 
+    def to(self, device: torch.device | str) -> AttackResult:
+        """The same on another device."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Success):
+                return Success(value.rate.to(device), value.low.to(device), value.high.to(device), value.samples)
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        return AttackResult(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
+
     def samples(self, count: int, seed: int = 0) -> Tensor:
         """Noisy images (count, N, C, H, W), not cut to the bounds."""
         generator = torch.Generator(self.images.device).manual_seed(seed)
@@ -133,6 +143,8 @@ class AttackResult:
             "success_low": self.success.low.tolist(),
             "success_high": self.success.high.tolist(),
             "success_clipped": [None] * len(self) if clipped is None else clipped.rate.tolist(),
+            "success_clipped_low": [None] * len(self) if clipped is None else clipped.low.tolist(),
+            "success_clipped_high": [None] * len(self) if clipped is None else clipped.high.tolist(),
             "feasible": self.feasible.tolist(),
             "fooled": self.fooled.tolist(),
             "polished": self.polished.tolist(),

@@ -15,7 +15,7 @@ from netmoments.network.cut import find_relu
 from netmoments.network.inspection import as_network, inspect
 from netmoments.precision import full_precision
 from netmoments.report.arguments import spread
-from netmoments.report.attack_study import AttackStudy, NotAttacked, on_the_cpu
+from netmoments.report.attack_study import AttackStudy, NotAttacked
 from netmoments.report.class_names import class_numbered, with_classes_of
 
 CALLER = "attack"
@@ -68,22 +68,22 @@ def few_attacks(
     network: nn.Module,
     images: LabelledImages,
     classes: tuple[str, ...],
+    answers: Tensor,
     attack: Attack,
     count: int,
     device: torch.device,
 ) -> AttackStudy | NotAttacked:
-    """A few of the images that the network gets right, evenly spread; or why not, and never an error."""
+    """A few of the images whose label the network answers (N,), evenly spread; or why not, and never an error."""
+    right = torch.ones_like(answers, dtype=torch.bool) if images.labels is None else answers == images.labels
+    if not bool(right.any()):
+        return NotAttacked("The network gets none of these images right by itself, so there is nothing to fool.")
+    few = spread(dataclasses.replace(images, labels=answers, classes=classes).take(right), count)
     try:
-        answers = _answers(network, images, device)
-        right = torch.ones_like(answers, dtype=torch.bool) if images.labels is None else answers == images.labels
-        if not bool(right.any()):
-            return NotAttacked("The network gets none of these images right by itself, so there is nothing to fool.")
-        few = spread(dataclasses.replace(images, labels=answers, classes=classes).take(right), count)
         units, size = _relu(network, few, attack, device).size, few.event_shape.numel()
         if len(few) * units * size > QUICK.get(device.type, QUICK["cpu"]):
             return NotAttacked(
-                f"Linearizing {len(few)} images takes {units:,} × {size:,} numbers each, which is not quick here; "
-                f"`netmoments attack` does it."
+                f"Linearizing {len(few)} images takes {units:,} × {size:,} numbers each, which takes long here; "
+                f"the command netmoments attack does it."
             )
         study = _attacked(network, few, classes, attack, None, device)
         return dataclasses.replace(study, labels_are_answers=images.labels is None)
@@ -141,7 +141,7 @@ def _attacked(
     noisy = result.samples(1, attack.seed)[0] if len(result) else result.images
     with torch.no_grad(), full_precision():
         classes = network(noisy).argmax(1) if len(result) else result.labels
-    return AttackStudy(attack, images, names, False, relu.name, on_the_cpu(result), noisy.cpu(), classes.cpu())
+    return AttackStudy(attack, images, names, False, relu.name, result.to("cpu"), noisy.cpu(), classes.cpu())
 
 
 def _relu(network: nn.Module, images: LabelledImages, attack: Attack, device: torch.device) -> Any:

@@ -12,8 +12,8 @@ from netmoments.report.attack_wording import asked_in_words, in_grey_levels
 def headline_in_words(attack: Attack) -> str:
     """What kind of noise it is."""
     if isinstance(attack, SparseSmooth):
-        return "Sparse and smooth noise that fools"
-    return "Noise on few pixels that fools" if isinstance(attack, PixelSupport) else "Noise towards a target that fools"
+        return "Sparse and smooth noise made to fool"
+    return "Noise on few pixels made to fool" if isinstance(attack, PixelSupport) else "Noise made to fool"
 
 
 def method_in_words(found: AttackStudy) -> str:
@@ -21,8 +21,8 @@ def method_in_words(found: AttackStudy) -> str:
     attack = found.attack
     own = _sparse_smooth(attack) if isinstance(attack, SparseSmooth) else _box(attack, found.result.targets is None)
     return (
-        f"Noise is Gaussian, N(μ, σ²I), added to pixels in [0, 1]; a grey level is 1/255. {own} The expected scores are "
-        f"those of the network linearized before and after the ReLU {found.relu!r} at the image (two-stage "
+        f"Noise is Gaussian, N(μ, σ²I), added to pixels in [0, 1]; a grey level is 1/255. {own} The expected scores "
+        f"are those of the network linearized before and after the ReLU {found.relu!r} at the image (two-stage "
         f"linearization), with that ReLU treated exactly. {_bounds(attack)} What counts is the network itself: it is "
         f"asked about {attack.samples:,} noisy copies of each image, and fooled as asked means "
         f"{asked_in_words(attack)}, to within the error of sampling."
@@ -34,22 +34,22 @@ def few_in_words(found: AttackStudy) -> str:
     return (
         f"The noise above is the same on every pixel. Here its mean μ was chosen for each image, so that the answer "
         f"changes for {asked_in_words(found.attack)} with as few pixels in as smooth patches as possible (least "
-        f"‖μ‖₁ + TV(μ)). {found.fooled} of {len(found)} images are fooled as asked; `netmoments attack` makes more."
+        f"‖μ‖₁ + TV(μ)). {found.fooled} of {len(found)} images are fooled as asked; the command netmoments "
+        f"attack makes more."
     )
 
 
 def _sparse_smooth(attack: SparseSmooth) -> str:
     followed = (
-        f" Then the network itself was followed, from {attack.polish} steps on, with what noise adds to its margins "
-        f"measured from samples."
+        " Then the network itself was followed, with what noise adds to its margins measured from samples."
         if attack.polish
         else ""
     )
     return (
         f"σ is {in_grey_levels(attack.noise_level)} grey levels. μ has the least ‖μ‖₁ + TV(μ), few changed pixels in "
         f"smooth patches, that fools the network: found by a primal–dual method on the expected scores, "
-        f"{attack.iterations} steps.{followed} The gap says by how much ‖μ‖₁ + TV could be smaller at most, by duality, "
-        f"with the margins linearized at the solution."
+        f"{attack.iterations} steps.{followed} The gap says by how much ‖μ‖₁ + TV could be smaller at most, by "
+        f"duality, with the margins linearized at the solution."
     )
 
 
@@ -58,7 +58,7 @@ def _box(attack: Attack, untargeted: bool) -> str:
     pixels = f" of {attack.percent:g}% of the pixels, drawn at random," if isinstance(attack, PixelSupport) else ""
     aim = "the label's expected score below a rival's" if untargeted else "all other expected scores below the target's"
     followed = (
-        f" Where too few samples were fooled, the network itself was followed for {attack.polish} steps, if that helped."
+        f" Where too few samples were fooled, the network itself was followed for {attack.polish} steps, if it helped."
         if attack.polish
         else ""
     )

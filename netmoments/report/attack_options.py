@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from netmoments.attacks import PixelSupport, SparseSmooth, Targeted
 from netmoments.attacks.attack import Attack
 
 Kind = Literal["sparse-smooth", "targeted", "pixels"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 OWN_OPTIONS: dict[str, tuple[Kind, ...]] = {
     "gamma": ("sparse-smooth",),
     "beta": ("targeted", "pixels"),

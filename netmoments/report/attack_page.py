@@ -28,7 +28,7 @@ def render_attack_page(found: AttackStudy, provenance: Provenance, model: str, d
     """The page as text."""
     return render(
         "attack.html",
-        title=f"Noise that fools {model}",
+        title=f"Noise made to fool {model}",
         headline=f"{headline_in_words(found.attack)} {model}",
         subtitle=f"{len(found)} images of {data}, {provenance.date}",
         answers=answers_in_words(found),
@@ -49,10 +49,16 @@ def _facts(found: AttackStudy) -> list[dict[str, str]]:
     """The whole in four numbers."""
     result = found.result
     return [
-        {"value": f"{found.fooled} of {len(found)}", "meaning": f"images fooled as asked: {asked_in_words(found.attack)}"},
+        {
+            "value": f"{found.fooled} of {len(found)}",
+            "meaning": f"images fooled as asked: {asked_in_words(found.attack)}",
+        },
         {"value": f"{float(result.success.rate.mean()):.1%}", "meaning": "of all noisy copies fooled the network"},
-        {"value": f"{float(result.sparsity.mean()):.0%}", "meaning": "of the pixels keep their mean, on average"},
-        {"value": in_grey_levels(float(result.linf.median())), "meaning": "grey levels at most, in the median image"},
+        {"value": f"{float(result.sparsity.mean()):.0%}", "meaning": "of the pixels not changed by μ, on average"},
+        {
+            "value": in_grey_levels(float(result.linf.median())),
+            "meaning": "grey levels, the largest |μ| of the median image",
+        },
     ]
 
 
@@ -79,12 +85,13 @@ def _case(found: AttackStudy, number: int) -> dict[str, Any]:
 def _case_facts(found: AttackStudy, number: int) -> list[tuple[str, str]]:
     result = found.result
     return [
-        ("samples fooled", f"{success_in_words(found, number)}, clipped {clipped_in_words(found, number)}"),
+        ("samples fooled", success_in_words(found, number)),
+        ("clipped to [0, 1]", clipped_in_words(found, number)),
         ("most often taken for", found.class_name(result.answers[number])),
         ("made towards", found.class_name(result.towards[number])),
-        ("pixels that keep their mean", f"{float(result.sparsity[number]):.0%}"),
-        ("‖μ‖₁ + TV(μ)", f"{size_in_words(found, number)} grey levels"),
-        ("σ", f"{in_grey_levels(float(result.sigma[number]))} grey levels"),
+        ("pixels not changed", f"{float(result.sparsity[number]):.0%}"),
+        ("‖μ‖₁ + TV, grey levels", size_in_words(found, number)),
+        ("σ, grey levels", in_grey_levels(float(result.sigma[number]))),
         ("SSIM", f"{float(result.ssim[number]):.3f}"),
         ("gap", gap_in_words(found, number)),
         ("network followed", followed_in_words(found, number)),

@@ -29,8 +29,9 @@ def attack_record(found: AttackStudy) -> dict[str, Any]:
         "labels": "the network's answers" if found.labels_are_answers else "of the data",
         "fooled": found.fooled,
         "images": _image_records(found),
-        "left_out": [item._asdict() for item in found.left_out],
-        "skipped": [{"path": str(item.path), "reason": item.reason} for item in found.images.skipped],
+        "skipped": [{"name": found.images.names[item.place], **item._asdict()} for item in found.result.skipped],
+        "of_the_target": list(found.of_the_target),
+        "unreadable": [{"path": str(item.path), "reason": item.reason} for item in found.images.skipped],
     }
 
 

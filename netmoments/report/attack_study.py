@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from netmoments.attacks import AttackResult
 from netmoments.attacks.attack import Attack
-from netmoments.attacks.judge import Success
 from netmoments.data import LabelledImages
 from netmoments.experiments.attack_pictures import PictureRow
 
@@ -82,15 +81,3 @@ class AttackStudy:
         result = self.result
         before, after = self.class_name(result.labels[number]), self.class_name(self.noisy_classes[number])
         return PictureRow(result.images[number], result.mu[number], self.noisy[number], before, after, note)
-
-
-def on_the_cpu(result: AttackResult) -> AttackResult:
-    """The same result with every tensor on the CPU."""
-    moved: dict[str, Tensor | Success] = {}
-    for field in fields(result):
-        value = getattr(result, field.name)
-        if isinstance(value, Tensor):
-            moved[field.name] = value.cpu()
-        elif isinstance(value, Success):
-            moved[field.name] = Success(value.rate.cpu(), value.low.cpu(), value.high.cpu(), value.samples)
-    return replace(result, **moved)  # type: ignore[arg-type]

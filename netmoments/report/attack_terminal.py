@@ -31,11 +31,11 @@ TO_THE_LEFT = ("image", "verdict")
 
 def draw_attack(found: AttackStudy) -> RenderableType:
     """What the network says, what the noise is, a summary, and what was left out."""
-    samples = found.result.success.samples
+    clipped = "" if found.attack.bounds is None else ", as they are and clipped to [0, 1]"
     parts: list[RenderableType] = [
-        Text(f"What the network says to {samples:,} noisy copies, as they are and clipped to [0, 1]", style="bold"),
+        Text(f"What the network says to {found.attack.samples:,} noisy copies{clipped}", style="bold"),
         _table(found, ANSWERS),
-        Text("The noise, in grey levels", style="bold"),
+        Text("The noise; |μ| in grey levels", style="bold"),
         _table(found, NOISE),
         Text(summary_in_words(found), style="bold"),
         *_named("left out", found.left_out),

@@ -142,7 +142,7 @@ def _attacks(network: nn.Module, found: Study) -> AttackStudy | NotAttacked | No
     if not config.attacks:
         return None
     attack = SparseSmooth(layer=config.layer, seed=config.seed)
-    return few_attacks(network, found.images, found.classes, attack, config.attacks, config.device)
+    return few_attacks(network, found.images, found.classes, found.predicted, attack, config.attacks, config.device)
 
 
 def _joined(parts: list[OutputMoments]) -> OutputMoments:
