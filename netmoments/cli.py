@@ -121,7 +121,7 @@ def attack(
     model: str,
     data: str,
     *,
-    kind: Literal["sparse-smooth", "targeted", "pixels"],
+    kind: Literal["sparse-smooth", "targeted", "pixels"] = "sparse-smooth",
     target: str | None = None,
     label: str | None = None,
     images: Positive = 8,

@@ -179,6 +179,13 @@ class TestRows:
         assert here != TargetedSweep("table-5", faces, TARGETS, others, 1).configuration
 
 
+@pytest.mark.parametrize(
+    ("error", "words"), [(None, "solved nowhere"), (0.05, "agrees"), (2.0, "2.00 above"), (-0.3, "0.30 below")]
+)
+def test_what_is_said_of_the_linearization(error, words):
+    assert words in targeted_faces.on_linearization({"formula_error_where_feasible": error})
+
+
 class TestTable5:
     def test_it_stops_and_goes_on(self, faces, rows, tmp_path):
         with pytest.raises(Unfinished, match="table-5: 1 of 6 images done"):

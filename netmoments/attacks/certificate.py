@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from netmoments.attacks.primal_dual import SHARE, Iterate, Problem, Scales
+from netmoments.attacks.primal_dual import Iterate, Problem, Scales
 from netmoments.attacks.proximal import into_unit_discs, shrink_into_box
-from netmoments.attacks.total_variation import LARGEST_SQUARE, adjoint_differences, forward_differences
+from netmoments.attacks.total_variation import adjoint_differences, forward_differences
 
 ITERATIONS = 400
 EVERY = 20
@@ -35,15 +35,12 @@ def lower_bound(problem: Problem, solution: Iterate) -> Tensor:
     TV(μ*), beyond which nothing is better; and multipliers may be scaled down until |c| ≤ 1, when the second sum is 0.
     """
     here = problem.margins.with_slopes(solution.shift, problem.sigma.unsqueeze(1))
-    scales = Scales.of(problem)
-    gradients = here.gradients() / scales.lengths.unsqueeze(-1)
-    rest = (here.value + problem.gamma) / scales.lengths - (gradients @ solution.shift.unsqueeze(-1)).squeeze(-1)
+    scales = Scales.at(problem, solution.shift, here)
+    gradients = here.gradients()
+    rest = here.value + problem.gamma - (gradients @ solution.shift.unsqueeze(-1)).squeeze(-1)
     cost = problem.objective(solution.shift).unsqueeze(-1)
     lower, upper = torch.maximum(problem.box[0], -cost), torch.minimum(problem.box[1], cost)
-    sizes = torch.linalg.matrix_norm(gradients @ gradients.mT, ord="fro").clamp(min=1e-12)
-    stride = scales.stride.unsqueeze(-1)
-    penalty = SHARE / (stride * sizes.unsqueeze(-1))
-    dual = (SHARE / (LARGEST_SQUARE * stride)).unsqueeze(-1).unsqueeze(-1)
+    stride, dual = scales.stride.unsqueeze(-1), scales.dual.reshape(*scales.dual.shape, 1, 1, 1)
     shift, pair, multipliers = solution.shift, solution.pair, solution.multipliers
     best = torch.zeros_like(scales.stride)
     for step in range(ITERATIONS + 1):
@@ -54,7 +51,7 @@ def lower_bound(problem: Problem, solution: Iterate) -> Tensor:
         ahead = 2 * moved - shift
         pair = into_unit_discs(pair + dual * forward_differences(ahead.unflatten(-1, problem.shape)))
         h = rest + (gradients @ ahead.unsqueeze(-1)).squeeze(-1)
-        multipliers = torch.relu(multipliers + penalty * h)
+        multipliers = torch.relu(multipliers + scales.penalty * h)
         shift = moved
     return best
 

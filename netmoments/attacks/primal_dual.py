@@ -1,9 +1,9 @@
 """The sparse and smooth problem: least ‖μ‖₁ + TV(μ) with every margin at most −γ and μ in a box, many at once.
 
-A primal–dual method with exact proximal steps. With h = (margin + γ)/‖∇margin(0)‖, a multiplier λ for each margin, and
+A primal–dual method with exact proximal steps. With h = margin + γ, a multiplier λ for each margin, and
 a pair p of length at most 1 for each pixel, whose best choice makes ⟨p, Dμ⟩ the total variation:
 
-    μ⁺ = box(soft(μ − τ([λ + ρh(μ)]₊∇h(μ) + Dᵀp), τ)),   p⁺ = disc(p + sD(2μ⁺ − μ)),   λ⁺ = [λ + ρh(μ)]₊.
+    λ⁺ = [λ + ρh(μ)]₊,   μ⁺ = box(soft(μ − τ(λ⁺∇h(μ) + Dᵀp), τ)),   p⁺ = disc(p + sD(2μ⁺ − μ)).
 
 The margin is linearized anew at every step, so its kinks are walked around as they come. It starts with larger noise,
 which rounds them off, and comes down to the noise asked for over the first half. The last shift is tidied (what is tiny
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from netmoments.attacks.margins import Margins
+from netmoments.attacks.margins import Margins, Slopes
 from netmoments.attacks.proximal import into_unit_discs, shrink_into_box
 from netmoments.attacks.total_variation import (
     LARGEST_SQUARE,
@@ -32,6 +32,11 @@ STRIDE = 0.03
 """τ as a share of the distance to the boundary as the gradient at μ = 0 sees it."""
 SHARE = 0.5
 """Of 1/τ that each of the two couplings, to p and to λ, may use up: together they keep the iteration stable."""
+STEEPEST = 50.0
+"""λ·max|∇margin| is kept below this. At an optimum it is below 5 wherever a pixel is off its bounds (1 of the length, 4
+of the differences); a margin that does not come down must not make λ run away."""
+RENEWED = 10
+"""Steps after which the scales are taken anew."""
 SMOOTHER = 10.0
 """How much larger the noise is at the start."""
 TIDY = (1e-3, 1e-2)
@@ -104,45 +109,49 @@ class Iterate:
 
 @dataclass(frozen=True, eq=False)
 class Scales:
-    """What makes the steps independent of units: lengths of gradients (N, R, K), and τ, s, ρ (N, R)."""
+    """What makes the steps independent of units, taken anew now and then: τ and s (N, R), ρ and the most λ (N, R, K)."""
 
-    lengths: Tensor
     stride: Tensor
     dual: Tensor
     penalty: Tensor
+    most: Tensor
 
     @classmethod
-    def of(cls, problem: Problem) -> Scales:
-        here = problem.margins.with_slopes(Iterate.start(problem).shift, problem.sigma.unsqueeze(1))
+    def at(cls, problem: Problem, shift: Tensor, here: Slopes) -> Scales:
+        """From the margins at a shift, linearized: how far 0 is from where they hold, and how steep they are."""
         gradients = here.gradients()
-        lengths = torch.linalg.vector_norm(gradients, dim=-1).clamp(min=torch.finfo(gradients.dtype).tiny)
+        lengths = torch.linalg.vector_norm(gradients, dim=-1).clamp(min=1e-20)
         units = gradients / lengths.unsqueeze(-1)
         together = torch.linalg.matrix_norm(units @ units.mT, ord="fro")  # at least the largest eigenvalue
-        distance = ((here.value + problem.gamma) / lengths).amax(-1)
+        at_rest = here.value + problem.gamma - (gradients @ shift.unsqueeze(-1)).squeeze(-1)
+        distance = (at_rest / lengths).amax(-1)
         width = (problem.upper - problem.lower).amax(-1, keepdim=True)  # infinite without bounds
         least = torch.where(torch.isinf(width), distance.abs(), width) * 1e-3
         stride = STRIDE * distance.clamp(min=least.clamp(min=1e-12), max=4 * width)
-        return cls(lengths, stride, SHARE / (LARGEST_SQUARE * stride), SHARE / (stride * together))
+        penalty = SHARE / (stride * together).unsqueeze(-1) / lengths.square()
+        return cls(
+            stride, SHARE / (LARGEST_SQUARE * stride), penalty, STEEPEST / gradients.abs().amax(-1).clamp(min=1e-20)
+        )
 
 
 def descend(problem: Problem, start: Iterate, iterations: int, smoother: float = SMOOTHER) -> Iterate:
     """The iteration, with σ·`smoother` at first and σ from the middle on; 1 keeps σ throughout, to go on from a
     solution."""
-    scales = Scales.of(problem)
-    stride, penalty = scales.stride.unsqueeze(-1), scales.penalty.unsqueeze(-1)
-    dual = scales.dual.reshape(*scales.dual.shape, 1, 1, 1)
     lower, upper = problem.box
     shift, pair, multipliers = start.shift, start.pair, start.multipliers
-    kept, cost = shift, torch.full_like(scales.stride, torch.inf)
+    kept, cost = shift, torch.full_like(shift[..., 0], torch.inf)
     with Progress("sparse and smooth", iterations) as progress:
         for step in range(iterations):
             larger = max(1.0, smoother ** (1 - 2 * step / iterations))
             here = problem.margins.with_slopes(shift, larger * problem.sigma.unsqueeze(1))
+            if step % RENEWED == 0:
+                scales = Scales.at(problem, shift, here)
+                stride, dual = scales.stride.unsqueeze(-1), scales.dual.reshape(*scales.dual.shape, 1, 1, 1)
             short = here.value + problem.gamma
             if larger == 1:
                 kept, cost = _cheaper(problem, (kept, cost), shift, short.amax(-1) <= 0)
-            multipliers = torch.relu(multipliers + penalty * short / scales.lengths)
-            slope = here.pulled(multipliers / scales.lengths) + adjoint_differences(pair).flatten(-3)
+            multipliers = torch.minimum(torch.relu(multipliers + scales.penalty * short), scales.most)
+            slope = here.pulled(multipliers) + adjoint_differences(pair).flatten(-3)
             moved = shrink_into_box(shift - stride * slope, stride, lower, upper)
             ahead = (2 * moved - shift).unflatten(-1, problem.shape)
             pair = into_unit_discs(pair + dual * forward_differences(ahead))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,6 +30,8 @@ LOOKED_AT = 32
 """Images that the network is asked about at a time while faces are chosen."""
 SEEDS = 2**31
 """Seeds of attacks are below this: an attack adds a little to its seed for samples of other purposes."""
+CLOSE = 0.1
+"""A difference of margins, in logits, up to which they agree in words."""
 NUMBERS = (
     "success", "success_clipped", "sparsity", "l1", "tv", "linf", "ssim", "gamma", "margin", "network_margin", "gap",
 )  # fmt: skip
@@ -94,7 +96,9 @@ def chosen_faces(
         right = _first_right(network, everything.images, own, label, count)
         if not right:
             name = everything.classes[label] if everything.classes else str(label)
-            raise ValueError(f"the network gets none of the {len(own)} images of class {name} right; give other weights")
+            raise ValueError(
+                f"the network gets none of the {len(own)} images of class {name} right; give other weights"
+            )
         places += right
     chosen = everything.take(places)
     assert chosen.labels is not None
@@ -156,7 +160,7 @@ class TargetedSweep:
         found = []
         for name, attack in self.attacks.items():
             with same_bits():
-                result = _reseeded(attack, seed)(
+                result = replace(attack, seed=seed)(
                     faces.network, faces.images[repeated], faces.labels[repeated], torch.tensor(targets)
                 )
             found.append(_columns(name, attack, result, numbers))
@@ -168,12 +172,6 @@ def _plain(attack: SparseSmooth) -> dict[str, Any]:
     values = asdict(attack)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
             if name not in ("seed", "preprocessing", "memory_budget")}  # fmt: skip
-
-
-def _reseeded(attack: SparseSmooth, seed: int) -> SparseSmooth:
-    from dataclasses import replace
-
-    return replace(attack, seed=seed)
 
 
 def _columns(name: str, attack: SparseSmooth, result: AttackResult, numbers: np.ndarray) -> Columns:
@@ -234,10 +232,12 @@ def summarized(columns: Columns) -> dict[str, Any]:
         "feasible": int(columns["feasible"].sum()),
         "sparsity": mean_of(columns["sparsity"]),
         "sparsity_where_fooled": mean_of(columns["sparsity"][most]),
+        "left_alone": int((columns["l1"] == 0).sum()),
         "largest_change": mean_of(columns["linf"]),
         "ssim": mean_of(columns["ssim"]),
         "separation_by_formula": _negated(mean_of(columns["margin"])),
         "separation_sampled": _negated(mean_of(columns["network_margin"])),
+        "formula_error_where_feasible": mean_of((columns["network_margin"] - columns["margin"])[columns["feasible"]]),
         "pixels_outside": mean_of(columns["outside"]),
         "median_gap": _median(columns["gap"]),
     }
@@ -250,6 +250,20 @@ def _negated(value: float | None) -> float | None:
 def _median(values: np.ndarray) -> float | None:
     kept = values[np.isfinite(values)]
     return float(np.median(kept)) if len(kept) else None
+
+
+def on_linearization(one: Mapping[str, Any]) -> str:
+    """A sentence on what the network's own margin is, where the formula's problem was solved."""
+    error = one["formula_error_where_feasible"]
+    if error is None:
+        return "It was solved nowhere, so nothing can be said of the linearization."
+    if abs(error) <= CLOSE:
+        return f"Where it was solved the network's own margin agrees, within {abs(error):.2f} on average."
+    side = "above" if error > 0 else "below"
+    return (
+        f"Where it was solved the network's own margin, sampled, is {abs(error):.2f} {side} "
+        "the formula's on average: that is what the linearization at the image errs where the noise is."
+    )
 
 
 def in_cell(value: float | None, digits: int = 2) -> str:
