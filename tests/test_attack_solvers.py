@@ -271,7 +271,7 @@ def test_scaling_stops_at_the_edge(generator):
     problem = problem_of(network, images, bounds=(-9.0, 9.0))
     rough = descend(problem, Iterate.start(problem), 200).shift
     shift = scaled_to_edge(problem, rough)
-    possible = problem.excess(2 * rough) <= 0
+    possible = problem.excess(1.5 * rough) <= 0
     assert bool(possible.any())
     assert bool((problem.excess(shift)[possible] <= 0).all())
     assert bool((problem.excess(0.999 * shift)[possible] > 0).all())

@@ -35,8 +35,8 @@ def lower_bound(problem: Problem, solution: Iterate) -> Tensor:
     TV(μ*), beyond which nothing is better; and multipliers may be scaled down until |c| ≤ 1, when the second sum is 0.
     """
     here = problem.margins.with_slopes(solution.shift, problem.sigma.unsqueeze(1))
-    scales = Scales.at(problem, solution.shift, here)
     gradients = here.gradients()
+    scales = Scales.at(problem, solution.shift, here.value, gradients)
     rest = here.value + problem.gamma - (gradients @ solution.shift.unsqueeze(-1)).squeeze(-1)
     cost = problem.objective(solution.shift).unsqueeze(-1)
     lower, upper = torch.maximum(problem.box[0], -cost), torch.minimum(problem.box[1], cost)

@@ -71,7 +71,8 @@ class NetworkSlopes:
 
     def gradients(self) -> Tensor:
         one = torch.eye(self.graph.shape[-1], dtype=self.graph.dtype, device=self.graph.device)
-        return torch.stack([self.pulled(row.expand_as(self.graph).contiguous()) for row in one], 2)
+        rows = [self.pulled(row.expand_as(self.graph).contiguous()) for row in one]
+        return torch.stack(rows, 2)
 
     def by_sigma(self, multipliers: Tensor) -> Tensor:
         """0: there is no noise."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from netmoments.attacks.margins import Margins, Slopes
+from netmoments.attacks.margins import Margins
 from netmoments.attacks.proximal import into_unit_discs, shrink_into_box
 from netmoments.attacks.total_variation import (
     LARGEST_SQUARE,
@@ -28,24 +28,22 @@ from netmoments.attacks.total_variation import (
 )
 from netmoments.progress import Progress
 
-STRIDE = 0.03
-"""τ as a share of the distance to the boundary as the gradient at μ = 0 sees it."""
+STRIDE = 0.01
+"""τ as a share of the distance from μ = 0 to where the linearized margins hold."""
 SHARE = 0.5
 """Of 1/τ that each of the two couplings, to p and to λ, may use up: together they keep the iteration stable."""
-STEEPEST = 50.0
-"""λ·max|∇margin| is kept below this. At an optimum it is below 5 wherever a pixel is off its bounds (1 of the length, 4
-of the differences); a margin that does not come down must not make λ run away."""
-RENEWED = 10
-"""Steps after which the scales are taken anew."""
+STEEPEST = (5.0, 50.0)
+"""λ·max|∇margin| is kept below this, at the first and the last step. At an optimum it is below 5 wherever a pixel is
+off its bounds (1 of the length, 4 of the differences); a margin that does not come down must not make λ run away."""
 SMOOTHER = 10.0
 """How much larger the noise is at the start."""
 TIDY = (1e-3, 1e-2)
 """Shares of the largest |μ| below which pixels are tried as zeros."""
 INDIFFERENT = 1e-4
 """A relative increase of the objective that more zeros are worth."""
-LONGEST = 2.0
-"""t up to which a shift is stretched to keep its margins."""
-HALVINGS = 18
+ENDS = (1.0, 1.05, 1.2, 1.5, 2.0)
+"""Multiples t of a shift that are tried, in order, until one is feasible; in a box a larger one need not be."""
+HALVINGS = 16
 
 Shape = tuple[int, int, int]
 
@@ -60,6 +58,7 @@ class Problem:
         gamma: (N, R, K).
         lower, upper: what μ may be, (N, m), with 0 between them.
         shape: (C, H, W).
+        memory: of the gradients from step to step, below 1: smooths the kinks of a network that no noise rounds off.
     """
 
     margins: Margins
@@ -68,6 +67,7 @@ class Problem:
     lower: Tensor
     upper: Tensor
     shape: Shape
+    memory: float = 0.0
 
     @property
     def box(self) -> tuple[Tensor, Tensor]:
@@ -109,29 +109,30 @@ class Iterate:
 
 @dataclass(frozen=True, eq=False)
 class Scales:
-    """What makes the steps independent of units, taken anew now and then: τ and s (N, R), ρ and the most λ (N, R, K)."""
+    """What makes the steps independent of units: τ and s (N, R), ρ and the largest slope max|∇margin| (N, R, K).
+
+    They are taken anew on the way: away from μ = 0 margins can be many times steeper than there.
+    """
 
     stride: Tensor
     dual: Tensor
     penalty: Tensor
-    most: Tensor
+    steepest: Tensor
 
     @classmethod
-    def at(cls, problem: Problem, shift: Tensor, here: Slopes) -> Scales:
-        """From the margins at a shift, linearized: how far 0 is from where they hold, and how steep they are."""
-        gradients = here.gradients()
+    def at(cls, problem: Problem, shift: Tensor, value: Tensor, gradients: Tensor) -> Scales:
+        """From margins and gradients at a shift: how far 0 is from where they hold, and how steep they are."""
         lengths = torch.linalg.vector_norm(gradients, dim=-1).clamp(min=1e-20)
         units = gradients / lengths.unsqueeze(-1)
         together = torch.linalg.matrix_norm(units @ units.mT, ord="fro")  # at least the largest eigenvalue
-        at_rest = here.value + problem.gamma - (gradients @ shift.unsqueeze(-1)).squeeze(-1)
+        at_rest = value + problem.gamma - (gradients @ shift.unsqueeze(-1)).squeeze(-1)
         distance = (at_rest / lengths).amax(-1)
         width = (problem.upper - problem.lower).amax(-1, keepdim=True)  # infinite without bounds
         least = torch.where(torch.isinf(width), distance.abs(), width) * 1e-3
         stride = STRIDE * distance.clamp(min=least.clamp(min=1e-12), max=4 * width)
         penalty = SHARE / (stride * together).unsqueeze(-1) / lengths.square()
-        return cls(
-            stride, SHARE / (LARGEST_SQUARE * stride), penalty, STEEPEST / gradients.abs().amax(-1).clamp(min=1e-20)
-        )
+        steepest = gradients.abs().amax(-1).clamp(min=1e-20)
+        return cls(stride, SHARE / (LARGEST_SQUARE * stride), penalty, steepest)
 
 
 def descend(problem: Problem, start: Iterate, iterations: int, smoother: float = SMOOTHER) -> Iterate:
@@ -139,21 +140,26 @@ def descend(problem: Problem, start: Iterate, iterations: int, smoother: float =
     solution."""
     lower, upper = problem.box
     shift, pair, multipliers = start.shift, start.pair, start.multipliers
-    kept, cost = shift, torch.full_like(shift[..., 0], torch.inf)
+    kept, cost, gradients = shift, torch.full_like(shift[..., 0], torch.inf), None
     with Progress("sparse and smooth", iterations) as progress:
         for step in range(iterations):
-            larger = max(1.0, smoother ** (1 - 2 * step / iterations))
+            done = step / iterations
+            larger = max(1.0, smoother ** (1 - 2 * done))
             here = problem.margins.with_slopes(shift, larger * problem.sigma.unsqueeze(1))
-            if step % RENEWED == 0:
-                scales = Scales.at(problem, shift, here)
-                stride, dual = scales.stride.unsqueeze(-1), scales.dual.reshape(*scales.dual.shape, 1, 1, 1)
+            now = here.gradients()
+            gradients = now if gradients is None else torch.lerp(now, gradients, problem.memory)
+            scales = Scales.at(problem, shift, here.value, gradients)
             short = here.value + problem.gamma
             if larger == 1:
                 kept, cost = _cheaper(problem, (kept, cost), shift, short.amax(-1) <= 0)
-            multipliers = torch.minimum(torch.relu(multipliers + scales.penalty * short), scales.most)
-            slope = here.pulled(multipliers) + adjoint_differences(pair).flatten(-3)
+            most = STEEPEST[0] * (STEEPEST[1] / STEEPEST[0]) ** done / scales.steepest
+            multipliers = torch.minimum(torch.relu(multipliers + scales.penalty * short), most)
+            pull = (multipliers.unsqueeze(-2) @ gradients).squeeze(-2)
+            stride = scales.stride.unsqueeze(-1)
+            slope = pull + adjoint_differences(pair).flatten(-3)
             moved = shrink_into_box(shift - stride * slope, stride, lower, upper)
             ahead = (2 * moved - shift).unflatten(-1, problem.shape)
+            dual = scales.dual.reshape(*scales.dual.shape, 1, 1, 1)
             pair = into_unit_discs(pair + dual * forward_differences(ahead))
             shift = moved
             progress.advance(1)
@@ -191,17 +197,30 @@ def _ranked(problem: Problem, shift: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(feasible, problem.objective(shift), torch.inf), (shift == 0).sum(-1)
 
 
-def scaled_to_edge(problem: Problem, shift: Tensor) -> Tensor:
-    """clip(tμ) with the smallest t up to `LONGEST` that is feasible; t = 1 where none is."""
+def stretched(problem: Problem, shift: Tensor, t: Tensor) -> Tensor:
+    """clip(tμ) for shifts (N, R, m) and t (N, R)."""
     lower, upper = problem.box
+    return torch.clamp(t.unsqueeze(-1) * shift, min=lower, max=upper)
 
-    def stretched(t: Tensor) -> Tensor:
-        return torch.clamp(t.unsqueeze(-1) * shift, min=lower, max=upper)
 
-    ends = torch.full_like(shift[..., 0], LONGEST)
-    possible = problem.excess(stretched(ends)) <= 0
-    t = smallest(lambda t: problem.excess(stretched(t)) <= 0, torch.zeros_like(ends), ends)
-    return torch.where(possible.unsqueeze(-1), stretched(t), shift)
+def edge(problem: Problem, shift: Tensor) -> Tensor:
+    """The smallest t for which clip(tμ) is feasible, by halving below the first of `ENDS` that is; 1 where none is."""
+
+    def holds(t: Tensor) -> Tensor:
+        return problem.excess(stretched(problem, shift, t)) <= 0
+
+    high = torch.full_like(shift[..., 0], torch.inf)
+    for end in ENDS:
+        high = torch.where(torch.isinf(high) & holds(torch.full_like(high, end)), end, high)
+        if bool(torch.isfinite(high).all()):
+            break
+    t = smallest(holds, torch.zeros_like(high), high.nan_to_num(posinf=ENDS[-1]))
+    return torch.where(torch.isfinite(high), t, 1.0)
+
+
+def scaled_to_edge(problem: Problem, shift: Tensor) -> Tensor:
+    """clip(tμ) with that t."""
+    return stretched(problem, shift, edge(problem, shift))
 
 
 def smallest(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:

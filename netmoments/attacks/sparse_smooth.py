@@ -9,6 +9,7 @@ there by sampling, so that the share of fooled samples is the one asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +21,18 @@ from netmoments.attacks.formula import Formula
 from netmoments.attacks.judge import Success, noisy_scores
 from netmoments.attacks.margins import Contest, Margins, contrast, fooled_margin, picked
 from netmoments.attacks.network_margins import NetworkMargins
-from netmoments.attacks.primal_dual import Iterate, Problem, descend, finished, scaled_to_edge
+from netmoments.attacks.primal_dual import Iterate, Problem, descend, edge, finished, stretched
 from netmoments.attacks.subjects import Subjects
 
 CONFIDENCE = 0.95
-TURNS, MOST_TURNS = 3, 6
-"""Times that what noise adds is measured: then steps are taken (the first time, and while a margin does not hold), or
-the shift is scaled."""
+TURNS = 4
+"""Times that what noise adds is measured and the problem solved with that, at most: while a margin does not hold."""
+SCALINGS = 3
+"""Multiples of the shift at which samples are looked at, at the end."""
+BEYOND = 0.05
+"""How much more than measured is aimed at until there is a multiple on either side, as a share."""
+MEMORY = 0.8
+"""Of the network's gradients, from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +56,7 @@ class SparseSmooth(Attack):
     confidence: float | None = None
     gamma: float | None = None
     rivals: int = 3
-    iterations: int = 500
+    iterations: int = 400
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,6 +82,11 @@ class SparseSmooth(Attack):
         if self.gamma is not None:
             return None
         return CONFIDENCE if self.confidence is None else self.confidence
+
+    @property
+    def _steps_each(self) -> int:
+        """On the network for every rival, before the cheapest is chosen."""
+        return max(1, self.polish // 2)
 
     @property
     def _asked_gamma(self) -> float:
@@ -106,15 +117,16 @@ class SparseSmooth(Attack):
         solution = finished(problem, descend(problem, Iterate.start(problem), self.iterations))
         if not self.polish:
             return problem, solution
-        problem = replace(problem, margins=NetworkMargins(subjects.network, subjects.images, *contest))
-        return problem, finished(problem, descend(problem, solution, self.polish, smoother=1.0))
+        own = NetworkMargins(subjects.network, subjects.images, *contest)
+        problem = replace(problem, margins=own, memory=MEMORY)
+        return problem, finished(problem, descend(problem, solution, self._steps_each, smoother=1.0))
 
     def _gathered(self, problem: Problem, solution: Iterate, expected: Margins, towards: Tensor, more: int) -> Solved:
         """What was found for the rival that was chosen, R = 1, after `more` steps with it alone."""
         shift, sigma = solution.shift, problem.sigma
         objective = problem.objective(shift).squeeze(1)
         bound = lower_bound(problem, solution).squeeze(1)
-        own_steps = self.polish + more if self.polish else 0
+        own_steps = self._steps_each + more if self.polish else 0
         count = torch.ones_like(towards)
         return Solved(
             mu=shift.squeeze(1).unflatten(1, problem.shape),
@@ -156,38 +168,68 @@ class SparseSmooth(Attack):
         return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), steps
 
     def _calibrated(self, subjects: Subjects, problem: Problem, solution: Iterate) -> tuple[Problem, Iterate, int]:
-        """On the network: γ from what samples of the noise add to its margins, and the problem solved again."""
-        steps, taken = max(1, self.polish // 2), 0
-        for turn in range(MOST_TURNS):
-            problem = replace(problem, gamma=self._measured_gamma(subjects, problem, solution, turn + 1))
-            scaled = scaled_to_edge(problem, solution.shift)
-            holds = bool((problem.excess(scaled) <= 0).all())
-            if turn and holds:
-                solution = replace(solution, shift=scaled)
-            else:
-                solution = finished(problem, descend(problem, solution, steps, smoother=1.0))
-                taken += steps
-            if holds and turn + 1 >= TURNS:
+        """On the network: γ from what samples of the noise add to its margins, and the problem solved again with that.
+
+        Once, and again while a margin does not hold; then the shift is scaled until the samples say what was asked.
+        """
+        taken = 0
+        for turn in range(TURNS):
+            seen = self._under_noise(subjects, problem, solution.shift, seed=self.seed + 1 + turn)
+            problem = replace(problem, gamma=seen.gamma)
+            solution = finished(problem, descend(problem, solution, self.polish, smoother=1.0))
+            taken += self.polish
+            if bool((problem.excess(solution.shift) <= 0).all()):
                 break
-        return problem, solution, taken
+        problem, shift = self._scaled_by_samples(subjects, problem, solution.shift)
+        return problem, replace(solution, shift=shift), taken
 
-    def _measured_gamma(self, subjects: Subjects, problem: Problem, solution: Iterate, turn: int) -> Tensor:
-        """What the noise-free margins (N, 1, K) must be below, with the sign changed.
+    def _scaled_by_samples(self, subjects: Subjects, problem: Problem, shift: Tensor) -> tuple[Problem, Tensor]:
+        """The smallest of a few multiples tμ at which the samples, always the same, say what was asked; and γ there.
 
-        With a confidence: as much as that quantile of the noisy margin is above the noise-free one. With γ: that, and
-        as much as each expected margin is above its noise-free one.
+        The next t is where the noise-free margins would hold if noise added what it adds at the last one, or, between
+        one that holds and one that does not, by the secant.
+        """
+        t = torch.ones_like(shift[..., 0])
+        low, high = torch.zeros_like(t), torch.full_like(t, torch.inf)
+        short, over, gamma = torch.ones_like(t), -torch.ones_like(t), problem.gamma
+        for _ in range(SCALINGS):
+            seen = self._under_noise(subjects, problem, stretched(problem, shift, t), self.seed + 1 + TURNS)
+            excess = seen.excess.unsqueeze(1)
+            better, worse = (excess <= 0) & (t < high), (excess > 0) & (t > low)
+            high, over = torch.where(better, t, high), torch.where(better, excess, over)
+            low, short = torch.where(worse, t, low), torch.where(worse, excess, short)
+            gamma = torch.where((better | torch.isinf(high)).unsqueeze(-1), seen.gamma, gamma)
+            secant = low + (high - low) * (short / (short - over)).clamp(0.1, 0.9)
+            between = (low > 0) & torch.isfinite(high)
+            beyond = seen.gamma + BEYOND * seen.gamma.abs()
+            t = torch.where(between, secant, edge(replace(problem, gamma=beyond), shift))
+        t = torch.where(torch.isfinite(high), high, t)
+        return replace(problem, gamma=gamma), stretched(problem, shift, t)
+
+    def _under_noise(self, subjects: Subjects, problem: Problem, shift: Tensor, seed: int) -> UnderNoise:
+        """What samples of the noise at a shift say of the network.
+
+        What was asked is that a quantile of the margin is at most 0, or that the expected margins are at most −γ.
         """
         own = problem.margins
         assert isinstance(own, NetworkMargins)
-        centres = own.shifted(solution.shift).squeeze(1)
-        quiet = own.at(solution.shift, problem.sigma.unsqueeze(1))
-        parts = list(noisy_scores(subjects.network, centres, problem.sigma, self.samples, self.seed + turn, None))
-        scores = torch.cat(parts)
+        quiet = own.at(shift, problem.sigma.unsqueeze(1))
+        centres = own.shifted(shift).squeeze(1)
+        scores = torch.cat(list(noisy_scores(subjects.network, centres, problem.sigma, self.samples, seed, None)))
         if self.share is not None:
             noisy = torch.quantile(fooled_margin(scores, subjects.labels, subjects.targets), self.share, dim=0)
-            return (noisy.reshape(-1, 1, 1) - quiet.amax(-1, keepdim=True)).expand_as(quiet)
-        noisy = contrast(scores.mean(0).unsqueeze(1), own.larger, own.smaller)
-        return self._asked_gamma + noisy - quiet
+            added = noisy.reshape(-1, 1, 1) - quiet.amax(-1, keepdim=True)
+            return UnderNoise(noisy, added.expand_as(quiet))
+        expected = contrast(scores.mean(0).unsqueeze(1), own.larger, own.smaller) + self._asked_gamma
+        return UnderNoise(expected.amax((1, 2)), expected - quiet)
+
+
+class UnderNoise(NamedTuple):
+    """How far the network is from what was asked, (N,), at most 0 where that is reached; and γ (N, 1, K) for which the
+    noise-free margins say the same at this place."""
+
+    excess: Tensor
+    gamma: Tensor
 
 
 def cheapest(problem: Problem, solution: Iterate) -> Tensor:
