@@ -57,6 +57,7 @@ class Attack(ABC):
     Args:
         bounds: lowest and highest value of a pixel, which M + μ keeps; None for no such limit, as in the paper.
         layer: the ReLU that the linearization at the image keeps; see `two_stage`.
+        rivals: without targets, how many of the best other classes are tried; the best of them is kept.
         polish: steps on the network itself where the formula, linearized at the image, does not fool it as asked;
             0 for the formula alone, as in the paper.
         samples: noisy images that the network is asked about, for each image, twice (cut to the bounds or not).
@@ -67,6 +68,7 @@ class Attack(ABC):
 
     bounds: Bounds | None = (0.0, 1.0)
     layer: int | str = -1
+    rivals: int = 3
     polish: int = 100
     samples: int = 200
     seed: int = 0
@@ -75,7 +77,7 @@ class Attack(ABC):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", read_bounds(self._name, self.bounds))
-        for name, least in (("polish", 0), ("samples", 2), ("seed", 0)):
+        for name, least in (("rivals", 1), ("polish", 0), ("samples", 2), ("seed", 0)):
             self._require_count(name, least)
 
     def __call__(self, network: Any, images: Tensor, labels: Any, targets: Any = None) -> AttackResult:
@@ -141,7 +143,7 @@ class Attack(ABC):
         """At the images, the followed classes only."""
         return two_stage(
             subjects.network, subjects.images, self.layer,
-            outputs=subjects.followed, event_ndim=3, memory_budget=self.memory_budget,
+            outputs=subjects.followed(self.rivals), event_ndim=3, memory_budget=self.memory_budget,
         )  # fmt: skip
 
     def _box(self, subjects: Subjects) -> tuple[Tensor, Tensor]:

@@ -34,14 +34,12 @@ class BoxAttack(Attack):
         beta: |μ| stays below this, in the units of the images; 30 grey levels by default.
         largest_sigma: σ stays below this; √2 grey levels by default.
         wanted: the share of samples that must be fooled, else the network itself is followed for `polish` steps.
-        rivals: without targets, how many of the best other classes are tried; the best is kept.
         iterations: on the formula.
     """
 
     beta: float | None = None
     largest_sigma: float | None = None
     wanted: float = 0.9
-    rivals: int = 3
     iterations: int = 200
 
     _grey_levels: ClassVar[float] = 30.0
@@ -52,7 +50,6 @@ class BoxAttack(Attack):
         self._require_positive("largest_sigma", self.most_noise)
         if not isinstance(self.wanted, int | float) or not 0 < self.wanted <= 1:
             raise ValueError(f"{self._name}: wanted must be a share of samples in (0, 1], got {self.wanted!r}")
-        self._require_count("rivals", 1)
         self._require_count("iterations", 1)
 
     @property
@@ -68,7 +65,7 @@ class BoxAttack(Attack):
     def _solved(self, subjects: Subjects) -> Solved:
         contest = subjects.contests(self.rivals)
         free, box = self._free_box(subjects)
-        formula = Formula(self._linearized(subjects), subjects, free)
+        formula = Formula(self._linearized(subjects), subjects, subjects.followed(self.rivals), free)
         sigma = (box.most / 2).unsqueeze(1).expand(-1, contest.larger.shape[1])
         start = torch.zeros_like(box.lower).unsqueeze(1).expand(-1, contest.larger.shape[1], -1)
         found = descend_in_box(formula.margins(contest), box, start, sigma, self.iterations)

@@ -17,15 +17,19 @@ from netmoments.gaussian import Gaussian
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """The expected scores of a group of images; `free` (N, m) are the coordinates that shifts are about, or None."""
+    """The expected scores of a group of images.
+
+    `followed` (N, F) are the classes that the linearized networks have; `free` (N, m) the coordinates that shifts are
+    about, all if None.
+    """
 
     linearized: AffineReluAffine
     subjects: Subjects
+    followed: Tensor
     free: Tensor | None = None
 
     def margins(self, contest: Contest) -> ExpectedMargins:
-        followed = self.subjects.followed
-        larger, smaller = (places_of(classes, followed) for classes in contest)
+        larger, smaller = (places_of(classes, self.followed) for classes in contest)
         return ExpectedMargins.between(self._surrogate, larger, smaller)
 
     @cached_property

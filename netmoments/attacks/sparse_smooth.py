@@ -31,6 +31,8 @@ SCALINGS = 3
 """Multiples of the shift at which samples are looked at, at the end."""
 BEYOND = 0.05
 """How much more than measured is aimed at until there is a multiple on either side, as a share."""
+CAUTION = 0.5
+"""Standard errors of the samples' share that the share aimed at is above the one asked for."""
 MEMORY = 0.8
 """Of the network's gradients, from step to step."""
 
@@ -43,7 +45,6 @@ class SparseSmooth(Attack):
         sigma: the noise level, in the units of the images; one grey level by default, as in the paper (Σ = I).
         confidence: the share of samples to be fooled, 0.95 unless `gamma` is given.
         gamma: instead: how far below 0 the expected margin has to be. 0 fools about half of the samples.
-        rivals: without targets, how many of the best other classes are tried; the cheapest is kept.
         iterations: of the primal–dual method on the formula.
 
     See `Attack` for the rest. With `gamma` and `polish=0` it is the paper's attack.
@@ -55,7 +56,6 @@ class SparseSmooth(Attack):
     sigma: float | None = None
     confidence: float | None = None
     gamma: float | None = None
-    rivals: int = 3
     iterations: int = 400
 
     def __post_init__(self) -> None:
@@ -68,7 +68,6 @@ class SparseSmooth(Attack):
             raise ValueError(f"{self._name}: confidence must be between 0 and 1, got {share!r}")
         if gamma is not None and (isinstance(gamma, bool) or not 0 <= gamma < torch.inf):
             raise ValueError(f"{self._name}: gamma must be a margin of at least 0, got {gamma!r}")
-        self._require_count("rivals", 1)
         self._require_count("iterations", 1)
 
     @property
@@ -94,7 +93,7 @@ class SparseSmooth(Attack):
 
     def _solved(self, subjects: Subjects) -> Solved:
         contest = subjects.contests(self.rivals)
-        formula = Formula(self._linearized(subjects), subjects)
+        formula = Formula(self._linearized(subjects), subjects, subjects.followed(self.rivals))
         problem, solution = self._for_every_rival(formula, contest)
         chosen = cheapest(problem, solution)
         contest, solution = contest.problem(chosen), solution.problem(chosen)
@@ -217,7 +216,10 @@ class SparseSmooth(Attack):
         centres = own.shifted(shift).squeeze(1)
         scores = torch.cat(list(noisy_scores(subjects.network, centres, problem.sigma, self.samples, seed, None)))
         if self.share is not None:
-            noisy = torch.quantile(fooled_margin(scores, subjects.labels, subjects.targets), self.share, dim=0)
+            level = min(
+                self.share + CAUTION * (self.share * (1 - self.share) / self.samples) ** 0.5, 1 - 0.5 / self.samples
+            )
+            noisy = torch.quantile(fooled_margin(scores, subjects.labels, subjects.targets), level, dim=0)
             added = noisy.reshape(-1, 1, 1) - quiet.amax(-1, keepdim=True)
             return UnderNoise(noisy, added.expand_as(quiet))
         expected = contrast(scores.mean(0).unsqueeze(1), own.larger, own.smaller) + self._asked_gamma

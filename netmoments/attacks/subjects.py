@@ -49,15 +49,19 @@ class Subjects:
         channels, height, width = self.images.shape[1:]
         return channels, height, width
 
-    @property
-    def followed(self) -> Tensor:
-        """The classes whose expected scores are computed, (N, F): all, or label, target and the best of the rest."""
+    def followed(self, rivals: int) -> Tensor:
+        """The classes whose expected scores are computed, (N, F).
+
+        All of them where they are few; else without targets the label and the best rivals, with them the label, the
+        target and the best of the rest.
+        """
         classes = self.scores.shape[1]
         if classes <= FOLLOWED:
             return torch.arange(classes, device=self.scores.device).expand(len(self), -1)
-        wanted = [self.labels] if self.targets is None else [self.labels, self.targets]
-        first = torch.stack(wanted, 1)
-        rest = self.scores.scatter(1, first, -torch.inf).topk(FOLLOWED - len(wanted), dim=1).indices
+        if self.targets is None:
+            return torch.cat([self.labels.unsqueeze(1), self.rivals(rivals)], 1)
+        first = torch.stack([self.labels, self.targets], 1)
+        rest = self.scores.scatter(1, first, -torch.inf).topk(FOLLOWED - 2, dim=1).indices
         return torch.cat([first, rest], 1)
 
     def rivals(self, count: int) -> Tensor:
@@ -74,7 +78,7 @@ class Subjects:
         if self.targets is None:
             smaller = self.rivals(rivals).unsqueeze(2)
             return Contest(self.labels.reshape(-1, 1, 1).expand_as(smaller), smaller)
-        followed = self.followed
+        followed = self.followed(rivals)
         others = followed[followed != self.targets.unsqueeze(1)].reshape(len(self), 1, -1)
         return Contest(others, self.targets.reshape(-1, 1, 1).expand_as(others))
 

@@ -15,6 +15,7 @@ from netmoments.experiments.published import FIGURE_8_SPARSITY, TABLE_5
 from netmoments.experiments.settings import Settings
 from netmoments.experiments.table_5 import lowest_published_pair
 from netmoments.experiments.targeted_faces import (
+    POLISH,
     SAMPLES,
     Faces,
     TargetedSweep,
@@ -38,7 +39,7 @@ GAMMAS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FORMULA, FOLLOWED = "formula", "followed"
 KINDS = {
     FORMULA: SparseSmooth(gamma=0.0, polish=0, bounds=None, samples=SAMPLES),
-    FOLLOWED: SparseSmooth(gamma=0.0, samples=SAMPLES),
+    FOLLOWED: SparseSmooth(gamma=0.0, samples=SAMPLES, polish=POLISH),
 }
 WORDS = {FORMULA: "formula alone, as the paper", FOLLOWED: "network followed, pixels in [0, 1]"}
 FLAT = 0.01

@@ -16,6 +16,7 @@ from netmoments.experiments.published import TABLE_5, TABLE_5_AVERAGE
 from netmoments.experiments.settings import Settings
 from netmoments.experiments.table_5_chart import draw_matrices
 from netmoments.experiments.targeted_faces import (
+    POLISH,
     SAMPLES,
     Faces,
     TargetedSweep,
@@ -32,13 +33,13 @@ from netmoments.sweep import Columns
 
 NAME = "table-5"
 PER_CLASS = 10
-BLOCK = {"cpu": 1, "cuda": 10}
+BLOCK = {"cpu": 1, "cuda": 35}
 """Images that make one item, each with six targets and two attacks."""
 CONFIDENCE = 0.95
 PAPER, CONFIDENT = "paper", "confident"
 ATTACKS = {
     PAPER: SparseSmooth(gamma=0.0, polish=0, bounds=None, samples=SAMPLES),
-    CONFIDENT: SparseSmooth(confidence=CONFIDENCE, samples=SAMPLES),
+    CONFIDENT: SparseSmooth(confidence=CONFIDENCE, samples=SAMPLES, polish=POLISH),
 }
 WORDS = {PAPER: "γ = 0, as the paper", CONFIDENT: f"{CONFIDENCE:.0%} of samples, network followed"}
 

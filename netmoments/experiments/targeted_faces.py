@@ -26,6 +26,8 @@ from netmoments.sweep import Columns, random_seed
 
 SAMPLES = 100
 """Of the noise, for each image and target."""
+POLISH = 200
+"""Steps on the network: its gradients change more from place to place than LeNet's."""
 LOOKED_AT = 32
 """Images that the network is asked about at a time while faces are chosen."""
 SEEDS = 2**31
