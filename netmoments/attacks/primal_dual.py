@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ TIDY = (1e-3, 1e-2)
 """Shares of the largest |μ| below which pixels are tried as zeros."""
 INDIFFERENT = 1e-4
 """A relative increase of the objective that more zeros are worth."""
+SHORTEST = 1e-6
+"""Stands for the width of a box that has none, where the shortest distance is derived from it."""
+CHECKED = 4
+"""Steps after which it is seen whether the shift is feasible and the cheapest so far."""
 ENDS = (1.0, 1.05, 1.2, 1.5, 2.0)
 """Multiples t of a shift that are tried, in order, until one is feasible; in a box a larger one need not be."""
 HALVINGS = 16
@@ -68,6 +73,12 @@ class Problem:
     upper: Tensor
     shape: Shape
     memory: float = 0.0
+
+    @cached_property
+    def reach(self) -> tuple[Tensor, Tensor]:
+        """The shortest and the longest distance that steps are scaled by, (N, 1)."""
+        width = (self.upper - self.lower).amax(-1, keepdim=True)
+        return 1e-3 * torch.where(torch.isinf(width), SHORTEST, width), 4 * width
 
     @property
     def box(self) -> tuple[Tensor, Tensor]:
@@ -122,17 +133,20 @@ class Scales:
     @classmethod
     def at(cls, problem: Problem, shift: Tensor, value: Tensor, gradients: Tensor) -> Scales:
         """From margins and gradients at a shift: how far 0 is from where they hold, and how steep they are."""
-        lengths = torch.linalg.vector_norm(gradients, dim=-1).clamp(min=1e-20)
-        units = gradients / lengths.unsqueeze(-1)
-        together = torch.linalg.matrix_norm(units @ units.mT, ord="fro")  # at least the largest eigenvalue
+        squares = gradients.square().sum(-1).clamp(min=1e-30)
         at_rest = value + problem.gamma - (gradients @ shift.unsqueeze(-1)).squeeze(-1)
-        distance = (at_rest / lengths).amax(-1)
-        width = (problem.upper - problem.lower).amax(-1, keepdim=True)  # infinite without bounds
-        least = torch.where(torch.isinf(width), distance.abs(), width) * 1e-3
-        stride = STRIDE * distance.clamp(min=least.clamp(min=1e-12), max=4 * width)
-        penalty = SHARE / (stride * together).unsqueeze(-1) / lengths.square()
-        steepest = gradients.abs().amax(-1).clamp(min=1e-20)
-        return cls(stride, SHARE / (LARGEST_SQUARE * stride), penalty, steepest)
+        distance = (at_rest * squares.rsqrt()).amax(-1)
+        stride = STRIDE * torch.clamp(distance, *problem.reach)
+        penalty = SHARE / (stride.unsqueeze(-1) * _together(gradients, squares) * squares)
+        return cls(stride, SHARE / (LARGEST_SQUARE * stride), penalty, gradients.abs().amax(-1).clamp(min=1e-20))
+
+
+def _together(gradients: Tensor, squares: Tensor) -> Tensor | float:
+    """At least the largest eigenvalue of the products of the gradients' directions, (N, R, 1); 1 for one margin."""
+    if squares.shape[-1] == 1:
+        return 1.0
+    units = gradients * squares.rsqrt().unsqueeze(-1)
+    return torch.linalg.matrix_norm(units @ units.mT, ord="fro").unsqueeze(-1)
 
 
 def descend(problem: Problem, start: Iterate, iterations: int, smoother: float = SMOOTHER) -> Iterate:
@@ -150,7 +164,7 @@ def descend(problem: Problem, start: Iterate, iterations: int, smoother: float =
             gradients = now if gradients is None else torch.lerp(now, gradients, problem.memory)
             scales = Scales.at(problem, shift, here.value, gradients)
             short = here.value + problem.gamma
-            if larger == 1:
+            if larger == 1 and step % CHECKED == 0:
                 kept, cost = _cheaper(problem, (kept, cost), shift, short.amax(-1) <= 0)
             most = STEEPEST[0] * (STEEPEST[1] / STEEPEST[0]) ** done / scales.steepest
             multipliers = torch.minimum(torch.relu(multipliers + scales.penalty * short), most)
