@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-gpu lint bench clean
+.PHONY: demo test test-slow test-gpu lint bench bench-attacks clean
 
 demo: $(READY)
 	$(BIN)/netmoments report digits digits --sigma 0.05
@@ -27,6 +27,10 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.networks
+
+# Needs MNIST (netmoments download mnist, or $$NETMOMENTS_DATA); the rivals take hours on a CPU, minutes on a GPU.
+bench-attacks: $(READY)
+	$(BIN)/python -m benchmarks.attacks
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -386,9 +386,10 @@ def reproduce(
     model: str = "lenet",
     layer: str = "-1",
 ) -> None:
-    """Reproduce the paper's figures and tables on real MNIST, beside the published numbers.
+    """Reproduce the paper's figures and tables on real data, beside the published numbers.
 
-    NAME is figure-1, figure-2, table-1, table-2, table-3, table-4, seeds (Table 2 for several trained networks) or all.
+    NAME is figure-1, figure-2, table-1, table-2, table-3, table-4, seeds (Table 2 for several trained networks), of the
+    attacks figure-3, figure-4, figure-5, figure-6, figure-7, table-5, figure-8, figure-9, or all.
     Each prints its table and writes NAME/ (JSON, Markdown, PNG, PDF) and report.html into the output folder, beside the
     raw results as parquet. Stopped at any moment, the same command goes on where it was.
 
@@ -397,9 +398,10 @@ def reproduce(
     name
         Which experiment.
     images
-        How many test images, evenly spread; by default all 10,000 on a GPU and 25 on a CPU.
+        How many test images, evenly spread; by default all 10,000 on a GPU and 25 on a CPU. The attacks take as many as
+        the paper at most.
     samples
-        Monte Carlo samples for each image and noise level.
+        Monte Carlo samples for each image and noise level; the attacks have numbers of their own.
     device
         cpu, cuda (all GPUs here, or those of the Ray cluster), cuda:N, or auto: a GPU if there is one here.
     seed
@@ -415,9 +417,9 @@ def reproduce(
     data_dir
         Where datasets are; else $NETMOMENTS_DATA, else the cache.
     weights
-        Safetensors file with other weights of LeNet (or of --model).
+        Safetensors file with other weights of the experiment's network: LeNet, the network for faces, or --model.
     model
-        The network that figure-1 draws, as for `report`.
+        The network that figure-1 draws, as for `report`; for figure-5 alexnet, with --weights.
     layer
         The ReLU that figure-1 keeps: its number from 0 (the paper's l less 1), from the end if negative, or its name.
     """
@@ -436,10 +438,10 @@ def reproduce(
 
     console = Console()
     names = experiments_named(name)
-    if (model, layer) != ("lenet", "-1") and "figure-1" not in names:
-        raise ValueError(f"--model and --layer are for figure-1; {name} is of the paper's LeNet at l = 3")
-    if weights is not None and name == "seeds":
-        raise ValueError("seeds trains its own networks; --weights is for the other experiments")
+    if (model, layer) != ("lenet", "-1") and "figure-1" not in names and (name, model) != ("figure-5", "alexnet"):
+        raise ValueError(f"--model and --layer are for figure-1; {name} has a network and a cut of its own")
+    if weights is not None and name in ("seeds", "all"):
+        raise ValueError(f"--weights is for one experiment and its network; {name} trains or uses several")
     place = torch.device("cuda") if (engine, device) == ("ray", "cuda") else device_named(device)
     settings = Settings(
         out=out,

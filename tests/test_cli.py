@@ -243,7 +243,7 @@ def test_reproduce_into_a_file(tmp_path):
     ("arguments", "said"),
     [
         (["table-2", "--model", "squeezenet"], "--model and --layer are for figure-1"),
-        (["seeds", "--weights", "w.safetensors"], "seeds trains its own networks"),
+        (["seeds", "--weights", "w.safetensors"], "seeds trains or uses several"),
         (["table-2", "--engine", "ray", "--device", "cuda:1"], "give "),
     ],
 )
