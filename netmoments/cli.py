@@ -180,7 +180,7 @@ def attack(
     rivals
         Without a target: how many of the best other classes are tried, 3 by default.
     iterations
-        Steps on the formula, by default 500 for sparse-smooth and 200 for the others.
+        Steps on the formula, by default 400 for sparse-smooth and 200 for the others.
     polish
         Steps on the network itself, where the formula is not enough; 0 for the formula alone.
     samples

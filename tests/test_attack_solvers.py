@@ -11,7 +11,7 @@ from torch import nn
 import netmoments as nm
 from netmoments.attacks.box_descent import Box, descend_in_box
 from netmoments.attacks.certificate import least_in_box, lower_bound
-from netmoments.attacks.judge import Success, noisy_margins, noisy_scores
+from netmoments.attacks.judge import Success, noisy_scores
 from netmoments.attacks.margins import contrast, fooled_margin
 from netmoments.attacks.measures import structural_similarity, wilson_interval
 from netmoments.attacks.network_margins import NetworkMargins
@@ -342,17 +342,20 @@ def test_structural_similarity_is_that_of_a_filter(generator):
     torch.testing.assert_close(structural_similarity(x, x, 1.0), torch.ones(2, dtype=torch.float64))
 
 
-def test_samples_are_the_same_however_many_go_together(generator, monkeypatch):
+def test_samples_of_an_image_do_not_depend_on_the_images_beside_it(generator):
     network, images = small_network(), random_images(generator)
     labels, sigma = torch.tensor([0, 1, 2]), torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
-    once = noisy_margins(network, images, sigma, labels, None, 50, seed=3)
-    again = noisy_margins(network, images, sigma, labels, None, 50, seed=3)
-    assert torch.equal(once, again)
-    assert once.shape == (50, 3)
-    scores = torch.cat(list(noisy_scores(network, images, sigma, 50, 3, None)))
-    torch.testing.assert_close(fooled_margin(scores, labels, None), once)
-    cut = torch.cat(list(noisy_scores(network, images, sigma, 50, 3, (0.2, 0.8))))
-    assert not torch.equal(cut, scores)
-    frequency = Success.of(once < 0)
+    places = torch.tensor([4, 7, 9])
+
+    def sampled(chosen, bounds=None):
+        return torch.cat(list(noisy_scores(network, images[chosen], sigma[chosen], places[chosen], 120, 3, bounds)))
+
+    once = sampled([0, 1, 2])
+    assert once.shape == (120, 3, 4)
+    assert torch.equal(once, sampled([0, 1, 2]))
+    torch.testing.assert_close(once[:, [2]], sampled([2]))
+    torch.testing.assert_close(once[:, [2, 0]], sampled([2, 0]))
+    assert not torch.equal(once, sampled([0, 1, 2], (0.2, 0.8)))
+    frequency = Success.of(fooled_margin(once, labels, None) < 0)
     assert bool((frequency.low <= frequency.rate).all())
     assert bool((frequency.rate <= frequency.high).all())

@@ -47,6 +47,8 @@ class Sampled:
 
     margins: Tensor
     clipped: Tensor | None
+    mean_margin: Tensor
+    """The margin of the mean scores, (N,)."""
     answers: Tensor
 
 
@@ -58,8 +60,9 @@ class Attack(ABC):
         bounds: lowest and highest value of a pixel, which M + μ keeps; None for no such limit, as in the paper.
         layer: the ReLU that the linearization at the image keeps; see `two_stage`.
         rivals: without targets, how many of the best other classes are tried; the best of them is kept.
-        polish: steps on the network itself where the formula, linearized at the image, does not fool it as asked;
-            0 for the formula alone, as in the paper.
+        polish: steps on the network itself after those on the formula, which is linearized at the image: within a box
+            where too few samples are fooled, for sparse and smooth noise always; 0 for the formula alone, as in the
+            paper.
         samples: noisy images that the network is asked about, for each image, twice (cut to the bounds or not).
         seed: of the samples.
         preprocessing: a module or function from the given images to what the network takes.
@@ -89,6 +92,10 @@ class Attack(ABC):
             labels: the true classes, one for each image (or one for all).
             targets: what they are to be taken for, likewise; None for anything but the label.
         """
+        with torch.inference_mode(False):
+            return self._attacked(network, images, labels, targets)
+
+    def _attacked(self, network: Any, images: Tensor, labels: Any, targets: Any) -> AttackResult:
         read = read_subjects(self._name, network, images, labels, targets, self.bounds, self.preprocessing)
         skipped = self._skipped(read, labels)
         if not len(read.subjects):
@@ -102,13 +109,17 @@ class Attack(ABC):
                 progress.advance(len(group))
         return joined(parts)
 
+    def _near_enough(self, success: Success, share: float, errors: float) -> Tensor:
+        """Whether a share of samples is what was asked for, or above, to within so many of its standard errors."""
+        return success.rate >= share - errors * (share * (1 - share) / success.samples) ** 0.5
+
     @abstractmethod
     def _solved(self, subjects: Subjects) -> Solved:
         """The noise for a group of images."""
 
     @abstractmethod
-    def _as_asked(self, success: Success, margins: Tensor, solved: Solved) -> Tensor:
-        """Whether the network is fooled as was asked, by the samples' margins (samples, N)."""
+    def _as_asked(self, success: Success, sampled: Sampled) -> Tensor:
+        """Whether the network is fooled as was asked, as far as samples can tell, (N,)."""
 
     @property
     def _name(self) -> str:
@@ -155,16 +166,19 @@ class Attack(ABC):
 
     def _sampled(self, subjects: Subjects, solved: Solved) -> Sampled:
         centres = subjects.images + solved.mu
-        margins: list[Tensor] = []
+        margins, total = [], torch.zeros_like(subjects.scores)
         answers = torch.zeros_like(subjects.scores, dtype=torch.int64)
-        for scores in noisy_scores(subjects.network, centres, solved.sigma, self.samples, self.seed, None):
+        noise = (subjects.network, centres, solved.sigma, subjects.places, self.samples, self.seed)
+        for scores in noisy_scores(*noise):
+            total += scores.sum(0)
             margins.append(fooled_margin(scores, subjects.labels, subjects.targets))
             answers = answers + torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).sum(0)
         clipped = None
         if self.bounds is not None:
-            parts = noisy_scores(subjects.network, centres, solved.sigma, self.samples, self.seed, self.bounds)
+            parts = noisy_scores(*noise, self.bounds)
             clipped = torch.cat([fooled_margin(scores, subjects.labels, subjects.targets) for scores in parts])
-        return Sampled(torch.cat(margins), clipped, answers.argmax(-1))
+        mean_margin = fooled_margin(total / self.samples, subjects.labels, subjects.targets)
+        return Sampled(torch.cat(margins), clipped, mean_margin, answers.argmax(-1))
 
     def _judged(self, subjects: Subjects, solved: Solved, skipped: tuple[Skipped, ...]) -> AttackResult:
         sampled = self._sampled(subjects, solved)
@@ -176,11 +190,11 @@ class Attack(ABC):
             labels=subjects.labels,
             targets=subjects.targets,
             skipped=skipped,
-            network_margin=sampled.margins.mean(0),
+            network_margin=sampled.mean_margin,
             success=success,
             success_clipped=None if sampled.clipped is None else Success.of(sampled.clipped < 0),
             answers=sampled.answers,
-            fooled=self._as_asked(success, sampled.margins, solved),
+            fooled=self._as_asked(success, sampled),
             bounds=self.bounds,
             zero=1e-3 * self.grey_level,
             **{name: getattr(solved, name) for name in Solved.__dataclass_fields__},

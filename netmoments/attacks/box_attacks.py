@@ -6,16 +6,17 @@ The paper's opt1 and opt2: least margin of the expected scores over |μ| ≤ β 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from netmoments.attacks.attack import Attack, Solved
+from netmoments.attacks.attack import Attack, Sampled, Solved
 from netmoments.attacks.box_descent import Box, Corner, descend_in_box
 from netmoments.attacks.formula import Formula
-from netmoments.attacks.judge import Success, noisy_margins
+from netmoments.attacks.judge import Success, noisy_scores
+from netmoments.attacks.margins import fooled_margin
 from netmoments.attacks.network_margins import NetworkMargins
 from netmoments.attacks.result import AttackResult
 from netmoments.attacks.subjects import Subjects
@@ -74,7 +75,8 @@ class BoxAttack(Attack):
         own = NetworkMargins(subjects.network, subjects.images, *contest, free)
         corner, taken = self._followed_on(subjects, own, box, corner)
         expected = formula.margins(contest)
-        drop = expected.at(start[:, :1], sigma[:, :1]).amax(-1) - corner.margin
+        at_rest = [margins.at(start[:, :1], sigma[:, :1]).amax(-1) for margins in (expected, own)]
+        drop = torch.where(taken.unsqueeze(1) > 0, at_rest[1], at_rest[0]) - corner.margin
         return Solved(
             mu=_on_images(corner.shift.squeeze(1), free, subjects.images),
             sigma=corner.sigma.squeeze(1),
@@ -92,10 +94,9 @@ class BoxAttack(Attack):
 
         def share(found: Corner) -> Tensor:
             centres, sigma = own.shifted(found.shift).squeeze(1), found.sigma.squeeze(1)
-            seen = noisy_margins(
-                subjects.network, centres, sigma, subjects.labels, subjects.targets, self.samples, self.seed + 1
-            )
-            return (seen < 0).double().mean(0)
+            seen = noisy_scores(subjects.network, centres, sigma, subjects.places, self.samples, self.seed + 1)
+            fooled = [fooled_margin(scores, subjects.labels, subjects.targets) < 0 for scores in seen]
+            return torch.cat(fooled).double().mean(0)
 
         before = share(corner)
         taken = torch.zeros_like(subjects.labels)
@@ -106,8 +107,8 @@ class BoxAttack(Attack):
         helps = tried & (share(further) > before)
         return corner.where(~helps, further), tried.to(taken.dtype)
 
-    def _as_asked(self, success: Success, margins: Tensor, solved: Solved) -> Tensor:
-        return success.high >= self.wanted
+    def _as_asked(self, success: Success, sampled: Sampled) -> Tensor:
+        return self._near_enough(success, self.wanted, 2.0)
 
     def _free_box(self, subjects: Subjects) -> tuple[Tensor | None, Box]:
         """Which coordinates are free, (N, m), all if None; and their box."""
@@ -145,7 +146,7 @@ class PixelSupport(BoxAttack):
     """
 
     percent: float | None = None
-    mask: Tensor | None = None
+    mask: Tensor | None = field(default=None, compare=False)
 
     _grey_levels: ClassVar[float] = 75.0
 
@@ -160,6 +161,14 @@ class PixelSupport(BoxAttack):
             raise ValueError(f"PixelSupport: percent must be in (0, 100], got {self.percent!r}")
         if self.mask is not None and (not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool):
             raise TypeError(f"PixelSupport: mask must be a boolean tensor, got {describe(self.mask)}")
+
+    def __call__(self, network: Any, images: Tensor, labels: Any, targets: Any = None) -> AttackResult:
+        if self.mask is not None and self.mask.dim() == 4 and len(self.mask) not in (1, len(images)):
+            raise ValueError(
+                f"PixelSupport: mask must broadcast to the images, one for all or one for each of {len(images)}, got "
+                f"{describe(self.mask)}"
+            )
+        return super().__call__(network, images, labels, targets)
 
     def _free_box(self, subjects: Subjects) -> tuple[Tensor | None, Box]:
         support = self._support(subjects).flatten(1)
@@ -176,7 +185,7 @@ class PixelSupport(BoxAttack):
         if self.mask is not None:
             mask = self.mask.to(images.device)
             if mask.dim() == 4 and len(mask) > 1:  # one for each of the given images, some of which were skipped
-                mask = mask[subjects.places[subjects.places < len(mask)]]
+                mask = mask[subjects.places]
             try:
                 support = mask.expand(images.shape)
             except RuntimeError:

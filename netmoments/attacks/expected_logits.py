@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import require_float_tensor
+from netmoments.checks import describe, require_float_tensor
 from netmoments.linearize.two_stage import two_stage
+from netmoments.network.inspection import as_network
 from netmoments.precision import matvec
 from netmoments.relu.marginal import relu_mean
 
@@ -49,23 +50,25 @@ class ExpectedLogits(nn.Module):
         super().__init__()
         self.sigma = require_sigma(CALLER, sigma)
         self.layer, self.memory_budget = layer, memory_budget
-        self.network = network if isinstance(network, nn.Module) else None
-        self._given = None if isinstance(network, nn.Module) else network
+        self.network: nn.Module | None = None
+        self._fixed: tuple[AffineReluAffine, Tensor] | None = None
         if isinstance(network, AffineReluAffine):
             if at is not None:
                 raise ValueError(f"{CALLER}: an AffineReluAffine is linearized already; leave out at=")
-            self._fixed: tuple[AffineReluAffine, Tensor] | None = _with_reach(network)
+            self._fixed = _with_reach(network)
         else:
+            self.network = as_network(network, CALLER)
             self._fixed = None if at is None else _with_reach(self._linearized(at))
         self.train(False)
 
     def _linearized(self, at: Tensor) -> AffineReluAffine:
-        network = self._given if self.network is None else self.network
-        return two_stage(network, at, self.layer, memory_budget=self.memory_budget)
+        return two_stage(self.network, at, self.layer, memory_budget=self.memory_budget)
 
     def forward(self, images: Tensor, mu: Tensor | None = None) -> Tensor:
         require_float_tensor(CALLER, "images", images)
         flat, reach = self._fixed or _with_reach(self._linearized(images.detach()))
+        if flat.batch_shape and images.shape[0] != flat.batch_shape[0]:
+            raise ValueError(f"{CALLER}: linearized at {flat.batch_shape[0]} images, got {describe(images)}")
         shifted = images if mu is None else images + mu
         sigma = torch.as_tensor(self.sigma, dtype=images.dtype, device=images.device)
         expected = relu_mean(flat.pre_activation(shifted), sigma.unsqueeze(-1) * reach)

@@ -14,8 +14,8 @@ STABLE = (0.01, 0.03)
 def wilson_interval(share: Tensor, count: int, z: float = 1.959963984540054) -> tuple[Tensor, Tensor]:
     """Ends of the 95 % interval for a probability of which `count` samples gave `share` (Wilson 1927).
 
-    >>> wilson_interval(torch.tensor(1.0), 100)
-    (tensor(0.9630), tensor(1.))
+    >>> wilson_interval(torch.tensor(0.5), 100)
+    (tensor(0.4038), tensor(0.5962))
     """
     width = z * z / count
     middle = (share + width / 2) / (1 + width)

@@ -117,6 +117,21 @@ class Iterate:
         shift, multipliers, kept = (x[images, chosen].unsqueeze(1) for x in (self.shift, self.multipliers, self.kept))
         return Iterate(shift, self.pair[:, images, chosen].unsqueeze(2), multipliers, kept)
 
+    def where(self, kept: Tensor, other: Iterate) -> Iterate:
+        """This for the images that are kept, (N,), the other for the rest."""
+
+        def chosen(mine: Tensor, theirs: Tensor, images: int = 0) -> Tensor:
+            shape = [1] * mine.dim()
+            shape[images] = len(kept)
+            return torch.where(kept.reshape(shape), mine, theirs)
+
+        return Iterate(
+            chosen(self.shift, other.shift),
+            chosen(self.pair, other.pair, images=1),
+            chosen(self.multipliers, other.multipliers),
+            chosen(self.kept, other.kept),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Scales:
@@ -190,25 +205,26 @@ def _cheaper(problem: Problem, best: tuple[Tensor, Tensor], shift: Tensor, holds
 def finished(problem: Problem, last: Iterate) -> Iterate:
     """The last iterate tidied and scaled to the edge of what is feasible, or the best one kept on the way, scaled.
 
-    Where no scaling is feasible, the one that is nearest to it.
+    Where no scaling is feasible, the one of them that misses the least.
     """
     shift = scaled_to_edge(problem, last.kept)
-    objective, zeros = _ranked(problem, shift)
+    objective, zeros, excess = _ranked(problem, shift)
     for share in (0.0, *TIDY):
         largest = last.shift.abs().amax(-1, keepdim=True)
         candidate = scaled_to_edge(problem, torch.where(last.shift.abs() > share * largest, last.shift, 0.0))
-        value, more = _ranked(problem, candidate)
+        value, more, beyond = _ranked(problem, candidate)
         better = (value <= objective * (1 + INDIFFERENT)) & ((more > zeros) | (value < objective))
+        better = torch.where(torch.isinf(objective) & torch.isinf(value), beyond < excess, better)
         shift = torch.where(better.unsqueeze(-1), candidate, shift)
         objective = torch.where(better, torch.minimum(value, objective), objective)
-        zeros = torch.where(better, more, zeros)
+        zeros, excess = torch.where(better, more, zeros), torch.where(better, beyond, excess)
     return replace(last, shift=shift, kept=shift)
 
 
-def _ranked(problem: Problem, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """The objective, infinite where infeasible, and the number of zeros."""
-    feasible = problem.excess(shift) <= 0
-    return torch.where(feasible, problem.objective(shift), torch.inf), (shift == 0).sum(-1)
+def _ranked(problem: Problem, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The objective, infinite where infeasible, the number of zeros, and what is missing."""
+    excess = problem.excess(shift)
+    return torch.where(excess <= 0, problem.objective(shift), torch.inf), (shift == 0).sum(-1), excess
 
 
 def stretched(problem: Problem, shift: Tensor, t: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class AttackResult:
     margin: Tensor
     """Expected margin by the formula, linearized at the image; below 0 the network is fooled in expectation."""
     network_margin: Tensor
-    """Mean margin of the network itself, from the samples (not clipped)."""
+    """Margin of the network's mean scores, from the samples (not clipped), against the best other class."""
     success: Success
     """On the network, samples as they are."""
     success_clipped: Success | None
@@ -59,7 +59,8 @@ class AttackResult:
     """Steps tried on the network itself after those on the formula: 0 where the formula was good enough or alone."""
     iterations: Tensor
     gap: Tensor
-    """How much better the problem that was solved last could be done at most, relative, by duality."""
+    """How much better the problem that was solved last could be done at most, relative, by duality; 1 where it does not
+    hold."""
     bounds: Bounds | None
     zero: float
     """|μ| up to this counts as zero: a thousandth of a grey level."""
@@ -74,7 +75,7 @@ class AttackResult:
 
     @property
     def surrogate_error(self) -> Tensor:
-        """Sampled margin of the network less that of the formula."""
+        """Sampled margin of the network less that of the formula, which is against `towards`."""
         return self.network_margin - self.margin
 
     @property

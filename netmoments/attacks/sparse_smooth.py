@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.attacks.attack import Attack, Solved
+from netmoments.attacks.attack import Attack, Sampled, Solved
 from netmoments.attacks.certificate import lower_bound
 from netmoments.attacks.expected_logits import require_sigma
 from netmoments.attacks.formula import Formula
@@ -64,9 +64,9 @@ class SparseSmooth(Attack):
         if self.confidence is not None and self.gamma is not None:
             raise ValueError(f"{self._name}: give confidence= (a share of samples) or gamma= (a margin), got both")
         share, gamma = self.share, self.gamma
-        if share is not None and (isinstance(share, bool) or not 0 < share < 1):
+        if share is not None and (isinstance(share, bool | str) or not 0 < share < 1):
             raise ValueError(f"{self._name}: confidence must be between 0 and 1, got {share!r}")
-        if gamma is not None and (isinstance(gamma, bool) or not 0 <= gamma < torch.inf):
+        if gamma is not None and (isinstance(gamma, bool | str) or not 0 <= gamma < torch.inf):
             raise ValueError(f"{self._name}: gamma must be a margin of at least 0, got {gamma!r}")
         self._require_count("iterations", 1)
 
@@ -120,34 +120,37 @@ class SparseSmooth(Attack):
         problem = replace(problem, margins=own, memory=MEMORY)
         return problem, finished(problem, descend(problem, solution, self._steps_each, smoother=1.0))
 
-    def _gathered(self, problem: Problem, solution: Iterate, expected: Margins, towards: Tensor, more: int) -> Solved:
+    def _gathered(
+        self, problem: Problem, solution: Iterate, expected: Margins, towards: Tensor, more: Tensor
+    ) -> Solved:
         """What was found for the rival that was chosen, R = 1, after `more` steps with it alone."""
         shift, sigma = solution.shift, problem.sigma
         objective = problem.objective(shift).squeeze(1)
         bound = lower_bound(problem, solution).squeeze(1)
-        own_steps = self._steps_each + more if self.polish else 0
-        count = torch.ones_like(towards)
+        feasible = problem.excess(shift).squeeze(1) <= 0
+        gap = ((objective - bound) / objective.clamp(min=torch.finfo(objective.dtype).tiny)).clamp(min=0)
+        own_steps = self._steps_each + more if self.polish else torch.zeros_like(more)
         return Solved(
             mu=shift.squeeze(1).unflatten(1, problem.shape),
             sigma=sigma,
             towards=towards,
             gamma=problem.gamma.amax((1, 2)),
             margin=expected.at(shift, sigma.unsqueeze(1)).amax(-1).squeeze(1),
-            feasible=problem.excess(shift).squeeze(1) <= 0,
-            polished=count * own_steps,
-            iterations=count * (self.iterations + (own_steps or more)),
-            gap=((objective - bound) / objective.clamp(min=torch.finfo(objective.dtype).tiny)).clamp(min=0),
+            feasible=feasible,
+            polished=own_steps,
+            iterations=self.iterations + (own_steps if self.polish else more),
+            gap=torch.where(feasible, gap, 1.0),
         )
 
-    def _as_asked(self, success: Success, margins: Tensor, solved: Solved) -> Tensor:
-        """The share of fooled samples is the confidence or above, or the mean margin −γ or below, as far as is known.
+    def _as_asked(self, success: Success, sampled: Sampled) -> Tensor:
+        """The share of fooled samples is the confidence or above, or the margin of mean scores −γ or below.
 
-        Both the samples that γ was set by and these have their error: 95 % intervals, √2 times as wide.
+        To within two standard errors of both the samples that γ was set by and those that judge.
         """
         if self.share is not None:
-            return success.rate + 2**0.5 * (success.high - success.rate) >= self.share
-        error = margins.std(0) / len(margins) ** 0.5
-        return margins.mean(0) - 2 * 2**0.5 * error <= -self._asked_gamma
+            return self._near_enough(success, self.share, 2 * 2**0.5)
+        error = sampled.margins.std(0) / len(sampled.margins) ** 0.5
+        return sampled.mean_margin - 2 * 2**0.5 * error <= -self._asked_gamma
 
     def _expected_gamma(self, formula: Formula, contest: Contest, sigma: Tensor, shift: Tensor) -> Tensor:
         """γ (N, R, K): as given, or so many deviations of each margin, at shifts, that the share is below 0."""
@@ -158,26 +161,33 @@ class SparseSmooth(Attack):
 
     def _widened(
         self, formula: Formula, contest: Contest, problem: Problem, solution: Iterate
-    ) -> tuple[Problem, Iterate, int]:
+    ) -> tuple[Problem, Iterate, Tensor]:
         """By the formula alone: γ from the margin's spread where the noise is now, and the problem solved again."""
-        if self.share is None:
-            return problem, solution, 0
+        steps = 0 if self.share is None else self.iterations // 2
+        taken = torch.full_like(formula.subjects.labels, steps)
+        if not steps:
+            return problem, solution, taken
         gamma = self._expected_gamma(formula, contest, problem.sigma, solution.shift)
-        problem, steps = replace(problem, gamma=gamma), self.iterations // 2
-        return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), steps
+        problem = replace(problem, gamma=gamma)
+        return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), taken
 
-    def _calibrated(self, subjects: Subjects, problem: Problem, solution: Iterate) -> tuple[Problem, Iterate, int]:
+    def _calibrated(self, subjects: Subjects, problem: Problem, solution: Iterate) -> tuple[Problem, Iterate, Tensor]:
         """On the network: γ from what samples of the noise add to its margins, and the problem solved again with that.
 
-        Once, and again while a margin does not hold; then the shift is scaled until the samples say what was asked.
+        Once, and again for images of which a margin does not hold; then the shift is scaled until the samples say what
+        was asked. And the steps that took, (N,).
         """
-        taken = 0
+        taken = torch.zeros_like(subjects.labels)
+        left = torch.ones_like(taken, dtype=torch.bool)
         for turn in range(TURNS):
             seen = self._under_noise(subjects, problem, solution.shift, seed=self.seed + 1 + turn)
-            problem = replace(problem, gamma=seen.gamma)
-            solution = finished(problem, descend(problem, solution, self.polish, smoother=1.0))
-            taken += self.polish
-            if bool((problem.excess(solution.shift) <= 0).all()):
+            measured = replace(problem, gamma=seen.gamma)
+            again = finished(measured, descend(measured, solution, self.polish, smoother=1.0))
+            solution = solution.where(~left, again)
+            problem = replace(problem, gamma=torch.where(left.reshape(-1, 1, 1), seen.gamma, problem.gamma))
+            taken += left * self.polish
+            left = left & (problem.excess(solution.shift).squeeze(1) > 0)
+            if not bool(left.any()):
                 break
         problem, shift = self._scaled_by_samples(subjects, problem, solution.shift)
         return problem, replace(solution, shift=shift), taken
@@ -214,7 +224,9 @@ class SparseSmooth(Attack):
         assert isinstance(own, NetworkMargins)
         quiet = own.at(shift, problem.sigma.unsqueeze(1))
         centres = own.shifted(shift).squeeze(1)
-        scores = torch.cat(list(noisy_scores(subjects.network, centres, problem.sigma, self.samples, seed, None)))
+        scores = torch.cat(
+            list(noisy_scores(subjects.network, centres, problem.sigma, subjects.places, self.samples, seed))
+        )
         if self.share is not None:
             level = min(
                 self.share + CAUTION * (self.share * (1 - self.share) / self.samples) ** 0.5, 1 - 0.5 / self.samples

@@ -126,7 +126,7 @@ def read_subjects(
 
 
 def _read_images(caller: str, images: Any, bounds: Bounds | None) -> Tensor:
-    images = require_float_tensor(caller, "images", images).detach()
+    images = require_float_tensor(caller, "images", images).detach().clone()  # also out of inference mode
     if images.dim() != 4 or images.numel() == 0:
         raise ValueError(f"{caller}: images must be a batch (N, C, H, W) of at least one, got {describe(images)}")
     require_finite(caller, "images", images)
@@ -156,7 +156,10 @@ def read_bounds(caller: str, bounds: Any) -> Bounds | None:
 
 
 def _read_classes(caller: str, name: str, given: Any, images: Tensor, classes: int) -> Tensor:
-    value = torch.as_tensor(given)
+    try:
+        value = torch.as_tensor(given)
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(f"{caller}: {name} must be whole numbers, got {describe(given)}") from None
     if value.is_floating_point() or value.dtype == torch.bool or value.is_complex():
         raise TypeError(f"{caller}: {name} must be whole numbers, got {describe(value)}")
     if value.dim() == 0:
@@ -173,6 +176,8 @@ def _read_classes(caller: str, name: str, given: Any, images: Tensor, classes: i
 
 def _module(preprocessing: Preprocessing) -> nn.Module:
     if isinstance(preprocessing, nn.Module):
+        if preprocessing.training and any(True for _ in preprocessing.parameters()):
+            raise ValueError("preprocessing is in training mode; call preprocessing.eval() first")
         return preprocessing
     if not callable(preprocessing):
         raise TypeError(f"preprocessing must be a module or a function of images, got {describe(preprocessing)}")

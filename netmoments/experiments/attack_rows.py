@@ -95,7 +95,8 @@ def asked_again(network: nn.Module, result: AttackResult, seed: int, samples: in
     centres = result.images + result.mu
     found, answers = [], torch.zeros(0)
     for bounds in (None, PIXELS):
-        scores = torch.cat(list(noisy_scores(network, centres, result.sigma, samples, seed + MANY, bounds)))
+        noise = noisy_scores(network, centres, result.sigma, result.places, samples, seed + MANY, bounds)
+        scores = torch.cat(list(noise))
         found.append((fooled_margin(scores, result.labels, result.targets) < 0).double())
         if bounds is None:
             answers = scores.argmax(-1).mode(0).values
