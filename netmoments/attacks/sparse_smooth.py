@@ -180,7 +180,7 @@ class SparseSmooth(Attack):
         taken = torch.zeros_like(subjects.labels)
         left = torch.ones_like(taken, dtype=torch.bool)
         for turn in range(TURNS):
-            seen = self._under_noise(subjects, problem, solution.shift, seed=self.seed + 1 + turn)
+            seen = self._under_noise(subjects, problem, solution.shift, self.seed + 1 + turn, max(2, self.samples // 2))
             measured = replace(problem, gamma=seen.gamma)
             again = finished(measured, descend(measured, solution, self.polish, smoother=1.0))
             solution = solution.where(~left, again)
@@ -202,7 +202,8 @@ class SparseSmooth(Attack):
         low, high = torch.zeros_like(t), torch.full_like(t, torch.inf)
         short, over, gamma = torch.ones_like(t), -torch.ones_like(t), problem.gamma
         for _ in range(SCALINGS):
-            seen = self._under_noise(subjects, problem, stretched(problem, shift, t), self.seed + 1 + TURNS)
+            there = stretched(problem, shift, t)
+            seen = self._under_noise(subjects, problem, there, self.seed + 1 + TURNS, self.samples)
             excess = seen.excess.unsqueeze(1)
             better, worse = (excess <= 0) & (t < high), (excess > 0) & (t > low)
             high, over = torch.where(better, t, high), torch.where(better, excess, over)
@@ -215,7 +216,7 @@ class SparseSmooth(Attack):
         t = torch.where(torch.isfinite(high), high, t)
         return replace(problem, gamma=gamma), stretched(problem, shift, t)
 
-    def _under_noise(self, subjects: Subjects, problem: Problem, shift: Tensor, seed: int) -> UnderNoise:
+    def _under_noise(self, subjects: Subjects, problem: Problem, shift: Tensor, seed: int, samples: int) -> UnderNoise:
         """What samples of the noise at a shift say of the network.
 
         What was asked is that a quantile of the margin is at most 0, or that the expected margins are at most −γ.
@@ -224,13 +225,10 @@ class SparseSmooth(Attack):
         assert isinstance(own, NetworkMargins)
         quiet = own.at(shift, problem.sigma.unsqueeze(1))
         centres = own.shifted(shift).squeeze(1)
-        scores = torch.cat(
-            list(noisy_scores(subjects.network, centres, problem.sigma, subjects.places, self.samples, seed))
-        )
+        scores = torch.cat(list(noisy_scores(subjects.network, centres, problem.sigma, subjects.places, samples, seed)))
         if self.share is not None:
-            level = min(
-                self.share + CAUTION * (self.share * (1 - self.share) / self.samples) ** 0.5, 1 - 0.5 / self.samples
-            )
+            above = CAUTION * (self.share * (1 - self.share) / samples) ** 0.5
+            level = min(self.share + above, 1 - 0.5 / samples)
             noisy = torch.quantile(fooled_margin(scores, subjects.labels, subjects.targets), level, dim=0)
             added = noisy.reshape(-1, 1, 1) - quiet.amax(-1, keepdim=True)
             return UnderNoise(noisy, added.expand_as(quiet))
