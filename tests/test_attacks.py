@@ -234,6 +234,21 @@ class TestSparseSmooth:
         assert result.mu.shape == images.shape
         assert bool((result.feasible & result.fooled).all())
 
+    def test_an_image_that_cannot_be_fooled_leaves_its_neighbours_alone(self, digits):
+        """A margin of 20 is out of reach for some digits, which take all turns; others as many as by themselves."""
+        network, images = digits
+        attack = SparseSmooth(gamma=20.0, **QUICK)
+        together = attack(network, images.images, images.labels)
+        assert 0 < int(together.feasible.sum()) < len(together)
+        assert int(together.polished[~together.feasible].max()) == 20 + 4 * 40
+        assert int(together.polished[together.feasible].min()) < 20 + 4 * 40
+        first = int(together.feasible.nonzero()[0])
+        alone = attack(network, images.images[: first + 1], images.labels[: first + 1])
+        assert bool(alone.feasible[first])
+        assert int(alone.polished[first]) == int(together.polished[first])
+        cost, other = (result.l1[first] + result.tv[first] for result in (alone, together))
+        torch.testing.assert_close(cost, other, rtol=5e-3, atol=0)
+
     def test_few_samples_that_fail_are_not_as_asked(self, digits):
         network, images = digits
         result = SparseSmooth(confidence=0.9, samples=2, polish=0, iterations=20)(network, images.images, images.labels)

@@ -28,6 +28,11 @@ class NetworkMargins:
     smaller: Tensor
     free: Tensor | None = None
 
+    def entries(self, images: Tensor) -> NetworkMargins:
+        """Those of some of the images."""
+        free = None if self.free is None else self.free[images]
+        return NetworkMargins(self.network, self.images[images], self.larger[images], self.smaller[images], free)
+
     def at(self, shift: Tensor, sigma: Tensor) -> Tensor:
         with torch.no_grad():
             return contrast(self._scores(self.shifted(shift)), self.larger, self.smaller)

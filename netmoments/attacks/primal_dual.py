@@ -117,19 +117,17 @@ class Iterate:
         shift, multipliers, kept = (x[images, chosen].unsqueeze(1) for x in (self.shift, self.multipliers, self.kept))
         return Iterate(shift, self.pair[:, images, chosen].unsqueeze(2), multipliers, kept)
 
-    def where(self, kept: Tensor, other: Iterate) -> Iterate:
-        """This for the images that are kept, (N,), the other for the rest."""
+    def entries(self, images: Tensor) -> Iterate:
+        """Where it is for some of the images."""
+        return Iterate(self.shift[images], self.pair[:, images], self.multipliers[images], self.kept[images])
 
-        def chosen(mine: Tensor, theirs: Tensor, images: int = 0) -> Tensor:
-            shape = [1] * mine.dim()
-            shape[images] = len(kept)
-            return torch.where(kept.reshape(shape), mine, theirs)
-
+    def updated(self, images: Tensor, other: Iterate) -> Iterate:
+        """The other for these images, this for the rest."""
         return Iterate(
-            chosen(self.shift, other.shift),
-            chosen(self.pair, other.pair, images=1),
-            chosen(self.multipliers, other.multipliers),
-            chosen(self.kept, other.kept),
+            self.shift.index_copy(0, images, other.shift),
+            self.pair.index_copy(1, images, other.pair),
+            self.multipliers.index_copy(0, images, other.multipliers),
+            self.kept.index_copy(0, images, other.kept),
         )
 
 

@@ -177,19 +177,19 @@ class SparseSmooth(Attack):
         Once, and again for images of which a margin does not hold; then the shift is scaled until the samples say what
         was asked. And the steps that took, (N,).
         """
-        taken = torch.zeros_like(subjects.labels)
-        left = torch.ones_like(taken, dtype=torch.bool)
+        taken, gamma = torch.zeros_like(subjects.labels), problem.gamma
+        left = torch.arange(len(subjects), device=gamma.device)
         for turn in range(TURNS):
-            seen = self._under_noise(subjects, problem, solution.shift, self.seed + 1 + turn, max(2, self.samples // 2))
-            measured = replace(problem, gamma=seen.gamma)
-            again = finished(measured, descend(measured, solution, self.polish, smoother=1.0))
-            solution = solution.where(~left, again)
-            problem = replace(problem, gamma=torch.where(left.reshape(-1, 1, 1), seen.gamma, problem.gamma))
-            taken += left * self.polish
-            left = left & (problem.excess(solution.shift).squeeze(1) > 0)
-            if not bool(left.any()):
+            mine, here, group = _of_images(problem, left), solution.entries(left), subjects.take(left)
+            seen = self._under_noise(group, mine, here.shift, self.seed + 1 + turn, max(2, self.samples // 2))
+            mine = replace(mine, gamma=seen.gamma)
+            here = finished(mine, descend(mine, here, self.polish, smoother=1.0))
+            solution, gamma = solution.updated(left, here), gamma.index_copy(0, left, seen.gamma)
+            taken[left] += self.polish
+            left = left[mine.excess(here.shift).squeeze(1) > 0]
+            if not len(left):
                 break
-        problem, shift = self._scaled_by_samples(subjects, problem, solution.shift)
+        problem, shift = self._scaled_by_samples(subjects, replace(problem, gamma=gamma), solution.shift)
         return problem, replace(solution, shift=shift), taken
 
     def _scaled_by_samples(self, subjects: Subjects, problem: Problem, shift: Tensor) -> tuple[Problem, Tensor]:
@@ -242,6 +242,14 @@ class UnderNoise(NamedTuple):
 
     excess: Tensor
     gamma: Tensor
+
+
+def _of_images(problem: Problem, images: Tensor) -> Problem:
+    """The network's problems of some of the images."""
+    assert isinstance(problem.margins, NetworkMargins)
+    sigma, gamma, lower, upper = (x[images] for x in (problem.sigma, problem.gamma, problem.lower, problem.upper))
+    own = problem.margins.entries(images)
+    return replace(problem, margins=own, sigma=sigma, gamma=gamma, lower=lower, upper=upper)
 
 
 def cheapest(problem: Problem, solution: Iterate) -> Tensor:
