@@ -8,6 +8,7 @@ Each has leading batch dimensions and acts on n flat coordinates. `Σ` is the co
     push_diagonal(A) diag(A Σ Aᵀ)     (..., p), without the p×p matrix
     factors(A)      U, V and a number c with A Σ Aᵀ = c U Vᵀ, with as few columns as the structure allows
     dense()         Σ                 (..., n, n), for those who really want it
+    root()          R with Σ = R Rᵀ   (..., n, r), with as few columns as the structure allows
     draw(...)       samples of N(0, Σ)
 """
 
@@ -57,6 +58,9 @@ class Covariance(ABC):
 
     @abstractmethod
     def times(self, matrix: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def root(self) -> Tensor: ...
 
     @abstractmethod
     def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor: ...
@@ -146,6 +150,9 @@ class Isotropic(Covariance):
             return None
         return matrix * standard_deviation(self.variance)[..., None, None]
 
+    def root(self) -> Tensor:
+        return torch.diag_embed(standard_deviation(self.variances()))
+
     def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
         return _standard_normal((*shape, self.dimension), self.variance, generator) * self.variance.sqrt().unsqueeze(-1)
 
@@ -178,6 +185,9 @@ class Diagonal(Covariance):
         if matrix.shape[-2] <= self.size:
             return None
         return matrix * standard_deviation(self.variance).unsqueeze(-2)
+
+    def root(self) -> Tensor:
+        return torch.diag_embed(standard_deviation(self.variance))
 
     def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
         return _standard_normal((*shape, self.size), self.variance, generator) * self.variance.sqrt()
@@ -241,6 +251,12 @@ class LowRank(Covariance):
         thin, scaled, plain = _same_batch(thin, scaled, matrix)
         return Factors(torch.cat([thin, scaled], -1), torch.cat([thin, plain], -1))
 
+    def root(self) -> Tensor:
+        if not self._has_diagonal:
+            return self.factor
+        own = torch.diag_embed(standard_deviation(self._diagonal_tensor()))
+        return torch.cat(_same_batch(self.factor, own), -1)
+
     def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
         weights = _standard_normal((*shape, self.factor.shape[-1]), self.factor, generator)
         sample = _combine(self.factor, weights)
@@ -277,6 +293,9 @@ class Dense(Covariance):
 
     def dense(self) -> Tensor:
         return self.matrix
+
+    def root(self) -> Tensor:
+        return square_root(self.matrix) if self.matrix.requires_grad else self._root
 
     def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
         weights = _standard_normal((*shape, self.size), self.matrix, generator)

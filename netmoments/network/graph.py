@@ -1,0 +1,160 @@
+"""A network as a graph of elementary operations, recorded while it runs on one image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call, functionalize
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from netmoments.network.exported import ExportedNetwork
+from netmoments.precision import full_precision
+
+Node = fx.Node
+Values = dict[Node, Any]
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a module: the operations it did, the first and the last of them by place in the graph."""
+
+    module: nn.Module
+    path: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkGraph:
+    """What a network does with one image, (1, ...), operation by operation, free of changes in place.
+
+    The nodes call torch's own operators; parameters and buffers are inputs by name, so that what is computed with the
+    graph follows the weights and is differentiable in them.
+    """
+
+    nodes: tuple[Node, ...]
+    image: Node
+    """The network's input."""
+    output: Node
+    parameters: Mapping[str, Node]
+    fixed: Mapping[Node, Tensor]
+    """Tensors that the network keeps outside its parameters and buffers."""
+    calls: tuple[LayerCall, ...]
+    noisy: frozenset[Node]
+    """Nodes whose value depends on the image."""
+
+    def where(self, node: Node) -> str:
+        """The module that a node belongs to, the innermost one."""
+        place = self._place[node]
+        holding = [call for call in self.calls if call.start <= place < call.stop]
+        return min(holding, key=lambda call: call.stop - call.start).path if holding else "network"
+
+    @property
+    def _place(self) -> dict[Node, int]:
+        return {node: place for place, node in enumerate(self.nodes)}
+
+    def constants(self, network: nn.Module) -> Values:
+        """The values of all nodes that do not depend on the image: weights, and what is computed from them."""
+        given = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+        values: Values = {node: given[name] for name, node in self.parameters.items()}
+        values |= self.fixed
+        for node in self.nodes:
+            if node not in values and node not in self.noisy and node.op == "call_function":
+                values[node] = call(node, values)
+        return values
+
+
+def call(node: Node, values: Mapping[Node, Any]) -> Any:
+    """A node's operator applied to the values of its arguments."""
+    args, kwargs = filled(node, values)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def filled(node: Node, values: Mapping[Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A node's arguments with values in the place of nodes."""
+    return fx.node.map_arg((node.args, node.kwargs), lambda argument: values[argument])  # type: ignore[return-value]
+
+
+def shape_of(node: Node) -> torch.Size:
+    """The shape of a node's value for one image, (1, ...)."""
+    value = node.meta["val"]
+    return value.shape if isinstance(value, Tensor) else value[0].shape
+
+
+def traced_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph:
+    """The graph of a network that `inspect` has looked at, for one image (1, ...)."""
+    runs = network.program if isinstance(network, ExportedNetwork) else network
+    prefix = "program." if isinstance(network, ExportedNetwork) else ""
+    given = {**dict(runs.named_parameters()), **dict(runs.named_buffers())}
+    calls: list[LayerCall] = []
+
+    def run(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(runs, weights, (x,))  # type: ignore[no-any-return]
+
+    with torch.no_grad(), full_precision(), _recorded_calls(runs, calls):
+        try:
+            traced = make_fx(functionalize(run, remove="mutations"))(given, image.detach().clone())
+        except RuntimeError as error:
+            if "tracing tensor" not in str(error):
+                raise
+            raise ValueError(
+                f"{caller}: the network decides by the values it computes what to do next (an if or a loop on a tensor "
+                f"in forward), so it has no fixed graph; take that out, or use method='sampling'"
+            ) from error
+    nodes = tuple(traced.graph.nodes)
+    entrances = [node for node in nodes if node.op == "placeholder"]
+    *weights, entrance = entrances
+    (result,) = next(node for node in nodes if node.op == "output").all_input_nodes
+    return NetworkGraph(
+        nodes=nodes,
+        image=entrance,
+        output=result,
+        parameters={prefix + name: node for name, node in zip(given, weights, strict=True)},
+        fixed={node: getattr(traced, str(node.target)) for node in nodes if node.op == "get_attr"},
+        calls=tuple(calls),
+        noisy=frozenset(_reached(nodes, entrance)),
+    )
+
+
+def _reached(nodes: Iterable[Node], start: Node) -> set[Node]:
+    """The nodes that a node's value flows into, and itself."""
+    found = {start}
+    for node in nodes:
+        if node.op == "call_function" and any(argument in found for argument in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+@contextmanager
+def _recorded_calls(network: nn.Module, calls: list[LayerCall]) -> Iterator[None]:
+    """Inside this block a traced run leaves in `calls` which nodes each module's call made."""
+    started: list[int] = []
+
+    def count() -> int:
+        mode = get_proxy_mode()
+        return 0 if mode is None else len(mode.tracer.graph.nodes)
+
+    def entering(*_: Any) -> None:
+        started.append(count())
+
+    def leaving(path: str) -> Any:
+        def hook(module: nn.Module, *_: Any) -> None:
+            calls.append(LayerCall(module, path, started.pop(), count()))
+
+        return hook
+
+    handles = []
+    for path, module in network.named_modules():
+        if not isinstance(module, fx.GraphModule):
+            handles.append(module.register_forward_pre_hook(entering))
+            handles.append(module.register_forward_hook(leaving(path or "network"), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

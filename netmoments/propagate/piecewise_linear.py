@@ -1,0 +1,139 @@
+"""Piecewise linear functions of one number, as sums of shifted ReLUs: exact, pairs of units too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from netmoments.normal import density, distribution, standard_deviation
+from netmoments.propagate.nonlinearity import Local, Nonlinearity, ThirdCumulants
+from netmoments.relu.covariance import relu_covariance
+from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean, standardize, unit_mean
+
+
+@dataclass(frozen=True, eq=False)
+class PiecewiseLinear(Nonlinearity):
+    """f(z) = offset + slope·z + Σₖ bendₖ relu(z − kinkₖ), elementwise over n units.
+
+    `offset` and `slope` are (n,), `bends` and `kinks` (K, n): one kink for ReLU, LeakyReLU, PReLU and |z|, two for
+    HardTanh and ReLU6.
+    """
+
+    offset: Tensor
+    slope: Tensor
+    bends: Tensor
+    kinks: Tensor
+
+    @property
+    def windows(self) -> Tensor:  # type: ignore[override]
+        return torch.arange(self.slope.shape[0], device=self.slope.device).unsqueeze(-1)
+
+    def values(self, z: Tensor) -> Tensor:
+        z = z.squeeze(-1)
+        bent = sum(bend * torch.relu(z - kink) for bend, kink in zip(self.bends, self.kinks, strict=True))
+        return self.offset + self.slope * z + bent
+
+    def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
+        m, variance = mean.squeeze(-1), covariance.reshape(len(mean))
+        s = standard_deviation(variance)
+        shifted = m - self.kinks
+        gates = open_probability(shifted, variance)
+        gain = self.slope + (self.bends * gates).sum(0)
+        gaussian = Local(
+            mean=self.offset + self.slope * m + (self.bends * relu_mean(shifted, s)).sum(0),
+            variance=(gain * gain * variance + self._own(shifted, variance)).clamp(min=0),
+            gain=gain.unsqueeze(-1),
+            curvature=(self.bends * _bell(shifted, s)).sum(0).reshape(-1, 1, 1),
+        )
+        return gaussian if cumulants is None else self._skewed(gaussian, m, s, cumulants.kappa.reshape(-1))
+
+    def _skewed(self, gaussian: Local, m: Tensor, s: Tensor, gamma: Tensor) -> Local:
+        """What a skewness γ of z adds, to first order: γ/6 s³ d³/dm³ of every expectation.
+
+        With h = (m − kink)/s and φ = φ(h) at every kink, f₊, f₋ the slopes on its sides and d = f(kink) − E f:
+        −γ/6 s Σ bend hφ to the mean, γ/6 Σ bend (h²−1)φ to the gain, γ/3 s Σ bend φ(s(f₊+f₋) − hd) to the variance.
+        """
+        h = standardize(m - self.kinks, s)
+        bell = self.bends * density(h)
+        below = (self.kinks.unsqueeze(0) < self.kinks.unsqueeze(1)).to(m.dtype)  # [k, j]: kink j lies below kink k
+        before = self.slope + (below * self.bends).sum(1)
+        reached = (torch.relu(self.kinks.unsqueeze(1) - self.kinks) * self.bends).sum(1)
+        beyond = self.offset + self.slope * self.kinks + reached - gaussian.mean
+        rise = (bell * (s * (2 * before + self.bends) - h * beyond)).sum(0)
+        return Local(
+            mean=gaussian.mean - gamma / 6 * s * (h * bell).sum(0),
+            variance=(gaussian.variance + gamma / 3 * s * rise).clamp(min=0),
+            gain=gaussian.gain + (gamma / 6 * ((h * h - 1) * bell).sum(0)).unsqueeze(-1),
+            curvature=gaussian.curvature,
+        )
+
+    def _own(self, shifted: Tensor, variance: Tensor) -> Tensor:
+        """Var f − gain²s² of each unit: Σ bendₐ bend_b N(hₐ, h_b), N the nonlinear covariance of a unit's own ReLUs.
+
+        For hₐ ≤ h_b (fully correlated) N = s²[Φ(hₐ)Φ(−h_b) − e(hₐ)e(−h_b)], e(h) = hΦ(h) + φ(h).
+        """
+        total = (self.bends.square() * nonlinear_variance(shifted, variance)).sum(0)
+        h = standardize(shifted, standard_deviation(variance))
+        for a in range(len(h)):
+            for b in range(a):
+                low, high = torch.minimum(h[a], h[b]), torch.maximum(h[a], h[b])
+                shared = distribution(low) * distribution(-high) - unit_mean(low) * unit_mean(-high)
+                total = total + 2 * self.bends[a] * self.bends[b] * variance * shared
+        return total
+
+    def restricted(self, units: Tensor) -> PiecewiseLinear:
+        """Chosen units only."""
+        return PiecewiseLinear(self.offset[units], self.slope[units], self.bends[:, units], self.kinks[:, units])
+
+    def active(self, mean: Tensor, variance: Tensor, saturated: float) -> Tensor:
+        """Units that are near a kink, in units of their deviation: (n,) of booleans."""
+        h = standardize(mean - self.kinks, standard_deviation(variance)).abs()
+        return ((h <= saturated) & (self.bends != 0)).any(0) & (variance > 0)
+
+    def pairs(self, mean: Tensor, covariance: Tensor) -> Tensor:
+        """The nonlinear covariances of all pairs of units, (n, n), exactly: means (n,), covariances (n, n).
+
+        Σ bendₐ bend_b (Cov(relu(z − kinkₐ), relu(z' − kink_b)) − ΦₐΦ_b Cov(z, z')).
+        """
+        many = len(self.kinks)
+        shifted = (mean - self.kinks).reshape(-1)
+        full = covariance.repeat(many, many) if many > 1 else covariance
+        gate = self.bends.reshape(-1) * open_probability(shifted, full.diagonal())
+        bend = self.bends.reshape(-1)
+        whole = relu_covariance(shifted, full)
+        whole = whole * (bend.unsqueeze(-1) * bend) - full * (gate.unsqueeze(-1) * gate)
+        if many == 1:
+            return whole
+        return whole.reshape(many, len(mean), many, len(mean)).sum((0, 2))
+
+
+def relu(count: int, like: Tensor) -> PiecewiseLinear:
+    """max(z, 0)."""
+    return one_kink(like.new_zeros(count), like.new_ones(count))
+
+
+def one_kink(slope: Tensor, bend: Tensor, kink: Tensor | None = None) -> PiecewiseLinear:
+    """slope·z + bend·relu(z − kink)."""
+    kinks = torch.zeros_like(slope) if kink is None else kink
+    return PiecewiseLinear(torch.zeros_like(slope), slope, bend.unsqueeze(0), kinks.unsqueeze(0))
+
+
+def between(low: Any, high: Any, count: int, like: Tensor) -> PiecewiseLinear:
+    """min(max(z, low), high), either of them None: low + relu(z − low) − relu(z − high)."""
+    flat = like.new_zeros(count)
+    ends = [(1.0, low)] if low is not None else []
+    ends += [(-1.0, high)] if high is not None else []
+    bends = torch.stack([flat + sign for sign, _ in ends])
+    kinks = torch.stack([flat + end for _, end in ends])
+    if low is None:
+        return PiecewiseLinear(flat, flat + 1, bends, kinks)
+    return PiecewiseLinear(flat + low, flat, bends, kinks)
+
+
+def _bell(shifted: Tensor, s: Tensor) -> Tensor:
+    """φ(h)/s, the expected curvature of a ReLU; 0 where there is no noise."""
+    noisy = s > 0
+    return torch.where(noisy, density(standardize(shifted, s)) / torch.where(noisy, s, torch.ones_like(s)), 0.0)

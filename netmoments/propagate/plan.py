@@ -1,0 +1,264 @@
+"""A network's graph cut into stages: an affine part, then one nonlinear layer, and what is still needed after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from netmoments.network.graph import LayerCall, NetworkGraph, Node, Values, call, shape_of
+from netmoments.propagate.affine import affine_operator, linear_call
+from netmoments.propagate.largest import Largest
+from netmoments.propagate.nonlinearity import Nonlinearity
+from netmoments.propagate.piecewise_linear import PiecewiseLinear
+from netmoments.propagate.rules import RULES, Call, Treated, known_rules, layer_rule, operator_name
+from netmoments.propagate.affine import family
+
+
+@dataclass(frozen=True, eq=False)
+class AffineStep:
+    """One affine operation: its value and its linear part, given those of earlier nodes."""
+
+    node: Node
+    value: Callable[[Mapping[Node, Any]], Any]
+    linear: Callable[[Mapping[Node, Any]], Any]
+    inputs: tuple[Node, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """An affine map from some sources (the image, outputs of nonlinear layers) to some nodes."""
+
+    steps: tuple[AffineStep, ...]
+    sources: tuple[Node, ...]
+    results: tuple[Node, ...]
+
+    def value(self, sources: Mapping[Node, Tensor]) -> Tensor:
+        """The map at sources (1, ...): (p,), the results flattened and put end to end."""
+        values: Values = {node: sources[node] for node in self.sources}
+        for step in self.steps:
+            values[step.node] = step.value(values)
+        return torch.cat([values[node].reshape(-1) for node in self.results])
+
+    def linear(self, sources: Mapping[Node, Tensor]) -> Tensor:
+        """Its linear part, for directions (1, ...): (p,)."""
+        values: Values = {node: sources[node] for node in self.sources}
+        for step in self.steps:
+            values[step.node] = step.linear(values)
+        return torch.cat([values[node].reshape(-1) for node in self.results])
+
+    def batched(self, function: str, sources: Mapping[Node, Tensor], together: int) -> Tensor:
+        """`value` or `linear` of flat sources (B, n): (B, p), some at a time. Missing sources are zero."""
+        given = [node for node in self.sources if node in sources]
+        like = next(iter(sources.values()))
+        zeros = {node: like.new_zeros(shape_of(node)) for node in self.sources if node not in sources}
+
+        def one(*flat: Tensor) -> Tensor:
+            shaped = {node: x.reshape(shape_of(node)) for node, x in zip(given, flat, strict=True)}
+            return getattr(self, function)(zeros | shaped)  # type: ignore[no-any-return]
+
+        return torch.func.vmap(one, chunk_size=together)(*(sources[node] for node in given))
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One nonlinear layer: the affine map that gives its input z, its rule, and its output."""
+
+    name: str
+    before: Segment
+    rule: Nonlinearity
+    output: Node
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All of a network: stages in order, and the affine map from what they leave to the scores."""
+
+    image: Node
+    stages: tuple[Stage, ...]
+    last: Segment
+
+    def needed_after(self, place: int) -> tuple[Node, ...]:
+        """The sources that stages after this one (or the scores) still use."""
+        later = [stage.before for stage in self.stages[place + 1 :]] + [self.last]
+        wanted = {node for segment in later for node in segment.sources}
+        made = [self.image] + [stage.output for stage in self.stages[: place + 1]]
+        return tuple(node for node in made if node in wanted)
+
+
+def planned(graph: NetworkGraph, network: nn.Module, like: Tensor, caller: str) -> Plan:
+    """The plan of a traced network with its present weights; an operation without a rule is an error."""
+    return _Planner(graph, graph.constants(network), like, caller).plan()
+
+
+class _Planner:
+    def __init__(self, graph: NetworkGraph, constants: Values, like: Tensor, caller: str) -> None:
+        self.graph, self.constants, self.like, self.caller = graph, constants, like, caller
+        self.affine: dict[Node, AffineStep] = {}
+        self.nonlinear: dict[Node, Treated] = {}
+        self.names: dict[Node, str] = {}
+
+    def plan(self) -> Plan:
+        layers = {id(call): call for call in self.graph.calls if layer_rule(call.module) is not None}
+        used, skipped = self._used(), set[Node]()
+        for place, node in enumerate(self.graph.nodes):
+            for own in layers.values():
+                if own.start == place:
+                    skipped |= self._treat_layer(own)
+            if node in used and node not in skipped:
+                self._treat(node)
+        last = self._segment((self.graph.output,))
+        stages = []
+        pending, done = list(last.sources), set()
+        while pending:
+            node = pending.pop()
+            if node in done or node not in self.nonlinear:
+                continue
+            done.add(node)
+            rule, inputs = self.nonlinear[node]
+            before = self._segment(inputs)
+            stages.append(Stage(self.names[node], before, rule, node))
+            pending.extend(before.sources)
+        place_of = {node: place for place, node in enumerate(self.graph.nodes)}
+        stages.sort(key=lambda stage: place_of[stage.output])
+        return Plan(self.graph.image, tuple(stages), last)
+
+    def _used(self) -> set[Node]:
+        """The noisy operations that the scores depend on."""
+        found: set[Node] = set()
+        pending = [self.graph.output]
+        while pending:
+            node = pending.pop()
+            if node not in found and node in self.graph.noisy and node.op == "call_function":
+                found.add(node)
+                pending.extend(node.all_input_nodes)
+        return found
+
+    def _treat(self, node: Node) -> None:
+        kind = family(node.target)
+        if kind in RULES:
+            found = RULES[kind](self._call(node))
+            if found is None:
+                self._refuse(node)
+            if isinstance(node.meta["val"], Tensor):
+                self._add_nonlinear(node, self._fused(found))
+            else:  # values and indices: only the values can be used
+                picks = [user for user in node.users if user.args[1] == 0]
+                for pick in picks:
+                    self._add_nonlinear(pick, self._fused(found))
+            return
+        if node in self.nonlinear:
+            return
+        noisy = self.graph.noisy
+        entry = affine_operator(node, noisy)
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if entry is None or (source is not None and family(source.target) in RULES and source not in self.nonlinear):
+            self._refuse(node)
+        constants = self.constants
+        self.affine[node] = AffineStep(
+            node,
+            lambda values: call(node, constants | dict(values)),
+            lambda values: linear_call(node, entry, constants | dict(values), noisy),
+            tuple(argument for argument in node.all_input_nodes if argument in noisy),
+        )
+
+    def _treat_layer(self, own: LayerCall) -> set[Node]:
+        """A call of a module with a rule of its own, as one node: the nodes it replaces."""
+        inside = [node for node in self.graph.nodes[own.start : own.stop] if node in self.graph.noisy]
+        entering = {x for node in inside for x in node.all_input_nodes if x in self.graph.noisy and x not in inside}
+        leaving = [node for node in inside if any(user not in inside for user in node.users)]
+        if len(entering) != 1 or len(leaving) != 1:
+            raise ValueError(
+                f"{self.caller}: {own.path} ({type(own.module).__name__}) has a rule of its own, for which it must "
+                f"take one tensor and return one; it takes {len(entering)} and returns {len(leaving)}"
+            )
+        (source,), (result,) = entering, leaving
+        rule = layer_rule(own.module)
+        assert rule is not None
+        example = self.like.new_zeros(shape_of(source))
+        found = rule(own.module, example)
+        if found is None:
+            self.affine[result] = _affine_layer(own, source, result, example, self.caller)
+        else:
+            self.nonlinear[result] = Treated(found, (source,))
+            self.names[result] = own.path
+        return set(inside)
+
+    def _add_nonlinear(self, node: Node, found: Treated) -> None:
+        self.nonlinear[node] = found
+        self.names[node] = self.graph.where(node)
+
+    def _fused(self, found: Treated) -> Treated:
+        """A pool of ReLUs, or a ReLU of a pool, as one function of the window."""
+        (source, *others) = found.inputs
+        earlier = self.nonlinear.get(source)
+        if others or earlier is None:
+            return found
+        if isinstance(found.rule, Largest) and found.rule.sign > 0 and _is_relu(earlier.rule):
+            return Treated(found.rule.clamped(), earlier.inputs)
+        if isinstance(earlier.rule, Largest) and earlier.rule.sign > 0 and _is_relu(found.rule):
+            return Treated(earlier.rule.clamped(), earlier.inputs)
+        return found
+
+    def _call(self, node: Node) -> Call:
+        def known(argument: Node) -> Any:
+            return argument if argument in self.graph.noisy else self.constants[argument]
+
+        args = fx.node.map_arg(node.args, known)
+        return Call(node, args, self.like)  # type: ignore[arg-type]
+
+    def _segment(self, results: tuple[Node, ...]) -> Segment:
+        """The affine steps that lead to some nodes, back to the sources."""
+        wanted: set[Node] = set()
+        sources: dict[Node, None] = {}
+        pending = list(results)
+        while pending:
+            node = pending.pop()
+            if node in wanted or node in sources:
+                continue
+            if node in self.affine:
+                wanted.add(node)
+                pending.extend(self.affine[node].inputs)
+            else:
+                sources[node] = None
+        steps = tuple(step for node, step in self._in_order(self.affine) if node in wanted)
+        return Segment(steps, tuple(node for node, _ in self._in_order(sources)), results)
+
+    def _in_order(self, found: Mapping[Node, Any]) -> Iterable[tuple[Node, Any]]:
+        return ((node, found[node]) for node in self.graph.nodes if node in found)
+
+    def _refuse(self, node: Node) -> None:
+        raise ValueError(
+            f"{self.caller}: no rule for {operator_name(node)} in {self.graph.where(node)} as it is called there; "
+            f"there are rules for {known_rules()}. Register one for your layer with netmoments.register_rule, or use "
+            f'method="sampling"'
+        )
+
+
+def _is_relu(rule: Nonlinearity) -> bool:
+    """Whether a rule is max(z, 0) of every unit."""
+    return (
+        isinstance(rule, PiecewiseLinear)
+        and len(rule.kinks) == 1
+        and not bool(rule.slope.any() or rule.offset.any() or rule.kinks.any())
+        and bool((rule.bends == 1).all())
+    )
+
+
+def _affine_layer(own: LayerCall, source: Node, result: Node, example: Tensor, caller: str) -> AffineStep:
+    """A module that is said to be affine, checked to be, as one step; its linear part is its derivative."""
+    module = own.module
+    with torch.no_grad():
+        first, second = torch.randn_like(example), torch.rand_like(example)
+        away = module(first + second) - module(first) - module(second) + module(example)
+        scale = module(first).abs().max() + module(second).abs().max() + 1
+    if float(away.abs().max()) > 1e3 * torch.finfo(example.dtype).eps * float(scale):
+        raise ValueError(f"{caller}: {own.path} ({type(module).__name__}) is registered as affine, but is not")
+
+    def linear(values: Mapping[Node, Any]) -> Any:
+        return torch.func.jvp(module, (example,), (values[source],))[1]
+
+    return AffineStep(result, lambda values: module(values[source]), linear, (source,))

@@ -1,0 +1,149 @@
+"""Moments of a network of any size: formulas at every nonlinear layer, how much it spreads from a few real samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from netmoments.gaussian.covariance import Covariance
+from netmoments.network.graph import Node, shape_of
+from netmoments.precision import full_precision
+from netmoments.progress import Progress
+from netmoments.propagate.bent import BentUnits, bent_units, nonlinear_covariance
+from netmoments.propagate.nonlinearity import Local, Nonlinearity
+from netmoments.propagate.plan import Plan, Segment, Stage
+from netmoments.propagate.transposed import added, before_gains, before_segment
+
+PROBES = 64
+PROBE_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
+"""Numbers in one layer's probes that go through an affine part, or are looked at window by window, together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sketched:
+    """Moments of k scores, and the expected derivatives they come from."""
+
+    mean: Tensor
+    """(k,), differentiable in the image, the covariance and the weights."""
+    covariance: Tensor
+    """(k, k), without gradient."""
+    slopes: Tensor
+    """A, (k, n): the network's expected Jacobian, as a product of expected gains. Without gradient."""
+
+
+def sketched(
+    plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor, *, probes: int = PROBES, seed: int = 0
+) -> Sketched:
+    """Mean and covariance of the chosen scores for one image, mean (1, ...), at the price of about `probes` runs.
+
+    Real samples of the noise, the probes, run along and say how much the inputs z of every nonlinear layer spread:
+    S = Cov z of each window. The mean then goes from layer to layer by formula, E f(N(m, S)), and each unit is
+
+        y = E f + g·(z − m) + ½ [(z − m)ᵀH(z − m) − tr HS] + rest,   g = E ∇f, H = E ∇²f:
+
+    three uncorrelated parts if z is Gaussian. One backward pass through the gains a score gives its weights on all
+    units, so that scores are such sums too, and their covariance is that of the three parts:
+
+        linear      A Σ Aᵀ, with A the product of the gains: exact;
+        quadratic   between all pairs of units of all layers, also of different layers: from pairs of probes, see
+                    `quadratic_covariance`, which are many more than probes;
+        rest        the sample covariance over the probes: small, and so is its error √(2/probes).
+
+    The last two together are kept positive semidefinite: no variance is below its linear part. With fewer than 4
+    probes the quadratic part stays in the rest. What remains is the error of the gains, S being from few probes
+    (√(2/probes) of each window's own, averaged over all windows) and deep z not quite Gaussian.
+    """
+    if isinstance(probes, bool) or not isinstance(probes, int) or probes < 2:
+        raise ValueError(f"sketch: probes must be an integer of at least 2, as a spread needs two, got {probes!r}")
+    generator = torch.Generator(mean.device).manual_seed(seed)
+    means = {plan.image: mean}
+    samples = {plan.image: mean.reshape(1, -1) + covariance.draw((probes,), generator)}
+    layers = []
+    with full_precision(), Progress("sketch", 2 * len(plan.stages)) as progress:
+        for place, stage in enumerate(plan.stages):
+            layers.append(_through(stage, means, samples))
+            for node in set(means) - set(plan.needed_after(place)):
+                del means[node], samples[node]
+            progress.advance(1)
+        scores = plan.last.value(means)
+        with torch.no_grad():
+            chosen = torch.nn.functional.one_hot(rows, len(scores)).to(mean.dtype)
+            slopes, nonlinear = _backward(plan, layers, chosen, probes, progress)
+            every = covariance.push(slopes) + nonlinear
+    return Sketched(scores[rows], every, slopes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """What is kept of a nonlinear layer."""
+
+    inputs: int
+    """p, the numbers that go in."""
+    gain: Tensor
+    """(n, w)."""
+    bent: BentUnits | None
+
+
+def _through(stage: Stage, means: dict[Node, Tensor], samples: dict[Node, Tensor]) -> _Layer:
+    """One affine part and nonlinear layer: its output is added to the means, (1, ...), and to the samples, (K, n)."""
+    rule = stage.rule
+    z = _sampled(stage.before, samples)
+    centred = z - z.mean(0)
+    together = _together(z, rule.units * rule.width)
+    covariance = _window_covariance(rule, centred, together)
+    local = rule.local(rule.gathered(stage.before.value(means)), covariance)
+    y = torch.cat([rule.values(rule.gathered(some)) for some in z.split(together)])
+    means[stage.output] = local.mean.reshape(shape_of(stage.output))
+    samples[stage.output] = y
+    local = Local(*(x.detach() for x in local))
+    with torch.no_grad():
+        linear = torch.cat([(rule.gathered(some) * local.gain).sum(-1) for some in centred.split(together)])
+        bent = bent_units(rule, local, covariance, centred.detach(), y.detach() - y.mean(0) - linear)
+    return _Layer(z.shape[1], local.gain, bent)
+
+
+def _sampled(segment: Segment, samples: dict[Node, Tensor]) -> Tensor:
+    """The output of an affine part at every probe, (K, p)."""
+    largest = max(shape_of(node).numel() for node in (*segment.sources, *segment.results))
+    together = _together(next(iter(samples.values())), largest)
+    return segment.batched("value", {node: samples[node] for node in segment.sources}, together)
+
+
+def _together(like: Tensor, each: int) -> int:
+    return max(1, PROBE_ELEMENTS.get(like.device.type, PROBE_ELEMENTS["cpu"]) // each)
+
+
+def _window_covariance(rule: Nonlinearity, centred: Tensor, together: int) -> Tensor:
+    """S = Σ_k z_k z_kᵀ / (K − 1) of every window, (n, w, w), from centred probes (K, p)."""
+    total = centred.new_zeros(rule.units, rule.width, rule.width)
+    for some in centred.split(together):
+        windows = rule.gathered(some)
+        total = total + torch.stack([(windows * one.unsqueeze(-1)).sum(0) for one in windows.unbind(-1)], -1)
+    return total / (len(centred) - 1)
+
+
+def _backward(
+    plan: Plan, layers: list[_Layer], chosen: Tensor, probes: int, progress: Progress
+) -> tuple[Tensor, Tensor]:
+    """The expected Jacobian (k, n) of scores (k, all), and their covariance (k, k) without its linear part."""
+    k = len(chosen)
+    grams, remainders = chosen.new_zeros(k, probes, probes), chosen.new_zeros(k, probes)
+    weights = before_segment(plan.last, chosen)
+    for stage, layer in zip(reversed(plan.stages), reversed(layers), strict=True):
+        own = weights.pop(stage.output)
+        if layer.bent is not None:
+            grams += layer.bent.grams(own)
+            remainders += layer.bent.remainders(own)
+        behind = before_segment(stage.before, before_gains(stage.rule, layer.gain, own, layer.inputs))
+        weights = added(weights, behind)
+        progress.advance(1)
+    nonlinear = _positive(nonlinear_covariance(grams.double(), remainders.double())).to(chosen.dtype)
+    return weights[plan.image], nonlinear
+
+
+def _positive(matrix: Tensor) -> Tensor:
+    """The nearest positive semidefinite matrix."""
+    values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
+    return (vectors * values.clamp(min=0)) @ vectors.mT
