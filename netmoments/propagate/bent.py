@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from netmoments.propagate.nonlinearity import Local, Nonlinearity
+from netmoments.propagate.sampled_windows import windows_in_parts
 
 LEAST_SAMPLES = 4
 """Fewer do not give a product of two covariances without bias, the mean being unknown."""
-WINDOW_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
-"""Numbers in samples of windows that are looked at together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,24 +33,15 @@ class BentUnits:
         """W_i[k, l] = Σ_u a_iu z_kuᵀ H_u z_lu for weights a on all units of the layer, (r, n): (r, K, K)."""
         weights, count = weights[:, self.units], len(self.samples)
         total = weights.new_zeros(len(weights), count, count)
-        for some, z in self._in_parts():
-            curved = torch.einsum("kni,nij->knj", z, self.curvature[some]).flatten(1)
+        for some, z in windows_in_parts(self.windows, self.samples):
+            curved = (self.curvature[some] @ z).flatten(0, 1)
             for gram, own in zip(total, weights[:, some], strict=True):
-                gram.addmm_((z * own.unsqueeze(-1)).flatten(1), curved.mT)
+                gram.addmm_((z * own[:, None, None]).flatten(0, 1).mT, curved)
         return total
 
     def remainders(self, weights: Tensor) -> Tensor:
         """Σ_u a_iu (y − E f − g·(z − m))_u, (r, K)."""
         return weights[:, self.units] @ self.remainder.mT
-
-    def _in_parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Some units at a time, and the samples of their windows, (K, some, w)."""
-        together = WINDOW_ELEMENTS.get(self.samples.device.type, WINDOW_ELEMENTS["cpu"])
-        together = max(1, together // (len(self.samples) * self.windows.shape[1]))
-        for start in range(0, len(self.units), together):
-            some = slice(start, start + together)
-            windows = self.windows[some]
-            yield some, self.samples[:, windows.clamp(min=0)] * (windows >= 0)
 
 
 def bent_units(

@@ -35,6 +35,9 @@ class Elementwise(Nonlinearity):
     def windows(self) -> Tensor:  # type: ignore[override]
         return torch.arange(int(np.prod(self.shape)), device=self.like.device).unsqueeze(-1)
 
+    def gathered(self, z: Tensor) -> Tensor:
+        return z.unsqueeze(-1)
+
     def values(self, z: Tensor) -> Tensor:
         flat = z.squeeze(-1)
         return self.function(flat.reshape(-1, *self.shape)).reshape(flat.shape)

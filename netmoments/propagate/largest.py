@@ -33,6 +33,7 @@ class Largest(Nonlinearity):
     with_zero: bool
     sign: int = 1
     """−1 for the smallest: −max(−z)."""
+    fewest_points: int = FEWEST_POINTS
 
     def clamped(self) -> Largest:
         """The same followed by a ReLU."""
@@ -86,7 +87,7 @@ class Largest(Nonlinearity):
 
     def _integrated(self, mean: Tensor, covariance: Tensor, root: Tensor, kappa: Tensor, places: Tensor) -> Local:
         """The undecided windows, some at a time, each set of points for those of its own."""
-        count = _point_count(len(places))
+        count = _point_count(len(places), self.fewest_points)
         sizes = (self.width + 1) ** 2 * count
         together = max(1, CHUNK_ELEMENTS.get(mean.device.type, CHUNK_ELEMENTS["cpu"]) // sizes)
         order, parts = [], []
@@ -221,9 +222,9 @@ def _crossings(slope: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     return lows, torch.maximum(lows, highs)
 
 
-def _point_count(windows: int) -> int:
+def _point_count(windows: int, fewest: int) -> int:
     """A power of two."""
-    wanted = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // windows))
+    wanted = max(fewest, min(MOST_POINTS, ALL_POINTS // windows))
     return 1 << (wanted.bit_length() - 1)
 
 

@@ -116,15 +116,18 @@ def _through(joint: Joint, plan: Plan, place: int, passed: list[Passed], root: T
         largest = max(shape_of(node).numel() for earlier in plan.stages for node in earlier.before.results)
         together = max(1, _elements(root, DIRECTION_ELEMENTS) // largest)
         path = Path(plan, passed, root, stage.before)
-        found = third_order(path, rule, local, z.factor, covariance, together)
+        found = third_order(path, rule, local, z.factor, covariance, live, together)
         local = rule.local(mean, covariance, found.cumulants)
-        local = local._replace(gain=local.gain + found.turn)
     joint.keep(live)
     joint.means[stage.output] = local.mean.reshape(shape_of(stage.output))
-    joint.factors[stage.output] = factor = _gained(rule, local, z.factor)
+    factor = _gained(rule, local, z.factor)
+    joint.factors[stage.output] = factor = factor if found is None else factor.index_add(1, found.curved, found.turns)
     for node in live:
         if node in z.with_sources:
-            joint.add_pair(node, stage.output, _gained(rule, local, z.with_sources[node]))
+            block = _gained(rule, local, z.with_sources[node])
+            if found is not None and node in found.crossed_live:
+                block = block.index_add(1, found.curved, found.crossed_live[node].mT)
+            joint.add_pair(node, stage.output, block)
     residual = _residual(z, rule, local)
     if found is not None:
         residual = _with_crossed(residual, found.crossed, found.curved)
@@ -175,8 +178,7 @@ def _residual(z: PreActivation, rule: Nonlinearity, local: Local) -> Tensor:
     if isinstance(rule, PiecewiseLinear):
         pairs = _exact_pairs(z, rule, curved)
     else:
-        tile = max(1, _elements(z.mean, TILE_ELEMENTS) // (rule.width**2 * len(curved)))
-        pairs = torch.cat([_kept_small(_bent_pairs, z, rule, local, some, curved) for some in curved.split(tile)])
+        pairs = _all_bent_pairs(z, rule, local, curved)
     return total.index_put((curved.unsqueeze(-1), curved), pairs, accumulate=True)
 
 
@@ -190,6 +192,18 @@ def _with_crossed(residual: Tensor, rows: Tensor, curved: Tensor) -> Tensor:
 def _exact_pairs(z: PreActivation, rule: PiecewiseLinear, units: Tensor) -> Tensor:
     """The nonlinear covariances of piecewise linear units, by the exact kernel."""
     return rule.restricted(units).pairs(z.mean[units], z.covariance(units, units))
+
+
+def _all_bent_pairs(z: PreActivation, rule: Nonlinearity, local: Local, curved: Tensor) -> Tensor:
+    """`_bent_pairs` of all curved units, (k, k), strip by strip, each pair once."""
+    tile = max(1, _elements(z.mean, TILE_ELEMENTS) // (rule.width**2 * len(curved)))
+    strips = []
+    for start in range(0, len(curved), tile):
+        some = curved[start : start + tile]
+        strip = _kept_small(_bent_pairs, z, rule, local, some, curved[start:])
+        strips.append(torch.nn.functional.pad(strip, (start, 0)))
+    upper = torch.cat(strips).triu()
+    return upper + upper.triu(1).mT
 
 
 def _bent_pairs(z: PreActivation, rule: Nonlinearity, local: Local, some: Tensor, others: Tensor) -> Tensor:

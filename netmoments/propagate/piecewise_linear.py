@@ -31,6 +31,9 @@ class PiecewiseLinear(Nonlinearity):
     def windows(self) -> Tensor:  # type: ignore[override]
         return torch.arange(self.slope.shape[0], device=self.slope.device).unsqueeze(-1)
 
+    def gathered(self, z: Tensor) -> Tensor:
+        return z.unsqueeze(-1)
+
     def values(self, z: Tensor) -> Tensor:
         z = z.squeeze(-1)
         bent = sum(bend * torch.relu(z - kink) for bend, kink in zip(self.bends, self.kinks, strict=True))

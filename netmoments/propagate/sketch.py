@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,13 +12,17 @@ from netmoments.network.graph import Node, shape_of
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
 from netmoments.propagate.bent import BentUnits, bent_units, nonlinear_covariance
+from netmoments.propagate.largest import Largest
 from netmoments.propagate.nonlinearity import Local, Nonlinearity
 from netmoments.propagate.plan import Plan, Segment, Stage
+from netmoments.propagate.sampled_windows import through_gains, window_covariance
 from netmoments.propagate.transposed import added, before_gains, before_segment
 
 PROBES = 64
 PROBE_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 """Numbers in one layer's probes that go through an affine part, or are looked at window by window, together."""
+WINDOW_POINTS = 32
+"""At which the largest of a window is looked at, if the layer has many windows: finer than S is known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,19 +92,18 @@ class _Layer:
 
 def _through(stage: Stage, means: dict[Node, Tensor], samples: dict[Node, Tensor]) -> _Layer:
     """One affine part and nonlinear layer: its output is added to the means, (1, ...), and to the samples, (K, n)."""
-    rule = stage.rule
+    rule = replace(stage.rule, fewest_points=WINDOW_POINTS) if isinstance(stage.rule, Largest) else stage.rule
     z = _sampled(stage.before, samples)
     centred = z - z.mean(0)
-    together = _together(z, rule.units * rule.width)
-    covariance = _window_covariance(rule, centred, together)
+    covariance = window_covariance(rule, centred)
     local = rule.local(rule.gathered(stage.before.value(means)), covariance)
-    y = torch.cat([rule.values(rule.gathered(some)) for some in z.split(together)])
+    y = torch.cat([rule.values(rule.gathered(some)) for some in z.split(_together(z, rule.units * rule.width))])
     means[stage.output] = local.mean.reshape(shape_of(stage.output))
     samples[stage.output] = y
     local = Local(*(x.detach() for x in local))
     with torch.no_grad():
-        linear = torch.cat([(rule.gathered(some) * local.gain).sum(-1) for some in centred.split(together)])
-        bent = bent_units(rule, local, covariance, centred.detach(), y.detach() - y.mean(0) - linear)
+        remainder = y - y.mean(0) - through_gains(rule, local.gain, centred)
+        bent = bent_units(rule, local, covariance, centred, remainder)
     return _Layer(z.shape[1], local.gain, bent)
 
 
@@ -113,15 +116,6 @@ def _sampled(segment: Segment, samples: dict[Node, Tensor]) -> Tensor:
 
 def _together(like: Tensor, each: int) -> int:
     return max(1, PROBE_ELEMENTS.get(like.device.type, PROBE_ELEMENTS["cpu"]) // each)
-
-
-def _window_covariance(rule: Nonlinearity, centred: Tensor, together: int) -> Tensor:
-    """S = Σ_k z_k z_kᵀ / (K − 1) of every window, (n, w, w), from centred probes (K, p)."""
-    total = centred.new_zeros(rule.units, rule.width, rule.width)
-    for some in centred.split(together):
-        windows = rule.gathered(some)
-        total = total + torch.stack([(windows * one.unsqueeze(-1)).sum(0) for one in windows.unbind(-1)], -1)
-    return total / (len(centred) - 1)
 
 
 def _backward(

@@ -31,15 +31,17 @@ class Passed(NamedTuple):
 
 
 class ThirdOrder(NamedTuple):
-    """What a layer's input has beyond a Gaussian, for its curved units."""
+    """What a layer's input has beyond a Gaussian, for its k curved units."""
 
     cumulants: ThirdCumulants
-    turn: Tensor
-    """What it adds to the expected slopes, (n, w): S⁻¹ Σᵢⱼ Hᵢⱼ Qᵢ[fⱼ, ·], as if Qᵢfⱼ lay among the window's own f."""
-    crossed: Tensor
-    """½ Σᵢⱼ Hᵢⱼ Q_y[fᵢ, fⱼ] for windows of `curved` and all outputs y (k, n): a unit's bend against what others bring."""
     curved: Tensor
     """Which units, (k,)."""
+    turns: Tensor
+    """What it adds to the output's factor, (r, k): Σᵢⱼ Hᵢⱼ Qᵢfⱼ."""
+    crossed: Tensor
+    """½ Σᵢⱼ Hᵢⱼ Q_y[fᵢ, fⱼ] against all outputs y, (k, n): the bend of a unit with what others bring along."""
+    crossed_live: dict[Node, Tensor]
+    """The same against live tensors, (k, m)."""
 
 
 class Path(NamedTuple):
@@ -50,10 +52,9 @@ class Path(NamedTuple):
     image_factor: Tensor
     before: Segment
 
-    def second_derivatives(self, directions: Tensor) -> Tensor:
-        """Of z along pairs of directions (B, q, r) of the noise: (B, pairs, p), the pairs as in `_pairs`."""
+    def second_derivatives(self, directions: Tensor, left: list[int], right: list[int]) -> dict[Node, Tensor]:
+        """Of all layers' outputs along pairs, left and right, of directions (B, q, r) of the noise: (B·pairs, m)."""
         count, q, _ = directions.shape
-        left, right = _pairs(q)
         first: dict[Node, Tensor] = {self.plan.image: (directions @ self.image_factor).flatten(0, 1)}
         second: dict[Node, Tensor] = {}
         for stage, local in self.passed:
@@ -65,11 +66,21 @@ class Path(NamedTuple):
                 curved = curved + (earlier * local.gain).sum(-1)
             first[stage.output] = (slopes * local.gain).sum(-1).flatten(0, 1)
             second[stage.output] = curved
-        return _moved(self.before, second).unflatten(0, (count, len(left)))
+        return second
+
+    def at_input(self, second: dict[Node, Tensor]) -> Tensor:
+        """Second derivatives of the layer's input z, from those of its sources: (B·pairs, p)."""
+        return _moved(self.before, second)
 
 
 def third_order(
-    path: Path, rule: Nonlinearity, local: Local, factor: Tensor, covariance: Tensor, together: int
+    path: Path,
+    rule: Nonlinearity,
+    local: Local,
+    factor: Tensor,
+    covariance: Tensor,
+    live: tuple[Node, ...],
+    together: int,
 ) -> ThirdOrder:
     """The third cumulants of every unit's window, given its Gaussian moments, z's factor (r, p) and window covariances.
 
@@ -80,22 +91,46 @@ def third_order(
     curvature = root[..., :q].mT @ local.curvature @ root[..., :q]
     relevant = local.curvature.detach().flatten(1).any(-1) & (local.gain.detach().abs().amax(-1) > CLOSED)
     curved = relevant.nonzero().squeeze(-1)
+    behind = {stage.output: stage.rule.units for stage, _ in path.passed if stage.output in live}
     bends = covariance.new_zeros(rule.units, q, q, q)
-    crossed = []
+    turns = [factor.new_zeros(0, len(factor))]
+    crossed = [factor.new_zeros(0, rule.units)]
+    crossed_live = {node: [factor.new_zeros(0, size)] for node, size in behind.items()}
     left, right = _pairs(q)
     for some in curved.split(max(1, together // (q * (q + 3) // 2))) if len(curved) else ():
-        axes = inverse[some, :q]
-        fields = path.second_derivatives(_directions(rule, factor, some, axes))
-        along = _at_windows(rule, fields, some)
-        bends = bends.index_copy(0, some, _symmetric(torch.einsum("baw,bpw->bap", axes, along), q))
-        weight = curvature[some][:, left, right] * torch.tensor(
-            [1.0 if b == c else 2.0 for b, c in zip(left, right, strict=True)]
-        ).to(curvature)
-        field = torch.einsum("bk,bkp->bp", weight, fields)
-        crossed.append(0.5 * (rule.gathered(field) * local.gain).sum(-1))
-    turn = torch.einsum("nab,nabc,ncw->nw", curvature, bends, inverse[:, :q])
-    rows = torch.cat(crossed) if crossed else covariance.new_zeros(0, rule.units)
-    return ThirdOrder(ThirdCumulants(root, _cumulants(bends)), turn, rows, curved)
+        axes, bent = inverse[some, :q], curvature[some]
+        directions = _directions(rule, factor, some, axes)
+        second = path.second_derivatives(directions, left, right)
+        fields = path.at_input(second).unflatten(0, (len(some), len(left)))
+        along = torch.einsum("baw,bpw->bap", axes, _at_windows(rule, fields, some))
+        bends = bends.index_copy(0, some, _symmetric(along, q))
+        turns.append(_turns(path, rule, directions, bent, axes, some))
+        weights = 0.5 * _twice_off_diagonal(bent, left, right)
+        crossed.append((rule.gathered(torch.einsum("bk,bkp->bp", weights, fields)) * local.gain).sum(-1))
+        for node, rows in crossed_live.items():
+            rows.append(torch.einsum("bk,bkm->bm", weights, second[node].unflatten(0, (len(some), len(left)))))
+    return ThirdOrder(
+        ThirdCumulants(root, _cumulants(bends)),
+        curved,
+        torch.cat(turns).mT,
+        torch.cat(crossed),
+        {node: torch.cat(rows) for node, rows in crossed_live.items()},
+    )
+
+
+def _turns(
+    path: Path, rule: Nonlinearity, directions: Tensor, curvature: Tensor, axes: Tensor, some: Tensor
+) -> Tensor:
+    """Σ_bc H_bc Q_b f_c of some units, (B, r): the gradient in ε of Σ_bc H_bc Q_b[f_c, ε], which is linear in it."""
+    q = directions.shape[1]
+    keep = torch.is_grad_enabled()
+    with torch.enable_grad():
+        noise = torch.zeros_like(directions[:, :1]).requires_grad_()
+        second = path.second_derivatives(torch.cat([directions, noise], 1), list(range(q)), [q] * q)
+        fields = path.at_input(second).unflatten(0, (len(some), q))
+        along = torch.einsum("bpw,bcw->bpc", axes, _at_windows(rule, fields, some))
+        (slope,) = torch.autograd.grad((along * curvature).sum(), noise, create_graph=keep)
+    return slope.squeeze(1)
 
 
 def _directions(rule: Nonlinearity, factor: Tensor, some: Tensor, axes: Tensor) -> Tensor:
@@ -116,6 +151,12 @@ def _pairs(q: int) -> tuple[list[int], list[int]]:
     """All pairs b ≤ c of q directions."""
     every = [(b, c) for b in range(q) for c in range(b, q)]
     return [b for b, _ in every], [c for _, c in every]
+
+
+def _twice_off_diagonal(matrix: Tensor, left: list[int], right: list[int]) -> Tensor:
+    """The entries of symmetric matrices (B, q, q) at pairs b ≤ c, with weights that sum over all: (B, pairs)."""
+    weight = torch.tensor([1.0 if b == c else 2.0 for b, c in zip(left, right, strict=True)])
+    return matrix[:, left, right] * weight.to(matrix)
 
 
 def _symmetric(pairs: Tensor, q: int) -> Tensor:
