@@ -53,6 +53,11 @@ class Covariance(ABC):
     @abstractmethod
     def batch_shape(self) -> torch.Size: ...
 
+    @property
+    def rank(self) -> int:
+        """The number of columns of `root`."""
+        return self.size
+
     @abstractmethod
     def variances(self) -> Tensor: ...
 
@@ -96,8 +101,8 @@ class Covariance(ABC):
             return self
         return self._each(lambda x, kept: x.expand(*batch, *x.shape[x.dim() - kept :]).flatten(0, -1 - kept))
 
-    def entries(self, index: Tensor | slice) -> Self:
-        """Chosen entries of the one batch dimension; a covariance that the batch shares as it is."""
+    def entries(self, index: Tensor | slice | int) -> Self:
+        """Chosen entries of the one batch dimension, without it for a number; one that the batch shares as it is."""
         return self._each(lambda x, kept: x[index]) if self.batch_shape else self
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> Self:
@@ -209,6 +214,10 @@ class LowRank(Covariance):
         return self.factor.shape[-2]
 
     @property
+    def rank(self) -> int:
+        return self.factor.shape[-1] + (self.size if self._has_diagonal else 0)
+
+    @property
     def batch_shape(self) -> torch.Size:
         own = self.factor.shape[:-2]
         return own if not self._has_diagonal else torch.broadcast_shapes(own, self._diagonal_tensor().shape[:-1])
@@ -234,8 +243,7 @@ class LowRank(Covariance):
         return product + torch.diag_embed(self._diagonal_tensor()) if self._has_diagonal else product
 
     def _thin_root(self, matrix: Tensor) -> Tensor | None:
-        rank = self.factor.shape[-1] + (self.size if self._has_diagonal else 0)
-        if matrix.shape[-2] <= rank:
+        if matrix.shape[-2] <= self.rank:
             return None
         thin = matmul(matrix, self.factor)
         if not self._has_diagonal:

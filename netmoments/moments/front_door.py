@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,31 +18,51 @@ from netmoments.linearize.bank import LinearizationBank
 from netmoments.linearize.two_stage import output_rows
 from netmoments.moments.methods import (
     by_bank,
+    by_controlled_sampling,
     by_linear,
     by_sampling,
     by_two_stage,
+    linear_surrogate,
     of_affine_relu_affine,
     sampled_affine_relu_affine,
+    two_stage_surrogate,
+)
+from netmoments.moments.propagated import (
+    LARGEST,
+    MANY_SCORES,
+    by_layerwise,
+    by_sketch,
+    chosen_method,
+    plan_of,
+    sketches,
 )
 from netmoments.moments.result import OutputMoments
 from netmoments.network.cut import find_relu
 from netmoments.network.inspection import as_network, inspect, require_derivatives, warn_of_smooth
+from netmoments.network.tracing import Relu, Trace
 from netmoments.precision import full_precision
+from netmoments.propagate.plan import Plan
+from netmoments.propagate.sketch import PROBES
+from netmoments.sampling import LinearSurrogate, Surrogate
+from netmoments.sweep import random_seed
 
 CALLER = "output_moments"
-METHODS = ("two-stage", "linear", "sampling")
+METHODS = ("auto", "layerwise", "sketch", "two-stage", "linear", "sampling")
+CONTROLS = ("two-stage", "linear", "sketch")
 Choice = int | Sequence[int] | Tensor | None
 
 
 def output_moments(
     network: Any,
     noise: Gaussian,
-    method: str = "two-stage",
+    method: str = "auto",
     outputs: Choice = None,
     *,
     layer: int | str | None = None,
     bank: LinearizationBank | None = None,
+    probes: int = PROBES,
     samples: int = 10_000,
+    control: str | None = None,
     seed: int = 0,
     memory_budget: int | None = None,
 ) -> OutputMoments:
@@ -49,59 +70,166 @@ def output_moments(
 
     Args:
         network: any module in eval mode, an exported program, or an `AffineReluAffine`, for which all is exact.
-        noise: the input, with any batch dimensions; what shares a mean by `mean.expand(...)` shares its
-            linearization (several noise levels of one image, say).
-        method: "two-stage", linearized before and after one ReLU at the noise's mean, with that ReLU exact; "linear",
-            the delta method, linearized throughout; "sampling", Monte Carlo with standard errors.
-        outputs: which scores: all by default, a list of indices, or a number k for the k largest at each mean.
+        noise: the input, with any batch dimensions; for "two-stage", what shares a mean by `mean.expand(...)` shares
+            its linearization (several noise levels of one image, say).
+        method: "layerwise", the joint covariance carried through every layer, the tightest; "sketch", formulas with the
+            spread of `probes` samples, for networks of any size; "two-stage", linearized before and after one ReLU at
+            the noise's mean, with that ReLU exact, as the paper does; "linear", the delta method, linearized
+            throughout; "sampling", Monte Carlo with standard errors. "auto" is exact where the network is (Affine,
+            ReLU, Affine), else "layerwise" where that fits the memory, else "sketch" ("two-stage" where `layer` or
+            `bank` is given); the result says which, and why.
+        outputs: which scores: a list of indices, or a number k for the k largest at each mean; by default all (for a
+            sketch of more than 100, the 5 largest).
         layer: for "two-stage", the ReLU that is kept, by place in the order of calls (the last by default) or by name;
             see `relus`.
         bank: for "two-stage", linearizations made beforehand; each input is answered from the nearest point.
+        probes: for "sketch" (and sampling controlled by one), how many samples go along.
         samples: for "sampling", how many.
-        seed: for "sampling".
-        memory_budget: bytes that linearizations may take at a time, by default half of what is free.
+        control: for "sampling", the analytic surrogate to use as control variate: "two-stage", "linear" or "sketch";
+            unbiased, with smaller standard errors.
+        seed: for "sampling" and "sketch".
+        memory_budget: bytes that linearizations or covariances may take at a time, by default half of what is free.
+
+    Where the noise requires a gradient, the mean of the scores has one by "layerwise" and "sketch" (the
+    covariance too by "layerwise"), in it and in the network's weights.
 
     >>> network = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)).eval()
     >>> output_moments(network, Gaussian(torch.zeros(2), std=0.1)).method
-    'two-stage'
+    'exact'
     """
     if not isinstance(noise, Gaussian):
         raise TypeError(f"{CALLER}: noise must be a netmoments.Gaussian, got {describe(noise)}")
     if method not in METHODS:
         raise ValueError(f"{CALLER}: method must be one of {', '.join(METHODS)}, got {method!r}")
-    if bank is not None and method != "two-stage":
-        raise ValueError(f'{CALLER}: a bank is for method="two-stage", got {method!r}')
-    if bank is not None and layer is not None:
-        raise ValueError(f"{CALLER}: a bank has its own ReLU; leave out layer, got {layer!r}")
-    if bank is not None and not isinstance(bank, LinearizationBank):
-        raise TypeError(f"{CALLER}: bank must be a netmoments.LinearizationBank, got {describe(bank)}")
+    reason = None
+    if method == "auto" and (bank is not None or layer is not None):
+        method, reason = "two-stage", "a ReLU to keep, or a bank, was given"
+    _check_bank(bank, method, layer)
+    _check_control(control, method)
+    if layer is not None and "two-stage" not in (method, control):
+        raise ValueError(f'{CALLER}: layer= is for method="two-stage" (or control="two-stage"), got {method!r}')
     if isinstance(network, AffineReluAffine):
-        chosen, rows = _with_outputs(network, noise, outputs)
-        if method == "two-stage":
-            result = of_affine_relu_affine(chosen, noise)
-        elif method == "sampling":
-            result = sampled_affine_relu_affine(chosen, noise, samples, seed)
-        else:
-            raise ValueError(f'{CALLER}: an AffineReluAffine is exact with method="two-stage"; or take "sampling"')
-        return result if rows is None else dataclasses.replace(result, outputs=rows.expand(result.mean.shape))
+        return _of_affine_relu_affine(network, noise, method, outputs, samples, control, seed)
     network = as_network(network, CALLER)
     flat = noise.flattened()
     found = inspect(network, flat.mean, CALLER)
-    rows = _chosen(network, flat.mean, outputs, found.output.shape[1])
-    if method == "sampling":
-        result = by_sampling(network, flat, rows, samples, seed)
+    asked = _Asked(network, noise, flat, found, layer, probes, samples, control, seed, memory_budget)
+    plan = plan_of(network, flat.mean, CALLER) if method in ("auto", "layerwise", "sketch") else None
+    if method == "auto":
+        assert plan is not None
+        method, reason = chosen_method(plan, flat, memory_budget)
+    count = found.output.shape[1]
+    if method == "sketch" and outputs is None and count > MANY_SCORES:
+        outputs = LARGEST
+    rows = _chosen(network, flat.mean, outputs, count)
+    if plan is not None:
+        wanted = flat.mean.requires_grad or flat.covariance.variances().requires_grad
+        with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
+            result = asked.propagated(plan, method, rows)
     elif bank is not None:
-        _require_scores_of(bank, found.output.shape[1])
+        _require_scores_of(bank, count)
         result = by_bank(bank, flat, rows)
+    elif method == "sampling":
+        result = asked.sampled(rows)
     else:
-        relu = None if method == "linear" else find_relu(found.relus, -1 if layer is None else layer)
-        require_derivatives(found, CALLER)
-        warn_of_smooth(network, found, CALLER)
+        result = asked.linearized(method, rows)
+    shaped = _shaped(result, noise.batch_shape, every=outputs is None)
+    return dataclasses.replace(shaped, reason=reason)
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What the caller wants to know, of a network that was looked at."""
+
+    network: nn.Module
+    noise: Gaussian
+    flat: Gaussian
+    found: Trace
+    layer: int | str | None
+    probes: int
+    samples: int
+    control: str | None
+    seed: int
+    memory_budget: int | None
+
+    def propagated(self, plan: Plan, method: str, rows: Tensor) -> OutputMoments:
+        if method == "sketch":
+            return by_sketch(plan, self.flat, rows, self.probes, self.seed)
+        result = by_layerwise(plan, self.flat, rows, self.memory_budget, CALLER)
+        return dataclasses.replace(result, method=method)
+
+    def linearized(self, method: str, rows: Tensor) -> OutputMoments:
+        relu = None if method == "linear" else self._relu()
+        self._prepare_to_linearize()
         if relu is None:
-            result = by_linear(network, flat, rows, found, memory_budget)
-        else:
-            result = by_two_stage(network, flat, _origin(noise, rows), rows, relu, memory_budget)
-    return _shaped(result, noise.batch_shape, every=outputs is None)
+            return by_linear(self.network, self.flat, rows, self.found, self.memory_budget)
+        return by_two_stage(self.network, self.flat, _origin(self.noise, rows), rows, relu, self.memory_budget)
+
+    def sampled(self, rows: Tensor) -> OutputMoments:
+        if self.control is None:
+            return by_sampling(self.network, self.flat, rows, self.samples, self.seed)
+        surrogate = self._surrogate(rows)
+        return by_controlled_sampling(self.network, self.flat, rows, surrogate, self.samples, self.seed)
+
+    def _surrogate(self, rows: Tensor) -> Surrogate:
+        if self.control == "sketch":
+            plan = plan_of(self.network, self.flat.mean, CALLER)
+            apart = random_seed(self.seed, "sketch", 0)  # probes must not be among the samples
+            with torch.no_grad():
+                found = sketches(plan, self.flat, rows, self.probes, apart)
+            return LinearSurrogate(torch.stack([one.slopes for one in found]), self.flat)
+        self._prepare_to_linearize()
+        if self.control == "linear":
+            return linear_surrogate(self.network, self.flat, rows, self.found, self.memory_budget)
+        return two_stage_surrogate(self.network, self.flat, rows, self._relu(), self.memory_budget)
+
+    def _relu(self) -> Relu:
+        return find_relu(self.found.relus, -1 if self.layer is None else self.layer)
+
+    def _prepare_to_linearize(self) -> None:
+        require_derivatives(self.found, CALLER)
+        warn_of_smooth(self.network, self.found, CALLER)
+
+
+def _of_affine_relu_affine(
+    network: AffineReluAffine,
+    noise: Gaussian,
+    method: str,
+    outputs: Choice,
+    samples: int,
+    control: str | None,
+    seed: int,
+) -> OutputMoments:
+    chosen, rows = _with_outputs(network, noise, outputs)
+    if method in ("auto", "two-stage"):
+        result = of_affine_relu_affine(chosen, noise)
+    elif method == "sampling" and control is None:
+        result = sampled_affine_relu_affine(chosen, noise, samples, seed)
+    else:
+        raise ValueError(
+            f'{CALLER}: an AffineReluAffine is exact with method="auto" or "two-stage"; or take plain "sampling"'
+        )
+    return result if rows is None else dataclasses.replace(result, outputs=rows.expand(result.mean.shape))
+
+
+def _check_bank(bank: Any, method: str, layer: int | str | None) -> None:
+    if bank is None:
+        return
+    if method != "two-stage":
+        raise ValueError(f'{CALLER}: a bank is for method="two-stage", got {method!r}')
+    if layer is not None:
+        raise ValueError(f"{CALLER}: a bank has its own ReLU; leave out layer, got {layer!r}")
+    if not isinstance(bank, LinearizationBank):
+        raise TypeError(f"{CALLER}: bank must be a netmoments.LinearizationBank, got {describe(bank)}")
+
+
+def _check_control(control: Any, method: str) -> None:
+    if control is None:
+        return
+    if control not in CONTROLS:
+        raise ValueError(f"{CALLER}: control must be one of {', '.join(CONTROLS)}, or None, got {control!r}")
+    if method != "sampling":
+        raise ValueError(f'{CALLER}: control= is for method="sampling", got {method!r}')
 
 
 def _chosen(network: nn.Module, means: Tensor, outputs: Choice, count: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,14 @@ from netmoments.linearize.memory import directions_at_once, memory_limit, points
 from netmoments.linearize.two_stage import two_stage
 from netmoments.moments.result import OutputMoments
 from netmoments.network.tracing import Relu, Trace
-from netmoments.sampling import SampledMoments, monte_carlo
+from netmoments.sampling import (
+    LinearSurrogate,
+    SampledMoments,
+    Surrogate,
+    TwoStageSurrogate,
+    controlled_monte_carlo,
+    monte_carlo,
+)
 
 TOGETHER_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}
 """Jacobians of different points that are held at a time."""
@@ -58,14 +65,8 @@ def by_linear(
     network: nn.Module, noise: Gaussian, rows: Tensor, found: Trace, memory_budget: int | None
 ) -> OutputMoments:
     """The delta method: E g ≈ g(mean), Cov g ≈ J Σ Jᵀ."""
-    itemsize = noise.dtype.itemsize
-    together = points_at_once(noise.device, found.largest, itemsize, memory_budget)
-    together = min(together, _fitting(rows.shape[1] * noise.size * itemsize, noise.device, memory_budget))
-    working = directions_at_once(noise.device, found.largest * together, itemsize, memory_budget)
     means, covariances = [], []
-    for start in range(0, len(noise.mean), together):
-        span = slice(start, start + together)
-        mean, jacobian = linearized(network, noise.mean[span], rows[span], working)
+    for mean, jacobian, span in _linearizations(network, noise, rows, found, memory_budget):
         means.append(mean)
         covariances.append(noise.covariance.entries(span).push(jacobian))
     covariance = torch.cat(covariances)
@@ -73,17 +74,63 @@ def by_linear(
     return OutputMoments(torch.cat(means), variance, covariance, method="linear", outputs=rows)
 
 
+def _linearizations(
+    network: nn.Module, noise: Gaussian, rows: Tensor, found: Trace, memory_budget: int | None
+) -> Iterable[tuple[Tensor, Tensor, slice]]:
+    """Scores (·, k) and Jacobians (·, k, n) at the means, some at a time, with the entries they are for."""
+    itemsize = noise.dtype.itemsize
+    together = points_at_once(noise.device, found.largest, itemsize, memory_budget)
+    together = min(together, _fitting(rows.shape[1] * noise.size * itemsize, noise.device, memory_budget))
+    working = directions_at_once(noise.device, found.largest * together, itemsize, memory_budget)
+    for start in range(0, len(noise.mean), together):
+        span = slice(start, start + together)
+        yield (*linearized(network, noise.mean[span], rows[span], working), span)
+
+
 def by_sampling(network: nn.Module, noise: Gaussian, rows: Tensor, samples: int, seed: int) -> OutputMoments:
     """Monte Carlo on the network itself."""
-    images = len(noise.mean)
-    index = rows.to(noise.device)
+    sampled = monte_carlo(_chosen_scores(network, rows.to(noise.device)), noise, samples, seed=seed)
+    return dataclasses.replace(_with_errors(sampled), outputs=rows)
+
+
+def by_controlled_sampling(
+    network: nn.Module, noise: Gaussian, rows: Tensor, surrogate: Surrogate, samples: int, seed: int
+) -> OutputMoments:
+    """Monte Carlo with a control variate whose moments are known."""
+    function = _chosen_scores(network, rows.to(noise.device))
+    sampled = controlled_monte_carlo(function, noise, surrogate, samples, seed=seed)
+    return dataclasses.replace(_with_errors(sampled), outputs=rows)
+
+
+def linear_surrogate(
+    network: nn.Module, noise: Gaussian, rows: Tensor, found: Trace, memory_budget: int | None
+) -> LinearSurrogate:
+    """The derivative at the mean."""
+    slopes = torch.cat([jacobian for _, jacobian, _ in _linearizations(network, noise, rows, found, memory_budget)])
+    return LinearSurrogate(slopes, noise)
+
+
+def two_stage_surrogate(
+    network: nn.Module, noise: Gaussian, rows: Tensor, relu: Relu, memory_budget: int | None
+) -> TwoStageSurrogate:
+    """The two-stage linearization at the mean."""
+    points = noise.mean.detach()
+    flat = two_stage(
+        network, points, relu.index, outputs=rows, event_ndim=noise.event_ndim, memory_budget=memory_budget
+    )
+    return TwoStageSurrogate(flat, noise)
+
+
+def _chosen_scores(network: nn.Module, rows: Tensor) -> Callable[[Tensor], Tensor]:
+    """The scores (N, k) of each of N images, for samples of all of them in turn."""
+    images = len(rows)
 
     def chosen(x: Tensor) -> Tensor:
         scores = network(x)
-        picked = scores.reshape(-1, images, scores.shape[1]).gather(2, index.expand(len(x) // images, -1, -1))
+        picked = scores.reshape(-1, images, scores.shape[1]).gather(2, rows.expand(len(x) // images, -1, -1))
         return picked.reshape(len(x), -1)
 
-    return dataclasses.replace(_with_errors(monte_carlo(chosen, noise, samples, seed=seed)), outputs=rows)
+    return chosen
 
 
 def _with_errors(sampled: SampledMoments) -> OutputMoments:

@@ -34,6 +34,8 @@ class OutputMoments:
     mean_standard_error: Tensor | None = None
     variance_standard_error: Tensor | None = None
     covariance_standard_error: Tensor | None = None
+    reason: str | None = None
+    """Why this method, where `method="auto"` chose it."""
 
     def to(self, *args: Any, **kwargs: Any) -> OutputMoments:
         """Convert to another dtype or device, as `Tensor.to` does; which scores they are stays integer."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,17 +14,19 @@ from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from netmoments.network.exported import ExportedNetwork
+from netmoments.network.inspection import structure_of
 from netmoments.precision import full_precision
 
 Node = fx.Node
 Values = dict[Node, Any]
+ROOT = "network"
+"""The name of the network itself, among those of its modules."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a module: the operations it did, the first and the last of them by place in the graph."""
+    """One call of a module: its name, and the operations it did, from the first to the last by place in the graph."""
 
-    module: nn.Module
     path: str
     start: int
     stop: int
@@ -52,7 +55,7 @@ class NetworkGraph:
         """The module that a node belongs to, the innermost one."""
         place = self._place[node]
         holding = [call for call in self.calls if call.start <= place < call.stop]
-        return min(holding, key=lambda call: call.stop - call.start).path if holding else "network"
+        return min(holding, key=lambda call: call.stop - call.start).path if holding else ROOT
 
     @property
     def _place(self) -> dict[Node, int]:
@@ -67,6 +70,9 @@ class NetworkGraph:
             if node not in values and node not in self.noisy and node.op == "call_function":
                 values[node] = call(node, values)
         return values
+
+
+_known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], NetworkGraph]] = WeakKeyDictionary()
 
 
 def call(node: Node, values: Mapping[Node, Any]) -> Any:
@@ -86,8 +92,17 @@ def shape_of(node: Node) -> torch.Size:
     return value.shape if isinstance(value, Tensor) else value[0].shape
 
 
+def graph_of(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph:
+    """The graph of a network that `inspect` has looked at, for one image (1, ...); recorded once for inputs alike."""
+    key = (image.shape, image.dtype, image.device, structure_of(network))
+    found = _known.setdefault(network, {})
+    if key not in found:
+        found[key] = traced_graph(network, image, caller)
+    return found[key]
+
+
 def traced_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph:
-    """The graph of a network that `inspect` has looked at, for one image (1, ...)."""
+    """The same, recorded now."""
     runs = network.program if isinstance(network, ExportedNetwork) else network
     prefix = "program." if isinstance(network, ExportedNetwork) else ""
     given = {**dict(runs.named_parameters()), **dict(runs.named_buffers())}
@@ -143,8 +158,8 @@ def _recorded_calls(network: nn.Module, calls: list[LayerCall]) -> Iterator[None
         started.append(count())
 
     def leaving(path: str) -> Any:
-        def hook(module: nn.Module, *_: Any) -> None:
-            calls.append(LayerCall(module, path, started.pop(), count()))
+        def hook(*_: Any) -> None:
+            calls.append(LayerCall(path, started.pop(), count()))
 
         return hook
 
@@ -152,7 +167,7 @@ def _recorded_calls(network: nn.Module, calls: list[LayerCall]) -> Iterator[None
     for path, module in network.named_modules():
         if not isinstance(module, fx.GraphModule):
             handles.append(module.register_forward_pre_hook(entering))
-            handles.append(module.register_forward_hook(leaving(path or "network"), always_call=True))
+            handles.append(module.register_forward_hook(leaving(path or ROOT), always_call=True))
     try:
         yield
     finally:

@@ -67,14 +67,14 @@ def inspect(network: nn.Module, inputs: Tensor, caller: str) -> Trace:
     if inputs.dim() < 2 or inputs.numel() == 0:
         raise ValueError(f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}")
     _require_matching_dtype(network, inputs, caller)
-    key = (inputs.shape[1:], inputs.dtype, inputs.device, _structure(network))
+    key = (inputs.shape[1:], inputs.dtype, inputs.device, structure_of(network))
     found = _known.setdefault(network, {})
     if key not in found:
         found[key] = _examined(network, inputs[:1].detach(), caller)
     return found[key]
 
 
-def _structure(network: nn.Module) -> int:
+def structure_of(network: nn.Module) -> int:
     """Changes when a module is put in, taken out or replaced by another kind, or a parameter gets another shape."""
     modules = tuple((name, type(module)) for name, module in network.named_modules())
     return hash((modules, tuple(parameter.shape for parameter in network.parameters())))

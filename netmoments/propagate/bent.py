@@ -64,7 +64,7 @@ def bent_units(
 def nonlinear_covariance(grams: Tensor, remainders: Tensor) -> Tensor:
     """Cov of r scores, (r, r), without their linear parts, from `grams` and `remainders` summed over all layers.
 
-    The quadratic part by `quadratic_covariance`, the rest of the remainders, without its ½ zᵀHz, as the samples have it.
+    The quadratic part by `quadratic_covariance`; the remainders without their ½ zᵀHz as the samples have them.
     """
     if grams.shape[-1] < LEAST_SAMPLES:
         return _sample_covariance(remainders)

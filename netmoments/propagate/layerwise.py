@@ -17,7 +17,7 @@ from netmoments.progress import Progress
 from netmoments.propagate.nonlinearity import Local, Nonlinearity
 from netmoments.propagate.piecewise_linear import PiecewiseLinear
 from netmoments.propagate.plan import Plan, Segment
-from netmoments.propagate.third_order import Passed, Path, third_order
+from netmoments.propagate.third_order import Passed, Path, ThirdOrder, third_order
 
 TILE_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 """Covariances of pairs of inputs that are held at a time."""
@@ -90,21 +90,40 @@ class PreActivation:
 
 
 def layerwise(plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean (k,) and covariance (k, k) of the chosen scores for one image: mean (1, ...)."""
+    """Mean (k,) and covariance (k, k) of the chosen scores for one image, mean (1, ...).
+
+    Every tensor is a Gaussian with third cumulants, of which all effects are kept that are of first order in them.
+    """
+    return _carried(plan, mean, covariance, rows, third_order)
+
+
+def gaussian_layerwise(plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with every tensor taken as Gaussian: what the third cumulants are for."""
+    return _carried(plan, mean, covariance, rows, None)
+
+
+Beyond = Callable[..., ThirdOrder] | None
+
+
+def _carried(
+    plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor, beyond: Beyond
+) -> tuple[Tensor, Tensor]:
     joint = Joint()
     joint.means[plan.image] = mean
     joint.factors[plan.image] = root = covariance.root().mT
     passed: list[Passed] = []
     with full_precision(), Progress("layerwise", len(plan.stages)) as progress:
-        for place, stage in enumerate(plan.stages):
-            passed.append(_through(joint, plan, place, passed, root))
+        for place in range(len(plan.stages)):
+            passed.append(_through(joint, plan, place, passed, root, beyond))
             progress.advance(1)
         scores = _pre_activation(joint, plan.last, ())
         every = scores.covariance(rows, rows)
     return scores.mean[rows], 0.5 * (every + every.mT)
 
 
-def _through(joint: Joint, plan: Plan, place: int, passed: list[Passed], root: Tensor) -> Passed:
+def _through(
+    joint: Joint, plan: Plan, place: int, passed: list[Passed], root: Tensor, beyond: Beyond
+) -> Passed:
     """One affine part and nonlinear layer: the joint Gaussian with its output, and without what is no longer needed."""
     stage, rule = plan.stages[place], plan.stages[place].rule
     live = tuple(node for node in plan.needed_after(place) if node is not stage.output)
@@ -112,11 +131,11 @@ def _through(joint: Joint, plan: Plan, place: int, passed: list[Passed], root: T
     mean, covariance = z.windows(rule)
     local = rule.local(mean, covariance)
     found = None
-    if passed:
+    if passed and beyond is not None:
         largest = max(shape_of(node).numel() for earlier in plan.stages for node in earlier.before.results)
         together = max(1, _elements(root, DIRECTION_ELEMENTS) // largest)
         path = Path(plan, passed, root, stage.before)
-        found = third_order(path, rule, local, z.factor, covariance, live, together)
+        found = beyond(path, rule, local, z.factor, covariance, live, together)
         local = rule.local(mean, covariance, found.cumulants)
     joint.keep(live)
     joint.means[stage.output] = local.mean.reshape(shape_of(stage.output))

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from netmoments.network.graph import LayerCall, NetworkGraph, Node, Values, call, shape_of
-from netmoments.propagate.affine import affine_operator, linear_call
+from netmoments.network.graph import ROOT, LayerCall, NetworkGraph, Node, Values, call, shape_of
+from netmoments.propagate.affine import affine_operator, family, linear_call
 from netmoments.propagate.largest import Largest
 from netmoments.propagate.nonlinearity import Nonlinearity
 from netmoments.propagate.piecewise_linear import PiecewiseLinear
 from netmoments.propagate.rules import RULES, Call, Treated, known_rules, layer_rule, operator_name
-from netmoments.propagate.affine import family
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +25,8 @@ class AffineStep:
     value: Callable[[Mapping[Node, Any]], Any]
     linear: Callable[[Mapping[Node, Any]], Any]
     inputs: tuple[Node, ...]
+    constants: Mapping[Node, Any] | None = None
+    """Of an operator, the values of its other arguments; None for a layer with a rule of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,21 +92,23 @@ class Plan:
 
 def planned(graph: NetworkGraph, network: nn.Module, like: Tensor, caller: str) -> Plan:
     """The plan of a traced network with its present weights; an operation without a rule is an error."""
-    return _Planner(graph, graph.constants(network), like, caller).plan()
+    return _Planner(graph, network, like, caller).plan()
 
 
 class _Planner:
-    def __init__(self, graph: NetworkGraph, constants: Values, like: Tensor, caller: str) -> None:
-        self.graph, self.constants, self.like, self.caller = graph, constants, like, caller
+    def __init__(self, graph: NetworkGraph, network: nn.Module, like: Tensor, caller: str) -> None:
+        self.graph, self.like, self.caller = graph, like, caller
+        self.constants = graph.constants(network)
+        self.modules = dict(network.named_modules())
         self.affine: dict[Node, AffineStep] = {}
         self.nonlinear: dict[Node, Treated] = {}
         self.names: dict[Node, str] = {}
 
     def plan(self) -> Plan:
-        layers = {id(call): call for call in self.graph.calls if layer_rule(call.module) is not None}
+        layers = [call for call in self.graph.calls if layer_rule(self._module(call)) is not None]
         used, skipped = self._used(), set[Node]()
         for place, node in enumerate(self.graph.nodes):
-            for own in layers.values():
+            for own in layers:
                 if own.start == place:
                     skipped |= self._treat_layer(own)
             if node in used and node not in skipped:
@@ -125,6 +128,9 @@ class _Planner:
         place_of = {node: place for place, node in enumerate(self.graph.nodes)}
         stages.sort(key=lambda stage: place_of[stage.output])
         return Plan(self.graph.image, tuple(stages), last)
+
+    def _module(self, call: LayerCall) -> nn.Module:
+        return self.modules["" if call.path == ROOT else call.path]
 
     def _used(self) -> set[Node]:
         """The noisy operations that the scores depend on."""
@@ -163,25 +169,27 @@ class _Planner:
             lambda values: call(node, constants | dict(values)),
             lambda values: linear_call(node, entry, constants | dict(values), noisy),
             tuple(argument for argument in node.all_input_nodes if argument in noisy),
+            {argument: constants[argument] for argument in node.all_input_nodes if argument not in noisy},
         )
 
     def _treat_layer(self, own: LayerCall) -> set[Node]:
         """A call of a module with a rule of its own, as one node: the nodes it replaces."""
+        module = self._module(own)
         inside = [node for node in self.graph.nodes[own.start : own.stop] if node in self.graph.noisy]
         entering = {x for node in inside for x in node.all_input_nodes if x in self.graph.noisy and x not in inside}
         leaving = [node for node in inside if any(user not in inside for user in node.users)]
         if len(entering) != 1 or len(leaving) != 1:
             raise ValueError(
-                f"{self.caller}: {own.path} ({type(own.module).__name__}) has a rule of its own, for which it must "
+                f"{self.caller}: {own.path} ({type(module).__name__}) has a rule of its own, for which it must "
                 f"take one tensor and return one; it takes {len(entering)} and returns {len(leaving)}"
             )
         (source,), (result,) = entering, leaving
-        rule = layer_rule(own.module)
+        rule = layer_rule(module)
         assert rule is not None
         example = self.like.new_zeros(shape_of(source))
-        found = rule(own.module, example)
+        found = rule(module, example)
         if found is None:
-            self.affine[result] = _affine_layer(own, source, result, example, self.caller)
+            self.affine[result] = _affine_layer(own.path, module, source, result, example, self.caller)
         else:
             self.nonlinear[result] = Treated(found, (source,))
             self.names[result] = own.path
@@ -248,15 +256,16 @@ def _is_relu(rule: Nonlinearity) -> bool:
     )
 
 
-def _affine_layer(own: LayerCall, source: Node, result: Node, example: Tensor, caller: str) -> AffineStep:
+def _affine_layer(
+    path: str, module: nn.Module, source: Node, result: Node, example: Tensor, caller: str
+) -> AffineStep:
     """A module that is said to be affine, checked to be, as one step; its linear part is its derivative."""
-    module = own.module
     with torch.no_grad():
         first, second = torch.randn_like(example), torch.rand_like(example)
         away = module(first + second) - module(first) - module(second) + module(example)
         scale = module(first).abs().max() + module(second).abs().max() + 1
     if float(away.abs().max()) > 1e3 * torch.finfo(example.dtype).eps * float(scale):
-        raise ValueError(f"{caller}: {own.path} ({type(module).__name__}) is registered as affine, but is not")
+        raise ValueError(f"{caller}: {path} ({type(module).__name__}) is registered as affine, but is not")
 
     def linear(values: Mapping[Node, Any]) -> Any:
         return torch.func.jvp(module, (example,), (values[source],))[1]

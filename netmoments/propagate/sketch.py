@@ -9,11 +9,11 @@ from torch import Tensor
 
 from netmoments.gaussian.covariance import Covariance
 from netmoments.network.graph import Node, shape_of
-from netmoments.precision import full_precision
+from netmoments.precision import full_precision, matvec
 from netmoments.progress import Progress
 from netmoments.propagate.bent import BentUnits, bent_units, nonlinear_covariance
 from netmoments.propagate.largest import Largest
-from netmoments.propagate.nonlinearity import Local, Nonlinearity
+from netmoments.propagate.nonlinearity import Local
 from netmoments.propagate.plan import Plan, Segment, Stage
 from netmoments.propagate.sampled_windows import through_gains, window_covariance
 from netmoments.propagate.transposed import added, before_gains, before_segment
@@ -30,7 +30,10 @@ class Sketched:
     """Moments of k scores, and the expected derivatives they come from."""
 
     mean: Tensor
-    """(k,), differentiable in the image, the covariance and the weights."""
+    """(k,), from the Gaussian formulas; differentiable in the image, the covariance and the weights."""
+    correction: Tensor
+    """(k,), what to add for a mean without their bias: the probes' mean, less its linear part, says so. Noisier by a
+    little: √(rest/probes). Without gradient."""
     covariance: Tensor
     """(k, k), without gradient."""
     slopes: Tensor
@@ -63,7 +66,8 @@ def sketched(
         raise ValueError(f"sketch: probes must be an integer of at least 2, as a spread needs two, got {probes!r}")
     generator = torch.Generator(mean.device).manual_seed(seed)
     means = {plan.image: mean}
-    samples = {plan.image: mean.reshape(1, -1) + covariance.draw((probes,), generator)}
+    deviations = covariance.draw((probes,), generator)
+    samples = {plan.image: mean.reshape(1, -1) + deviations}
     layers = []
     with full_precision(), Progress("sketch", 2 * len(plan.stages)) as progress:
         for place, stage in enumerate(plan.stages):
@@ -73,10 +77,12 @@ def sketched(
             progress.advance(1)
         scores = plan.last.value(means)
         with torch.no_grad():
+            sampled = _sampled(plan.last, samples).mean(0)
             chosen = torch.nn.functional.one_hot(rows, len(scores)).to(mean.dtype)
             slopes, nonlinear = _backward(plan, layers, chosen, probes, progress)
             every = covariance.push(slopes) + nonlinear
-    return Sketched(scores[rows], every, slopes)
+        correction = sampled[rows] - matvec(slopes, deviations.detach().mean(0)) - scores[rows].detach()
+    return Sketched(scores[rows], correction, every, slopes)
 
 
 @dataclass(frozen=True, eq=False)

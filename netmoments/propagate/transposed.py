@@ -22,7 +22,7 @@ def before_segment(segment: Segment, weights: Tensor) -> dict[Node, Tensor]:
     def linear(*directions: Tensor) -> Tensor:
         return segment.linear(dict(zip(segment.sources, directions, strict=True)))
 
-    _, back = torch.func.vjp(linear, *zeros)
+    back = torch.func.vjp(linear, *zeros)[1]
     largest = max(shape_of(node).numel() for node in (*segment.sources, *segment.results))
     together = max(1, WEIGHT_ELEMENTS.get(weights.device.type, WEIGHT_ELEMENTS["cpu"]) // largest)
     found = torch.func.vmap(back, chunk_size=together)(weights)

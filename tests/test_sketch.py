@@ -1,0 +1,201 @@
+"""Moments from a few probes: against exact ones, the dense sums, Monte Carlo and finite differences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import netmoments as nm
+from netmoments.gaussian.covariance import Covariance, Isotropic, LowRank
+from netmoments.network.graph import traced_graph
+from netmoments.propagate.bent import BentUnits, quadratic_covariance
+from netmoments.propagate.plan import Plan, planned
+from netmoments.propagate.sketch import Sketched, sketched
+from tests.closeness import assert_close, assert_within_standard_errors
+from tests.networks import Block, inputs, network, seeded
+
+
+def plan_of(module: nn.Module, image: Tensor) -> Plan:
+    return planned(traced_graph(module, image, "test"), module, image, "test")
+
+
+def isotropic(image: Tensor, std: float) -> Isotropic:
+    return Isotropic(torch.tensor(std**2, dtype=image.dtype), image.numel())
+
+
+def sketch_of(module: nn.Module, image: Tensor, covariance: Covariance, **options: int) -> Sketched:
+    scores = module(image).numel()
+    return sketched(plan_of(module, image), image, covariance, torch.arange(scores), **options)
+
+
+def small(inputs: int = 6, hidden: int = 12) -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, 3)))
+
+
+def test_one_hidden_layer_converges_to_the_exact_moments():
+    module, image, probes = small(), torch.zeros(1, 6, dtype=torch.float64), 4096
+    factor = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    noise = nm.Gaussian(image[0], LowRank(factor))
+    exact = nm.AffineReluAffine(module[0].weight, module[0].bias, module[2].weight, module[2].bias)
+    found = sketch_of(module, image, LowRank(factor), probes=probes)
+    # every variance of an input is off by √(2/K); gains follow by at most 0.12 of that, the smaller parts by all of it
+    noise_of_probes = math.sqrt(2 / probes)
+    sd = exact.variance(noise).sqrt()
+    assert_close((found.mean - exact.mean(noise)) / sd, torch.zeros(3), atol=noise_of_probes)
+    assert_close((found.covariance - exact.covariance(noise)) / (sd[:, None] * sd), torch.zeros(3, 3), atol=noise_of_probes)
+    gate = 0.5 * torch.erfc(-module[0].bias / (module[0].weight @ factor).norm(dim=1) / math.sqrt(2))
+    slopes = module[2].weight * gate @ module[0].weight
+    assert_close(found.slopes, slopes, atol=noise_of_probes * float(slopes.detach().abs().max()))
+
+
+def test_an_affine_network_is_exact_with_two_probes():
+    module, image = seeded(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))), inputs("shared", 1)
+    found = sketch_of(module, image, isotropic(image, 0.3), probes=2)
+    jacobian = module[1].weight @ module[0].weight
+    assert_close(found.mean, module(image)[0], atol=1e-14)
+    assert_close(found.slopes, jacobian, atol=1e-14)
+    assert_close(found.covariance, 0.09 * jacobian @ jacobian.mT, atol=1e-14)
+
+
+def test_tiny_noise_is_the_delta_method():
+    module, image = network("lenet"), inputs("lenet", 1)
+    found = sketch_of(module, image, isotropic(image, 1e-9), probes=4)
+    jacobian = torch.func.jacrev(lambda x: module(x)[0])(image).reshape(10, -1)
+    assert_close(found.mean, module(image)[0], atol=1e-8)
+    assert_close(found.covariance * 1e18, jacobian @ jacobian.mT, rtol=1e-6, atol=1e-9)
+
+
+def test_the_quadratic_part_is_unbiased():
+    """Against ½ Σ_uv a_iu a_jv tr(H_u C_uv H_v C_uvᵀ) with all pairs formed, the mean of the samples far from 0."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    inputs, units, width, count, runs = 7, 5, 3, 6, 3000
+    root, mean, weights = normal(inputs, inputs), 3 * normal(inputs), normal(2, units)
+    windows = torch.randint(0, inputs, (units, width), generator=generator)
+    windows[0, 2] = -1
+    curvature = normal(units, width, width)
+    curvature = curvature + curvature.mT
+    present = (windows >= 0).double()
+    curvature = curvature * present.unsqueeze(-1) * present.unsqueeze(-2)
+    covariance = root @ root.mT
+    cross = covariance[windows.clamp(min=0)[:, :, None, None], windows.clamp(min=0)[None, None]]  # (u, w, v, w)
+    pairs = torch.einsum("uij,ujvk,vkl,uivl->uv", curvature, cross, curvature, cross)
+    dense = 0.5 * weights @ pairs @ weights.mT
+    found = []
+    for _ in range(runs):
+        z = mean + normal(count, inputs) @ root.mT
+        bent = BentUnits(torch.arange(units), windows, z - z.mean(0), curvature, z.new_zeros(count, units))
+        found.append(quadratic_covariance(bent.grams(weights)))
+    estimates = torch.stack(found)
+    assert_within_standard_errors(estimates.mean(0), dense, estimates.std(0) / math.sqrt(runs))
+
+
+class Pooled(nn.Module):
+    """A convolution, a pool of ReLUs, a residual block with normalisation, another pool, scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.block = nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), Block(4)
+        self.pool, self.last = nn.MaxPool2d(3, 2, padding=1), nn.Linear(36, 3)
+        self.block.norm1.running_mean.normal_()
+        self.block.norm2.running_var.uniform_(0.5, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.pool(self.relu(self.first(x))))
+        return self.last(self.pool(x).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("module", "image", "std"),
+    [
+        (seeded(Pooled), torch.rand(1, 2, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), 0.3),
+        (network("residual"), inputs("residual", 1), 0.3),
+        (network("concatenation"), inputs("concatenation", 1), 0.5),
+        (network("shared"), inputs("shared", 1), 0.5),
+        (network("folded"), inputs("folded", 1), 0.5),
+    ],
+    ids=["pooled", "residual", "concatenation", "shared", "folded"],
+)
+def test_networks_against_monte_carlo(module, image, std):
+    found = sketch_of(module, image, isotropic(image, std), probes=512, seed=1)
+    sampled = nm.monte_carlo(module, nm.Gaussian(image[0], std=std), samples=40_000, seed=2)
+    sd = sampled.variance.sqrt()
+    # S from 512 probes is off by 6 %, the mean by 1/√512 of what is not linear; samples by 1/√40000 and twice that
+    assert_close((found.mean.double() - sampled.mean) / sd, torch.zeros(len(sd)), atol=0.05)
+    assert_close(
+        (found.covariance.double() - sampled.covariance) / (sd[:, None] * sd), torch.zeros(len(sd), len(sd)), atol=0.05
+    )
+
+
+def test_chosen_scores_are_those_of_all():
+    module, image = network("residual"), inputs("residual", 1)
+    plan, covariance = plan_of(module, image), isotropic(image, 0.2)
+    every = sketched(plan, image, covariance, torch.arange(3))
+    some = sketched(plan, image, covariance, torch.tensor([2, 0]))
+    assert_close(some.mean, every.mean[[2, 0]], atol=1e-14)
+    assert_close(some.slopes, every.slopes[[2, 0]], atol=1e-14)
+    assert_close(some.covariance, every.covariance[[2, 0]][:, [2, 0]], rtol=1e-10)
+
+
+def test_same_seed_same_result():
+    module, image = network("lenet"), inputs("lenet", 1)
+    first, again, other = (sketch_of(module, image, isotropic(image, 0.2), seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(first.mean, again.mean)
+    assert torch.equal(first.covariance, again.covariance)
+    assert not torch.equal(first.covariance, other.covariance)
+
+
+@pytest.mark.parametrize("probes", [2, 3, 4])
+def test_few_probes_still_give_a_covariance(probes):
+    module, image = network("residual"), inputs("residual", 1)
+    covariance = isotropic(image, 0.5)
+    found = sketch_of(module, image, covariance, probes=probes)
+    beyond = torch.linalg.eigvalsh(found.covariance - covariance.push(found.slopes))
+    assert float(beyond.min()) >= -1e-12 * float(found.covariance.trace())
+    assert torch.isfinite(found.mean).all()
+
+
+@pytest.mark.parametrize("probes", [1, 0, True, 2.0])
+def test_a_spread_needs_two_probes(probes):
+    image = torch.zeros(1, 6, dtype=torch.float64)
+    with pytest.raises(ValueError, match="probes must be an integer of at least 2"):
+        sketch_of(small(), image, isotropic(image, 1.0), probes=probes)
+
+
+@pytest.mark.parametrize("name", ["lenet", "residual", "concatenation"])
+def test_derivatives_of_the_mean_by_finite_differences(name):
+    module, image = network(name), inputs(name, 1)
+    parameter = next(iter(module.parameters()))
+    generator = torch.Generator().manual_seed(0)
+    graph, direction = traced_graph(module, image, "test"), torch.randn(image.shape, dtype=torch.float64, generator=generator)
+    turn = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+    start, step = parameter.detach().clone(), 1e-6
+    variance = torch.tensor(0.09, dtype=torch.float64, requires_grad=True)
+
+    def total(along_image: float, along_weights: float, along_variance: float) -> Tensor:
+        parameter.data = start + along_weights * turn
+        at = image.clone().requires_grad_()
+        moved = Isotropic(variance + along_variance, image.numel())
+        found = sketched(
+            planned(graph, module, image, "test"), at + along_image * direction, moved, torch.arange(3), probes=8
+        )
+        if along_image == along_weights == along_variance == 0:
+            found.mean.sum().backward()
+            gradients.append(at.grad)
+        return found.mean.sum().detach()
+
+    gradients: list[Tensor] = []
+    total(0.0, 0.0, 0.0)
+    derivatives = [(gradients[0] * direction).sum(), (parameter.grad * turn).sum(), variance.grad]
+    for place, derivative in enumerate(derivatives):
+        moves = [[sign * step if place == other else 0.0 for other in range(3)] for sign in (1, -1)]
+        slope = (total(*moves[0]) - total(*moves[1])) / (2 * step)
+        # rounding of the difference 1e-15/1e-6, and of the quadrature's own derivative
+        assert_close(derivative, slope, rtol=1e-5, atol=1e-7, what=f"derivative {place}")
+    parameter.data = start
