@@ -56,14 +56,19 @@ def by_layerwise(
     plan: Plan, noise: Gaussian, rows: Tensor, memory_budget: int | None, caller: str
 ) -> OutputMoments:
     """The joint Gaussian of all live tensors, with third cumulants, through every layer."""
+    require_fitting(plan, noise, memory_budget, caller)
+    mean, covariance = _each(layerwise, plan, noise, rows)
+    return OutputMoments(mean, _variances(covariance), covariance, method="layerwise", outputs=rows)
+
+
+def require_fitting(plan: Plan, noise: Gaussian, memory_budget: int | None, caller: str) -> None:
+    """An error, before anything is computed, where whole covariances do not fit the memory there is for them."""
     need, limit = _need(plan, noise), memory_limit(noise.device, memory_budget)
     if need.bytes > limit:
         raise ValueError(
             f'{caller}: method="layerwise" needs {gigabytes(need.bytes)} for the covariances at {need.layer}, but '
             f'{gigabytes(limit)} is the limit; raise memory_budget=, or use method="sketch" (any size) or "sampling"'
         )
-    mean, covariance = _each(layerwise, plan, noise, rows)
-    return OutputMoments(mean, _variances(covariance), covariance, method="layerwise", outputs=rows)
 
 
 def by_sketch(plan: Plan, noise: Gaussian, rows: Tensor, probes: int, seed: int) -> OutputMoments:

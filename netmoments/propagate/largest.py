@@ -33,7 +33,8 @@ class Largest(Nonlinearity):
     with_zero: bool
     sign: int = 1
     """−1 for the smallest: −max(−z)."""
-    fewest_points: int = FEWEST_POINTS
+    points: int | None = None
+    """Quasi-random points a window, a power of two; by default the more the fewer windows there are."""
 
     def clamped(self) -> Largest:
         """The same followed by a ReLU."""
@@ -52,6 +53,13 @@ class Largest(Nonlinearity):
 
     def undecided(self, mean: Tensor, covariance: Tensor) -> Tensor:
         """Windows of which not one input (or 0) leads all others by `DECIDED` deviations: (n,) of booleans."""
+        return self.contenders(mean, covariance, DECIDED[mean.dtype]).sum(-1) > 1
+
+    def contenders(self, mean: Tensor, covariance: Tensor, deviations: float) -> Tensor:
+        """The leading input of each window, and those less than so many deviations behind: (n, w), a column more for 0.
+
+        Inputs that differ from the leading one by a constant cannot overtake it.
+        """
         contest = _contest(self.sign * mean, covariance, self.windows >= 0, with_zero=self.with_zero)
         best = contest.mean.max(-1, keepdim=True)
         lead = best.values - contest.mean
@@ -59,9 +67,8 @@ class Largest(Nonlinearity):
         winner = best.indices.unsqueeze(-1)
         with_winner = contest.covariance.gather(-2, winner.expand(-1, 1, own.shape[-1])).squeeze(-2)
         spread = own + own.gather(-1, best.indices) - 2 * with_winner
-        rival = contest.present.clone().scatter_(-1, best.indices, False)
-        near = rival & (lead <= DECIDED[mean.dtype] * spread.clamp(min=0).sqrt()) & (spread > 0)
-        return near.any(-1)
+        near = contest.present & (lead <= deviations * spread.clamp(min=0).sqrt()) & (spread > 0)
+        return near.scatter(-1, best.indices, True)
 
     def _largest(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None) -> Local:
         contest = _contest(mean.detach(), covariance.detach(), self.windows >= 0, with_zero=self.with_zero)
@@ -77,8 +84,8 @@ class Largest(Nonlinearity):
         if not len(open_windows):
             return certain
         if cumulants is None:
-            bend = torch.diag_embed(torch.ones_like(mean[open_windows]))
-            root, _ = whitened(covariance[open_windows], bend, self.windows[open_windows] >= 0)
+            some = covariance[open_windows]
+            root, _ = whitened(some, some, self.windows[open_windows] >= 0, self.width)
             kappa = mean.new_zeros(len(open_windows), 1, 1, 1)
         else:
             root, kappa = cumulants.root[open_windows], self.sign * cumulants.kappa[open_windows]
@@ -87,7 +94,7 @@ class Largest(Nonlinearity):
 
     def _integrated(self, mean: Tensor, covariance: Tensor, root: Tensor, kappa: Tensor, places: Tensor) -> Local:
         """The undecided windows, some at a time, each set of points for those of its own."""
-        count = _point_count(len(places), self.fewest_points)
+        count = self.points or _point_count(len(places))
         sizes = (self.width + 1) ** 2 * count
         together = max(1, CHUNK_ELEMENTS.get(mean.device.type, CHUNK_ELEMENTS["cpu"]) // sizes)
         order, parts = [], []
@@ -201,30 +208,32 @@ def _between(low: Tensor, high: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: 
 
 
 def _crossings(slope: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Between which t each of the lines start + slope·t is above all others, cut to ±40; the same t if nowhere."""
-    count = slope.shape[-1]
-    tiny = torch.finfo(slope.dtype).tiny
-    low = [torch.full_like(start[..., 0], -_FAR) for _ in range(count)]
-    high = [torch.full_like(start[..., 0], _FAR) for _ in range(count)]
-    for i in range(count):
-        for j in range(i + 1, count):
-            steeper = (slope[:, i] - slope[:, j]).unsqueeze(-1)  # i ahead of j for large t where this is positive
-            lead = start[..., i] - start[..., j]
-            even = steeper.abs() <= tiny
-            cross = torch.where(even, torch.where(lead >= 0, -_FAR, _FAR), -lead / torch.where(even, 1.0, steeper))
-            cross = cross.clamp(-_FAR, _FAR)
-            rising = (steeper > 0) | even
-            low[i] = torch.where(rising, torch.maximum(low[i], cross), low[i])
-            high[j] = torch.where(rising, torch.minimum(high[j], cross), high[j])
-            high[i] = torch.where(rising, high[i], torch.minimum(high[i], cross))
-            low[j] = torch.where(rising, low[j], torch.maximum(low[j], cross))
-    lows, highs = torch.stack(low, -1), torch.stack(high, -1)
-    return lows, torch.maximum(lows, highs)
+    """Between which t each of the lines start + slope·t is above all others, cut to ±40; the same t if nowhere.
+
+    Slopes (n, c), the same for all of a window's points, starts (n, points, c). In the order of the slopes a line is
+    above those before it after it has crossed them, and above those behind it until then.
+    """
+    order = slope.argsort(-1)
+    ordered = slope.gather(-1, order)
+    lines = start.gather(-1, order.unsqueeze(-2).expand_as(start)).unbind(-1)
+    least = 1e-12 * slope.detach().abs().amax(-1) + 1e-18  # parallel lines cross far away, on the right side
+    low = [torch.full_like(line, -_FAR) for line in lines]
+    high = [torch.full_like(line, _FAR) for line in lines]
+    for j in range(len(lines)):
+        for i in range(j):
+            steeper = torch.maximum(ordered[:, j] - ordered[:, i], least).unsqueeze(-1)
+            cross = (lines[i] - lines[j]) / steeper
+            low[j] = torch.maximum(low[j], cross)
+            high[i] = torch.minimum(high[i], cross)
+    lows = torch.stack(low, -1).clamp(max=_FAR)
+    highs = torch.maximum(lows, torch.stack(high, -1))
+    back = order.argsort(-1).unsqueeze(-2).expand_as(start)
+    return lows.gather(-1, back), highs.gather(-1, back)
 
 
-def _point_count(windows: int, fewest: int) -> int:
+def _point_count(windows: int) -> int:
     """A power of two."""
-    wanted = max(fewest, min(MOST_POINTS, ALL_POINTS // windows))
+    wanted = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // windows))
     return 1 << (wanted.bit_length() - 1)
 
 

@@ -226,8 +226,10 @@ def _all_bent_pairs(z: PreActivation, rule: Nonlinearity, local: Local, curved: 
 
 
 def _bent_pairs(z: PreActivation, rule: Nonlinearity, local: Local, some: Tensor, others: Tensor) -> Tensor:
-    """½ tr(H_X C H_Y Cᵀ) for windows X among `some` and Y among `others` with cross-covariance C: the second term of the
-    Hermite series of their covariance, of which gᵀCg is the first."""
+    """½ tr(H_X C H_Y Cᵀ) for windows X among `some` and Y among `others`, C being the cross-covariance of their inputs.
+
+    It is the second term of the Hermite series of their covariance; gᵀCg is the first.
+    """
     cross = z.between_windows(rule, some, others)
     left = torch.einsum("aij,ajbk->aibk", local.curvature[some], cross)
     right = torch.einsum("aibk,bkl->aibl", cross, local.curvature[others])

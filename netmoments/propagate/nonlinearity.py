@@ -43,17 +43,18 @@ class ThirdCumulants(NamedTuple):
     """κ, (n, q, q, q), of the first q coordinates; the others are Gaussian."""
 
 
-def whitened(covariance: Tensor, curvature: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """R with RRᵀ = S, its columns ordered by how much the unit bends along them, and R⁻¹: (n, w, w) each.
+def whitened(covariance: Tensor, curvature: Tensor, present: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """R with RRᵀ = S, and R⁻¹: (n, w, w) each. If w > first, the unit bends most along the first columns of R.
 
-    S gets a floor on its diagonal, `FLOOR` of its mean, so that tied inputs have a root. The order is that of the
-    eigenvalues of R'ᵀHR', R' Cholesky's factor; any rotation is a root, so nothing is differentiated through it.
+    S gets a floor on its diagonal, `FLOOR` of its mean, so that tied inputs have a root: Cholesky's R', or R' times the
+    eigenvectors of R'ᵀHR' in the order of their eigenvalues' size. Any rotation of a root is one, so nothing is
+    differentiated through them.
     """
     own = covariance.diagonal(dim1=-2, dim2=-1)
     count = present.sum(-1, keepdim=True)
     floor = FLOOR[covariance.dtype] * own.detach().sum(-1, keepdim=True) / count + 1e-30
     root = torch.linalg.cholesky(covariance + torch.diag_embed(floor.expand_as(own)))
-    if root.shape[-1] > 1:
+    if root.shape[-1] > first:
         with torch.no_grad():
             values, vectors = torch.linalg.eigh(root.mT @ curvature @ root)
             order = values.abs().argsort(-1, descending=True).unsqueeze(-2).expand_as(vectors)

@@ -87,7 +87,7 @@ def third_order(
     `together` is how many directions go through the network at a time.
     """
     q = min(rule.width, MOST_DIRECTIONS)
-    root, inverse = whitened(covariance, local.curvature, rule.windows >= 0)
+    root, inverse = whitened(covariance, local.curvature, rule.windows >= 0, q)
     curvature = root[..., :q].mT @ local.curvature @ root[..., :q]
     relevant = local.curvature.detach().flatten(1).any(-1) & (local.gain.detach().abs().amax(-1) > CLOSED)
     curved = relevant.nonzero().squeeze(-1)
