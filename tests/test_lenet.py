@@ -35,7 +35,7 @@ def test_tight_at_the_papers_smallest_noise(network, images):
         covariance = random_covariance(784, 0.001, torch.Generator().manual_seed(number)).float()
         noise = nm.Gaussian(image, covariance)
         sampled = nm.monte_carlo(network, noise, 40_000, seed=number)
-        moments = nm.output_moments(network, noise)
+        moments = nm.output_moments(network, noise, "two-stage")
         errors.append(
             [moments.compare(sampled).mean_relative.mean(), moments.compare(sampled).variance_relative.mean()]
         )
@@ -49,7 +49,7 @@ def test_faster_than_ten_thousand_samples(network, images):
     dense = nm.Gaussian(images[0], random_covariance(784, 0.05, torch.Generator().manual_seed(0)).float())
     g = nm.two_stage(network, images[0])
     sampling = seconds(lambda: nm.monte_carlo(network, noise, 10_000), repeats=3)
-    assert sampling / seconds(lambda: nm.output_moments(network, noise), repeats=3) >= 3
+    assert sampling / seconds(lambda: nm.output_moments(network, noise, "two-stage"), repeats=3) >= 3
     assert sampling / seconds(lambda: (g.mean(dense), g.variance(dense)), repeats=5) >= 30
     assert sampling / seconds(lambda: (g.mean(noise), g.variance(noise)), repeats=5) >= 100
 
@@ -87,7 +87,7 @@ def test_a_bank_of_centres_answers_for_the_images_near_them(network, images, tmp
     bank.save(tmp_path / "bank.safetensors")
     again = nm.LinearizationBank.load(tmp_path / "bank.safetensors")
     noise = nm.Gaussian(images[:20], std=0.01)
-    near, own = nm.output_moments(network, noise, bank=again), nm.output_moments(network, noise)
+    near, own = nm.output_moments(network, noise, bank=again), nm.output_moments(network, noise, "two-stage")
     assert near.distance is not None
     assert float(near.distance.max()) < 15
     agreement = (near.mean.argmax(1) == own.mean.argmax(1)).double().mean()

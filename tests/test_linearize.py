@@ -308,7 +308,7 @@ def test_without_gradients_and_in_inference_mode(name, mode):
         assert_close(
             nm.output_moments(net, nm.Gaussian(x, std=0.1), "linear").covariance, linear.covariance, atol=1e-14
         )
-        assert nm.output_moments(net, nm.Gaussian(x, std=0.1)).mean.shape == linear.mean.shape
+        assert nm.output_moments(net, nm.Gaussian(x, std=0.1), "two-stage").mean.shape == linear.mean.shape
     assert_same_network(nm.two_stage(net, inputs(name, 2), 0), expected)
 
 
@@ -352,7 +352,7 @@ def test_one_block_with_a_skip_connection_is_exact():
     """Large noise, where a linearization would be far off; without D the variance is wrong by a third."""
     net = seeded(SkipNetwork)
     noise = nm.Gaussian(torch.zeros(5, dtype=torch.float64), std=2.0)
-    found = nm.output_moments(net, noise)
+    found = nm.output_moments(net, noise, "two-stage")
     sampled = nm.monte_carlo(net, noise, 200_000, seed=1)
     report = found.compare(sampled)
     assert float(report.mean.abs().max()) < 5
@@ -482,7 +482,7 @@ def test_bad_outputs(case):
     outputs, message = BAD_OUTPUTS[case]
     for call in (
         lambda: nm.two_stage(network("lenet"), inputs("lenet", 2), outputs=outputs),
-        lambda: nm.output_moments(network("lenet"), nm.Gaussian(inputs("lenet", 2), std=0.1), outputs=outputs),
+        lambda: nm.output_moments(network("lenet"), nm.Gaussian(inputs("lenet", 2), std=0.1), "two-stage", outputs),
     ):
         with pytest.raises(ValueError, match=message):
             call()

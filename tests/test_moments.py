@@ -71,10 +71,11 @@ def test_a_batch_is_a_loop(method, kind):
         "low rank": nm.LowRank(factor, torch.rand(72, dtype=torch.float64, generator=generator)),
     }[kind]
     noise = nm.Gaussian(x, spread, event_ndim=3)
-    together = nm.output_moments(net, noise, method, layer=1)
+    which = {"layer": 1} if method == "two-stage" else {}
+    together = nm.output_moments(net, noise, method, **which)
     flat = noise.flattened()
     for i in range(6):
-        alone = nm.output_moments(net, flat.entries(slice(i, i + 1)), method, layer="block1.relu1")
+        alone = nm.output_moments(net, flat.entries(slice(i, i + 1)), method, **which)
         assert_close(together.mean[i // 3, i % 3], alone.mean[0], atol=1e-12)
         assert_close(together.covariance[i // 3, i % 3], alone.covariance[0], atol=1e-12)
 
@@ -127,9 +128,9 @@ def test_noise_levels_of_one_mean_share_a_linearization(linearizations):
 def test_what_shares_a_mean_but_not_the_scores_is_linearized_apart(linearizations):
     net, x = perceptron(), means()
     noise = nm.Gaussian(x.expand(3, 4), std=0.3)
-    found = nm.output_moments(net, noise, outputs=[[0, 1], [4, 2], [0, 1]])
+    found = nm.output_moments(net, noise, "two-stage", [[0, 1], [4, 2], [0, 1]])
     assert linearizations == [2]
-    everything = nm.output_moments(net, nm.Gaussian(x, std=0.3))
+    everything = nm.output_moments(net, nm.Gaussian(x, std=0.3), "two-stage")
     for i, rows in enumerate([[0, 1], [4, 2], [0, 1]]):
         assert_close(found.mean[i], everything.mean[rows], atol=1e-15)
         assert_close(found.covariance[i], everything.covariance[rows][:, rows], atol=1e-15)
@@ -177,7 +178,7 @@ def test_sampling_is_monte_carlo():
 def test_exact_for_one_hidden_layer():
     """A perceptron is its own two-stage linearization: large noise, within five standard errors of samples."""
     net, noise = perceptron(), nm.Gaussian(means(2), std=3.0)
-    exact = nm.output_moments(net, noise)
+    exact = nm.output_moments(net, noise, "two-stage")
     report = exact.compare(nm.output_moments(net, noise, "sampling", samples=100_000, seed=3))
     for part in (report.mean, report.variance, report.covariance):
         assert float(part.abs().max()) < 5
@@ -204,8 +205,9 @@ def test_choices_of_an_affine_relu_affine():
 @pytest.mark.parametrize("method", ["two-stage", "linear"])
 def test_the_memory_budget_changes_nothing(method, linearizations):
     net, noise = network("lenet"), nm.Gaussian(inputs("lenet", 7), std=0.1)
-    expected = nm.output_moments(net, noise, method, layer=1)
-    found = nm.output_moments(net, noise, method, layer=1, memory_budget=40_000)
+    which = {"layer": 1} if method == "two-stage" else {}
+    expected = nm.output_moments(net, noise, method, **which)
+    found = nm.output_moments(net, noise, method, **which, memory_budget=40_000)
     if method == "two-stage":
         assert linearizations == [7, 2, 2, 2, 1]
     assert_close(found.mean, expected.mean, atol=1e-13)
@@ -218,7 +220,7 @@ def test_gradients_in_the_noise():
     variance = torch.full((2, 64), 0.01, dtype=torch.float64, requires_grad=True)
 
     def spread(variance: Tensor) -> Tensor:
-        return nm.output_moments(net, nm.Gaussian(x, nm.Diagonal(variance))).variance.sum()
+        return nm.output_moments(net, nm.Gaussian(x, nm.Diagonal(variance)), "two-stage").variance.sum()
 
     (slope,) = torch.autograd.grad(spread(variance), variance)
     step = 1e-5 * torch.rand(2, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -228,8 +230,8 @@ def test_gradients_in_the_noise():
 
 
 def test_float32():
-    double = nm.output_moments(perceptron(), nm.Gaussian(means(3), std=0.3))
-    single = nm.output_moments(perceptron().float(), nm.Gaussian(means(3).float(), std=0.3))
+    double = nm.output_moments(perceptron(), nm.Gaussian(means(3), std=0.3), "two-stage")
+    single = nm.output_moments(perceptron().float(), nm.Gaussian(means(3).float(), std=0.3), "two-stage")
     assert single.mean.dtype == single.covariance.dtype == torch.float32
     assert_close(single.mean, double.mean, rtol=1e-5, atol=1e-6)
     assert_close(single.variance, double.variance, rtol=1e-5)
@@ -241,14 +243,14 @@ def test_float32():
 def test_flips_and_classes():
     """Between two, P(0 wins) = Φ((m₀ − m₁)/√Var(y₀ − y₁)); labels are classes, not places."""
     net, noise = perceptron(), nm.Gaussian(means(3), std=0.3)
-    found = nm.output_moments(net, noise, outputs=[4, 1])
+    found = nm.output_moments(net, noise, "two-stage", [4, 1])
     m, c = found.mean, found.covariance
     lead = (m[:, 0] - m[:, 1]) / (c[:, 0, 0] + c[:, 1, 1] - 2 * c[:, 0, 1]).sqrt()
     wins = 0.5 * torch.special.erfc(-lead * math.sqrt(0.5))
     assert_close(found.class_probabilities()[:, 0], wins, rtol=1e-12)
     assert_close(found.flip_probability(1), wins, rtol=1e-12)
     assert_close(found.flip_probability(torch.tensor([1, 4, 1])), [wins[0], 1 - wins[1], wins[2]], rtol=1e-10)
-    everything = nm.output_moments(net, noise)
+    everything = nm.output_moments(net, noise, "two-stage")
     for label in range(5):
         lost = 1 - everything.class_probabilities()[:, label]
         assert_close(everything.flip_probability(label), lost, atol=1e-14)
@@ -266,7 +268,7 @@ def test_comparison_with_samples():
     assert_close(report.mean, torch.full((2, 5), 3.0), rtol=1e-10)
     assert_close(report.variance_relative, torch.full((2, 5), 0.2 / 2.1), rtol=1e-6)
     assert "3.0 SE at most" in str(report)
-    assert nm.output_moments(net, noise).compare(nm.monte_carlo(net, noise, 1000)).mean.shape == (2, 5)
+    assert nm.output_moments(net, noise, "two-stage").compare(nm.monte_carlo(net, noise, 1000)).mean.shape == (2, 5)
 
 
 # bad input
@@ -277,21 +279,21 @@ BATCH = nm.Gaussian(torch.zeros(3, 4), std=0.1)
 GATES = nm.AffineReluAffine(torch.ones(4, 4), torch.zeros(4), torch.ones(2, 4), torch.zeros(2))
 
 
-def moments(*args, noise: nm.Gaussian = NOISE, **kwargs) -> nm.OutputMoments:
-    return nm.output_moments(NET, noise, *args, **kwargs)
+def moments(method: str = "two-stage", *args, noise: nm.Gaussian = NOISE, **kwargs) -> nm.OutputMoments:
+    return nm.output_moments(NET, noise, method, *args, **kwargs)
 
 
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "noise a tensor": (lambda: nm.output_moments(NET, torch.zeros(4)), TypeError, r"noise must be a netmoments\.Gauss"),
-    "unknown method": (lambda: moments("exact"), ValueError, r"one of two-stage, linear, sampling, got 'exact'"),
+    "unknown method": (lambda: moments("exact"), ValueError, r"one of auto, layerwise, .*sampling, got 'exact'"),
     "not a network": (lambda: nm.output_moments(torch.relu, NOISE), TypeError, r"must be a torch\.nn\.Module"),
     "training mode": (
-        lambda: nm.output_moments(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), NOISE),
+        lambda: nm.output_moments(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), NOISE, "two-stage"),
         ValueError,
         r"output_moments: the network is in training mode",
     ),
     "no ReLU": (
-        lambda: nm.output_moments(nn.Linear(4, 2).eval(), NOISE),
+        lambda: nm.output_moments(nn.Linear(4, 2).eval(), NOISE, "two-stage"),
         ValueError,
         r"no ReLU.*method='linear'",
     ),
@@ -373,7 +375,7 @@ def test_the_paper_s_two_stage_is_near_the_truth_for_a_trained_network():
     net = nm.zoo.pretrained("digits")
     x = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     noise = nm.Gaussian(x, std=0.01)
-    found, sampled = nm.output_moments(net, noise), nm.monte_carlo(net, noise, 4000)
+    found, sampled = nm.output_moments(net, noise, "two-stage"), nm.monte_carlo(net, noise, 4000)
     floor = 5 * math.sqrt(2 / 4000)
     assert float(nm.relative_difference(found.variance, sampled.variance).mean()) < 0.05 + floor
 
@@ -412,9 +414,9 @@ def test_a_network_without_a_derivative_is_refused_not_given_zero_variance(chang
 def test_a_network_that_was_changed_is_looked_at_again():
     network = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 3)).eval()
     noise = nm.Gaussian(torch.rand(5), std=0.1)
-    assert nm.output_moments(network, noise).mean.shape == (3,)
+    assert nm.output_moments(network, noise, "two-stage").mean.shape == (3,)
     network[2] = nn.Linear(9, 4).eval()
-    assert nm.output_moments(network, noise).mean.shape == (4,)
+    assert nm.output_moments(network, noise, "two-stage").mean.shape == (4,)
     network.append(nn.ReLU().eval())
     assert len(nm.relus(network, noise.mean[None])) == 2
 
@@ -428,13 +430,13 @@ def test_an_affine_relu_affine_is_exact_or_sampled_as_asked(generator):
         assert (exact.method, sampled.method) == ("exact", "sampling")
         assert float(exact.compare(sampled).mean.abs().max()) < 5
         assert float(exact.compare(sampled).covariance.abs().max()) < 5
-    with pytest.raises(ValueError, match='exact with method="two-stage"'):
+    with pytest.raises(ValueError, match='exact with method="auto" or "two-stage"'):
         nm.output_moments(g, noise, "linear")
 
 
 def test_moments_convert_like_tensors(generator):
     network = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 3)).eval()
-    moments = nm.output_moments(network, nm.Gaussian(torch.rand(2, 5, generator=generator), std=0.1), outputs=2)
+    moments = nm.output_moments(network, nm.Gaussian(torch.rand(2, 5, generator=generator), std=0.1), "two-stage", 2)
     double = moments.to(torch.float64)
     assert double.covariance.dtype == torch.float64
     assert torch.equal(double.outputs, moments.outputs)

@@ -49,7 +49,7 @@ def provenance():
 
 def test_flip_probabilities_are_those_of_the_front_door(network, found):
     for level, sigma in enumerate(CHECKED.levels):
-        moments = nm.output_moments(network, nm.Gaussian(found.images.images, std=sigma))
+        moments = nm.output_moments(network, nm.Gaussian(found.images.images, std=sigma), "two-stage")
         flips = moments.flip_probability(found.predicted)
         torch.testing.assert_close(found.flips[:, level], flips, rtol=1e-3, atol=1e-12)
         assert found.right is not None

@@ -26,7 +26,7 @@ def unscented(
 ) -> tuple[Tensor, Tensor]:
     """Mean (k,) and covariance (k, k) of the chosen scores from 2r points x ± √r Rᵢ, all of weight 1/(2r), Σ = RRᵀ.
 
-    The unscented transform with κ = 0 (the third-degree cubature rule), exact for cubic polynomials; `mean` is (1, ...).
+    The unscented transform with κ = 0, the third-degree cubature rule: exact for cubic polynomials. `mean` is (1, ...)
     """
     root = covariance.root()
     spread = root.mT * root.shape[-1] ** 0.5

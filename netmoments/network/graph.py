@@ -83,7 +83,7 @@ def call(node: Node, values: Mapping[Node, Any]) -> Any:
 
 def filled(node: Node, values: Mapping[Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A node's arguments with values in the place of nodes."""
-    return fx.node.map_arg((node.args, node.kwargs), lambda argument: values[argument])  # type: ignore[return-value]
+    return fx.node.map_arg((node.args, node.kwargs), lambda argument: values[argument])
 
 
 def shape_of(node: Node) -> torch.Size:
@@ -109,7 +109,7 @@ def traced_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph
     calls: list[LayerCall] = []
 
     def run(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(runs, weights, (x,))  # type: ignore[no-any-return]
+        return functional_call(runs, weights, (x,))
 
     with torch.no_grad(), full_precision(), _recorded_calls(runs, calls):
         try:

@@ -1,7 +1,7 @@
 """Assumed density filtering: means and variances of every number, correlations dropped. A baseline, not for use.
 
 Neighbouring units of a network share their inputs, so what is dropped is most of the variance of its scores: on the
-paper's LeNet the error of the variance is 1.9 of at most 2. It is here because it is what others do.
+paper's LeNet it comes out a thousand times too small. It is here because it is what others do.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Elementwise(Nonlinearity):
         s = standard_deviation(variance)
         nodes, weights = (x.to(mean).unsqueeze(-1) for x in _gauss_hermite(NODES))
         z = (m + s * nodes).reshape(NODES, *self.shape)
-        value, slope = torch.func.jvp(self.function, (z,), (torch.ones_like(z),))
+        value, slope = torch.func.jvp(self.function, (z,), (torch.ones_like(z),))[:2]
         value, slope = value.reshape(NODES, -1), slope.reshape(NODES, -1)
         bent = (weights * slope * nodes).sum(0)
         if cumulants is not None:

@@ -15,7 +15,7 @@ from netmoments.propagate.nonlinearity import Local, Nonlinearity, ThirdCumulant
 
 FEWEST_POINTS, MOST_POINTS = 256, 4096
 """Quasi-random points a window: the fewer windows a layer has, the less their errors average out."""
-ALL_POINTS = 2**20
+ALL_POINTS = 2**18
 """Points of all windows of a layer together, between those bounds."""
 POINT_SETS = 16
 """Independent sets of them, taken in turn by the windows, so that their errors do not add up over a layer."""
@@ -86,13 +86,15 @@ class Largest(Nonlinearity):
         if cumulants is None:
             some = covariance[open_windows]
             root, _ = whitened(some, some, self.windows[open_windows] >= 0, self.width)
-            kappa = mean.new_zeros(len(open_windows), 1, 1, 1)
+            kappa = None
         else:
             root, kappa = cumulants.root[open_windows], self.sign * cumulants.kappa[open_windows]
         sampled = self._integrated(mean[open_windows], covariance[open_windows], root, kappa, open_windows)
         return Local(*(base.index_copy(0, open_windows, own) for base, own in zip(certain, sampled, strict=True)))
 
-    def _integrated(self, mean: Tensor, covariance: Tensor, root: Tensor, kappa: Tensor, places: Tensor) -> Local:
+    def _integrated(
+        self, mean: Tensor, covariance: Tensor, root: Tensor, kappa: Tensor | None, places: Tensor
+    ) -> Local:
         """The undecided windows, some at a time, each set of points for those of its own."""
         count = self.points or _point_count(len(places))
         sizes = (self.width + 1) ** 2 * count
@@ -103,7 +105,8 @@ class Largest(Nonlinearity):
             points = _points(self.width - 1, count, group).to(mean)
             for some in mine.split(together):
                 present = self.windows[places[some]] >= 0
-                inputs = (mean[some], covariance[some], root[some], kappa[some], present, points, self.with_zero)
+                skew = None if kappa is None else kappa[some]
+                inputs = (mean[some], covariance[some], root[some], skew, present, points, self.with_zero)
                 if torch.is_grad_enabled() and (mean.requires_grad or covariance.requires_grad):
                     parts.append(checkpoint(_line_integrals, *inputs, use_reentrant=False))
                 else:
@@ -133,7 +136,13 @@ def _contest(mean: Tensor, covariance: Tensor, present: Tensor, *, with_zero: bo
 
 
 def _line_integrals(
-    mean: Tensor, covariance: Tensor, root: Tensor, kappa: Tensor, present: Tensor, points: Tensor, with_zero: bool
+    mean: Tensor,
+    covariance: Tensor,
+    root: Tensor,
+    kappa: Tensor | None,
+    present: Tensor,
+    points: Tensor,
+    with_zero: bool,
 ) -> Local:
     """Moments of the largest, by exact integrals along lines through quasi-random points.
 
@@ -152,7 +161,8 @@ def _line_integrals(
         slope, start = (torch.nn.functional.pad(x, (0, 1)) for x in (slope, start))
     centre = torch.where(present, mean.detach(), -torch.inf).amax(-1)
     centre = centre.clamp(min=0) if with_zero else centre
-    between = _between(*_crossings(slope, start), *_polynomial(kappa, points))
+    ends = _crossings(slope, start)
+    between = _normal_between(*ends) if kappa is None else _between(*ends, *_polynomial(kappa, points))
     start = start - centre[:, None, None]
     slope = slope.unsqueeze(-2)
     first = (start * between.p + slope * between.e).sum(-1).mean(-1)
@@ -185,6 +195,13 @@ class _Between(NamedTuple):
     r: Tensor
     plain_p: Tensor
     plain_e: Tensor
+
+
+def _normal_between(low: Tensor, high: Tensor) -> _Between:
+    """The same without cumulants: ∫ φ, ∫ τφ = φ(lo) − φ(hi), ∫ τ²φ = ∫ φ + lo·φ(lo) − hi·φ(hi)."""
+    at_low, at_high = density(low), density(high)
+    p, e = distribution(high) - distribution(low), at_low - at_high
+    return _Between(p, e, p + low * at_low - high * at_high, p, e)
 
 
 def _between(low: Tensor, high: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> _Between:

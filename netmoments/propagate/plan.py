@@ -59,7 +59,8 @@ class Segment:
 
         def one(*flat: Tensor) -> Tensor:
             shaped = {node: x.reshape(shape_of(node)) for node, x in zip(given, flat, strict=True)}
-            return getattr(self, function)(zeros | shaped)  # type: ignore[no-any-return]
+            result: Tensor = getattr(self, function)(zeros | shaped)
+            return result
 
         return torch.func.vmap(one, chunk_size=together)(*(sources[node] for node in given))
 
@@ -148,7 +149,7 @@ class _Planner:
         if kind in RULES:
             found = RULES[kind](self._call(node))
             if found is None:
-                self._refuse(node)
+                raise self._refusal(node)
             if isinstance(node.meta["val"], Tensor):
                 self._add_nonlinear(node, self._fused(found))
             else:  # values and indices: only the values can be used
@@ -162,7 +163,7 @@ class _Planner:
         entry = affine_operator(node, noisy)
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if entry is None or (source is not None and family(source.target) in RULES and source not in self.nonlinear):
-            self._refuse(node)
+            raise self._refusal(node)
         constants = self.constants
         self.affine[node] = AffineStep(
             node,
@@ -216,7 +217,7 @@ class _Planner:
             return argument if argument in self.graph.noisy else self.constants[argument]
 
         args = fx.node.map_arg(node.args, known)
-        return Call(node, args, self.like)  # type: ignore[arg-type]
+        return Call(node, args, self.like)
 
     def _segment(self, results: tuple[Node, ...]) -> Segment:
         """The affine steps that lead to some nodes, back to the sources."""
@@ -238,8 +239,8 @@ class _Planner:
     def _in_order(self, found: Mapping[Node, Any]) -> Iterable[tuple[Node, Any]]:
         return ((node, found[node]) for node in self.graph.nodes if node in found)
 
-    def _refuse(self, node: Node) -> None:
-        raise ValueError(
+    def _refusal(self, node: Node) -> ValueError:
+        return ValueError(
             f"{self.caller}: no rule for {operator_name(node)} in {self.graph.where(node)} as it is called there; "
             f"there are rules for {known_rules()}. Register one for your layer with netmoments.register_rule, or use "
             f'method="sampling"'

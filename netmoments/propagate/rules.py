@@ -41,7 +41,7 @@ class Call(NamedTuple):
         return self.node.kwargs.get(name, default)
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """Numbers in the first input."""
         return shape_of(self.args[0]).numel()
 
@@ -81,7 +81,7 @@ def _absolute(call: Call) -> PiecewiseLinear:
 def _threshold(call: Call) -> PiecewiseLinear | None:
     """x above a threshold, else a value: continuous only if they are equal."""
     low, value = call.argument(1, "threshold"), call.argument(2, "value")
-    return between(call.spread(low), None, call.count, call.like) if low == value else None
+    return between(call.spread(low), None, call.size, call.like) if low == value else None
 
 
 def _clamp(low: tuple[int, str] | None, high: tuple[int, str] | None, defaults: tuple[Any, Any] = (None, None)) -> Rule:
@@ -95,7 +95,7 @@ def _clamp(low: tuple[int, str] | None, high: tuple[int, str] | None, defaults: 
             return None
         if bottom is not None and top is not None and bool((bottom > top).any()):
             return None
-        return between(bottom, top, call.count, call.like)
+        return between(bottom, top, call.size, call.like)
 
     return _one(rule)
 
@@ -141,8 +141,9 @@ def _of_two(sign: int) -> Rule:
             alone = Call(call.node, (noisy,), call.like)
             if shape_of(noisy) != shape_of(call.node):
                 return None
-            ends = (alone.spread(constant), None) if sign > 0 else (None, alone.spread(constant))
-            return Treated(between(*ends, alone.count, call.like), (noisy,))
+            end = alone.spread(constant)
+            low, high = (end, None) if sign > 0 else (None, end)
+            return Treated(between(low, high, alone.size, call.like), (noisy,))
         out = shape_of(call.node)
         places, start = [], 0
         for node in (first, second):
@@ -169,7 +170,7 @@ def _first_argument(target: Any, rest: tuple[Any, ...], named: Mapping[str, Any]
 
 
 RULES: dict[Any, Rule] = {
-    aten.relu: _one(lambda call: relu(call.count, call.like)),
+    aten.relu: _one(lambda call: relu(call.size, call.like)),
     aten.leaky_relu: _one(_leaky),
     aten._prelu_kernel: _one(_leaky),
     aten.prelu: _one(_leaky),

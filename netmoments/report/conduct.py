@@ -146,7 +146,7 @@ def _attacks(network: nn.Module, found: Study) -> AttackStudy | NotAttacked | No
 
 
 def _joined(parts: list[OutputMoments]) -> OutputMoments:
-    tensors = {
+    tensors: dict[str, Any] = {
         name: torch.cat([getattr(part, name) for part in parts])
         for name in ("mean", "variance", "covariance", "outputs")
     }
