@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from netmoments import attacks, data, paper
+    from netmoments import attacks, data, paper, propagate
     from netmoments.affine_relu_affine import AffineReluAffine
     from netmoments.attacks.expected_logits import ExpectedLogits
     from netmoments.gaussian import Dense, Diagonal, Gaussian, Isotropic, LowRank
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from netmoments.linearize.two_stage import two_stage
     from netmoments.moments.front_door import output_moments
     from netmoments.moments.result import OutputMoments
+    from netmoments.moments.tightness import Tightness, tightness
     from netmoments.network import zoo
     from netmoments.network.inspection import relus
     from netmoments.network.loading import load_network
+    from netmoments.propagate.rules import register_rule
     from netmoments.relu import orthant_probability, relu_covariance, relu_mean, relu_variance
     from netmoments.sampling import SampledMoments, monte_carlo, relative_difference
 
@@ -37,6 +39,7 @@ _HOME = {
     "LowRank": "netmoments.gaussian",
     "OutputMoments": "netmoments.moments.result",
     "SampledMoments": "netmoments.sampling",
+    "Tightness": "netmoments.moments.tightness",
     "load_network": "netmoments.network.loading",
     "monte_carlo": "netmoments.sampling",
     "output_moments": "netmoments.moments.front_door",
@@ -45,7 +48,9 @@ _HOME = {
     "relu_covariance": "netmoments.relu",
     "relu_mean": "netmoments.relu",
     "relu_variance": "netmoments.relu",
+    "register_rule": "netmoments.propagate.rules",
     "relus": "netmoments.network.inspection",
+    "tightness": "netmoments.moments.tightness",
     "two_stage": "netmoments.linearize.two_stage",
     "two_stage_maps": "netmoments.linearize.maps",
 }
@@ -53,6 +58,7 @@ _ROOMS = {
     "attacks": "netmoments.attacks",
     "data": "netmoments.data",
     "paper": "netmoments.paper",
+    "propagate": "netmoments.propagate",
     "zoo": "netmoments.network.zoo",
 }
 
@@ -67,6 +73,7 @@ __all__ = [
     "LowRank",
     "OutputMoments",
     "SampledMoments",
+    "Tightness",
     "attacks",
     "data",
     "load_network",
@@ -74,11 +81,14 @@ __all__ = [
     "orthant_probability",
     "output_moments",
     "paper",
+    "propagate",
+    "register_rule",
     "relative_difference",
     "relu_covariance",
     "relu_mean",
     "relu_variance",
     "relus",
+    "tightness",
     "two_stage",
     "two_stage_maps",
     "zoo",
