@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import netmoments as nm
-from netmoments.experiments import points, seeds, table_2, table_3, table_4
+from netmoments.experiments import lenet_on_mnist, points, seeds, table_2, table_3, table_4, tighter, tighter_panels
 from netmoments.experiments.covariances import orthogonalized, random_covariance
 from netmoments.experiments.errors import Errors
 from netmoments.experiments.outcome import Outcome
@@ -20,6 +20,8 @@ from netmoments.experiments.points import Bank, PointsSweep, pieces, round_robin
 from netmoments.experiments.runs import Machine, machines
 from netmoments.experiments.sampled import MonteCarloSweep, sampled_moments
 from netmoments.experiments.settings import Settings
+from netmoments.experiments.tighter import METHODS, MOMENTS, Tighter, TighterSweep, pooled
+from netmoments.experiments.tighter_chart import draw_methods
 from netmoments.experiments.tightness import TightnessSweep, delta_method, moments_at
 from netmoments.gaussian import Gaussian, LowRank
 from netmoments.network.training import training_facts
@@ -155,6 +157,99 @@ def test_a_ray_cluster_gives_the_same_bits(subjects, tmp_path, two_workers, make
     there = run_sweep(make(subjects), tmp_path / "there", RayEngine("cpu", threads=1))
     for name, values in here.columns.items():
         np.testing.assert_array_equal(values, there.columns[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def few(subjects) -> Subjects:
+    return replace(subjects, images=subjects.images[:3], numbers=subjects.numbers[:3])
+
+
+@pytest.fixture(scope="module")
+def sweep(few) -> TighterSweep:
+    return TighterSweep("tighter", few, 1, reference=20_000, plain=400, assisted=100, probes=32)
+
+
+@pytest.fixture(scope="module")
+def run(sweep, tmp_path_factory) -> tuple[Settings, Tighter]:
+    settings = Settings(tmp_path_factory.mktemp("tighter"), LocalEngine(["cpu"]), torch.device("cpu"))
+    return settings, tighter.tighter(settings, sweep)
+
+
+class TestTighter:
+    """Table 2's other methods, on the small network."""
+
+    def test_rows_have_every_method_and_the_halves(self, sweep, few):
+        columns = sweep.prepare("cpu")(1)
+        for name in (*METHODS, "reference", "first", "second"):
+            for moment in MOMENTS:
+                assert np.isfinite(columns[f"{name}_{moment}"]).all(), name
+        assert set(columns["image"]) == {int(few.numbers[1])}
+        noise = Gaussian(few.images[1:2], LowRank(SIGMAS[3] * few.factor(1)[None]))
+        for method, column in (("layerwise", "layerwise"), ("linear", "delta"), ("two-stage", "two_stage")):
+            expected = nm.output_moments(few.network, noise, method).variance[0].double()
+            value = torch.from_numpy(cube(columns, f"{column}_variance", few.numbers)[1, 3])
+            assert_close(value, expected, rtol=1e-4)
+
+    def test_it_goes_on_where_it_was_stopped(self, sweep, tmp_path):
+        sweep = replace(sweep, reference=400)
+        with pytest.raises(Unfinished, match="1 of 3 images done"):
+            run_sweep(sweep, tmp_path, LocalEngine(["cpu"]), seconds=0)
+        whole = run_sweep(sweep, tmp_path, LocalEngine(["cpu"])).columns
+        last = sweep.prepare("cpu")(2)
+        for name, values in last.items():
+            np.testing.assert_array_equal(whole[name][-len(values) :], values, err_msg=name)
+
+    def test_two_halves_are_pooled_as_one_run(self):
+        x = torch.randn(2, 50, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1
+        halves = [(half.mean(0), half.var(0)) for half in x]
+        mean, variance = pooled(*halves, 50)
+        assert_close(mean, x.reshape(100, 3).mean(0), rtol=1e-12)
+        assert_close(variance, x.reshape(100, 3).var(0), rtol=1e-12)
+
+    def test_the_floor_is_half_of_what_the_halves_are_apart(self, run):
+        _, found = run
+        apart = found.halves["variance"].average(2)
+        assert found.floor("variance", 2) == pytest.approx(apart / 2)
+        # N samples of a nearly Gaussian score: a relative error of √(2/N), times √(2/π), to a factor of 2
+        assert 0.5 < found.floor("variance", 2) / ((2 / 20_000) ** 0.5 * (2 / np.pi) ** 0.5) < 2
+        assert found.errors["variance"]["plain"].average(2) > 2 * found.floor("variance", 2)
+
+    def test_panels_numbers_and_drawing(self, run):
+        _, found = run
+        for panel in tighter_panels.panels(found):
+            assert len(panel.columns) == 1 + len(METHODS) + 1
+            assert [row[0] for row in panel.rows] == [f"{sigma}" for sigma in SIGMAS]
+            assert "nan" not in " ".join(cell for row in panel.rows for cell in row)
+        level = tighter_panels.numbers(found)["levels"][3]
+        assert level["variance"]["layerwise"]["average"] < level["variance"]["two_stage"]["average"]
+        assert len(tighter_panels.reading(found)) == 2
+        assert draw_methods(found).axes
+
+    def test_one_image_has_no_spread(self, run):
+        _, found = run
+        one = Errors(found.halves["mean"].each[:1], found.halves["mean"].finite[:1])
+        errors = {moment: dict.fromkeys(METHODS, one) for moment in MOMENTS}
+        alone = Tighter(errors, dict.fromkeys(MOMENTS, one), 100, 1.0)
+        assert tighter_panels.numbers(alone)["levels"][0]["mean"]["plain"]["standard_error"] is None
+
+    def test_a_cpu_takes_few_images(self, subjects, run):
+        settings, _ = run
+        assert tighter.sweep_of(settings, subjects) is None
+        assert "--images 50" in tighter_panels.reading(None)[0]
+        many = replace(subjects, images=subjects.images.repeat(13, 1, 1, 1), numbers=torch.arange(104))
+        assert len(tighter.sweep_of(settings, many).subjects.images) == 2
+
+    def test_table_2_shows_them(self, few, sweep, run, monkeypatch):
+        settings, _ = run
+        monkeypatch.setattr(lenet_on_mnist, "shared_subjects", lambda settings: few)
+        monkeypatch.setattr(table_2, "sweep_of", lambda settings, on: sweep)
+        monkeypatch.setattr(table_2, "_by_logit", lambda errors, floor: table_2.mean_panel(errors, floor))
+        outcome = table_2.reproduce(replace(settings, samples=50))
+        assert [panel.title for panel in outcome.panels[2:]] == [
+            "Every method: error of the mean", "Every method: error of the variance",
+        ]  # fmt: skip
+        assert [drawing.name for drawing in outcome.drawings] == ["table-2", "table-2-methods"]
+        assert outcome.numbers["tighter"]["images"] == 3
 
 
 class TestPoints:

@@ -11,7 +11,7 @@ from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_float_tensor
 from netmoments.gaussian import Gaussian, Isotropic
 from netmoments.linearize.two_stage import two_stage
-from netmoments.moments.propagated import plan_of, require_fitting
+from netmoments.moments.propagated import plan_of, require_fitting, sketch_plan_of
 from netmoments.network.inspection import as_network, inspect
 from netmoments.precision import matvec
 from netmoments.propagate.layerwise import layerwise
@@ -96,10 +96,11 @@ class ExpectedLogits(nn.Module):
         network = self.network
         assert network is not None
         count = inspect(network, images.detach(), CALLER).output.shape[1]
-        plan = plan_of(network, images, CALLER)
+        plan = (plan_of if self.method == "layerwise" else sketch_plan_of)(network, images, CALLER)
         rows = torch.arange(count, device=images.device)
         sigma = torch.as_tensor(self.sigma, dtype=images.dtype, device=images.device).expand(len(images))
-        noise = Gaussian(images.detach(), Isotropic(sigma.detach() ** 2, images[0].numel()), event_ndim=images.dim() - 1)
+        levels = Isotropic(sigma.detach() ** 2, images[0].numel())
+        noise = Gaussian(images.detach(), levels, event_ndim=images.dim() - 1)
         if self.method == "layerwise":
             require_fitting(plan, noise, self.memory_budget, CALLER)
         scores = []

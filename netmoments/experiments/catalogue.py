@@ -24,6 +24,7 @@ MODULES = {
     "table-5": "table_5",
     "figure-8": "figure_8",
     "figure-9": "figure_9",
+    "frontier": "frontier",
 }
 NAMES = tuple(MODULES)
 

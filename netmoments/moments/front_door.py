@@ -15,6 +15,7 @@ from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.bank import LinearizationBank
+from netmoments.linearize.memory import memory_limit
 from netmoments.linearize.two_stage import output_rows
 from netmoments.moments.methods import (
     by_bank,
@@ -34,6 +35,7 @@ from netmoments.moments.propagated import (
     by_sketch,
     chosen_method,
     plan_of,
+    sketch_plan_of,
     sketches,
 )
 from netmoments.moments.result import OutputMoments
@@ -41,7 +43,7 @@ from netmoments.network.cut import find_relu
 from netmoments.network.inspection import as_network, inspect, require_derivatives, warn_of_smooth
 from netmoments.network.tracing import Relu, Trace
 from netmoments.precision import full_precision
-from netmoments.propagate.plan import Plan
+from netmoments.propagate.plan import NoRule, Plan
 from netmoments.propagate.sketch import PROBES
 from netmoments.sampling import LinearSurrogate, Surrogate
 from netmoments.sweep import random_seed
@@ -113,19 +115,28 @@ def output_moments(
     network = as_network(network, CALLER)
     flat = noise.flattened()
     found = inspect(network, flat.mean, CALLER)
+    if {method, control} & {"two-stage", "linear"} and bank is None:
+        if "two-stage" in (method, control):
+            find_relu(found.relus, -1 if layer is None else layer)
+        require_derivatives(found, CALLER)
+        warn_of_smooth(network, found, CALLER)
+    if memory_budget is not None:
+        memory_limit(flat.device, memory_budget)
     asked = _Asked(network, noise, flat, found, layer, probes, samples, control, seed, memory_budget)
-    plan = plan_of(network, flat.mean, CALLER) if method in ("auto", "layerwise", "sketch") else None
-    if method == "auto":
-        assert plan is not None
-        method, reason = chosen_method(plan, flat, memory_budget)
+    plan = None
+    if method in ("auto", "layerwise", "sketch"):
+        with torch.inference_mode(False):
+            asked = dataclasses.replace(asked, flat=_outside_inference(flat))
+            plan, method, reason = _planned(network, asked.flat, method, reason, memory_budget)
     count = found.output.shape[1]
     if method == "sketch" and outputs is None and count > MANY_SCORES:
         outputs = LARGEST
     rows = _chosen(network, flat.mean, outputs, count)
     if plan is not None:
         wanted = flat.mean.requires_grad or flat.covariance.variances().requires_grad
-        with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
-            result = asked.propagated(plan, method, rows)
+        allowed = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(allowed and wanted):
+            result = asked.propagated(plan, method, rows.clone())
     elif bank is not None:
         _require_scores_of(bank, count)
         result = by_bank(bank, flat, rows)
@@ -135,6 +146,30 @@ def output_moments(
         result = asked.linearized(method, rows)
     shaped = _shaped(result, noise.batch_shape, every=outputs is None)
     return dataclasses.replace(shaped, reason=reason)
+
+
+def _planned(
+    network: nn.Module, noise: Gaussian, method: str, reason: str | None, memory_budget: int | None
+) -> tuple[Plan, str, str | None]:
+    """The plan that a method goes by, and for "auto" which method that is, and why."""
+    if method == "sketch":
+        return sketch_plan_of(network, noise.mean, CALLER), method, reason
+    try:
+        plan = plan_of(network, noise.mean, CALLER)
+    except NoRule as error:
+        if method != "auto":
+            raise
+        what = str(error).removeprefix(f"{CALLER}: ").split(" as it is called")[0]
+        return sketch_plan_of(network, noise.mean, CALLER), "sketch", f"there is {what}"
+    return plan, *(chosen_method(plan, noise, memory_budget) if method == "auto" else (method, reason))
+
+
+def _outside_inference(noise: Gaussian) -> Gaussian:
+    """The same with tensors that autograd may use, if they were made in inference mode."""
+    if not noise.mean.is_inference():
+        return noise
+    covariance = noise.covariance.to(noise.device, copy=True)
+    return Gaussian._trusted(noise.mean.clone(), covariance, noise.event_ndim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +195,6 @@ class _Asked:
 
     def linearized(self, method: str, rows: Tensor) -> OutputMoments:
         relu = None if method == "linear" else self._relu()
-        self._prepare_to_linearize()
         if relu is None:
             return by_linear(self.network, self.flat, rows, self.found, self.memory_budget)
         return by_two_stage(self.network, self.flat, _origin(self.noise, rows), rows, relu, self.memory_budget)
@@ -173,12 +207,11 @@ class _Asked:
 
     def _surrogate(self, rows: Tensor) -> Surrogate:
         if self.control == "sketch":
-            plan = plan_of(self.network, self.flat.mean, CALLER)
+            plan = sketch_plan_of(self.network, self.flat.mean, CALLER)
             apart = random_seed(self.seed, "sketch", 0)  # probes must not be among the samples
             with torch.no_grad():
                 found = sketches(plan, self.flat, rows, self.probes, apart)
             return LinearSurrogate(torch.stack([one.slopes for one in found]), self.flat)
-        self._prepare_to_linearize()
         if self.control == "linear":
             return linear_surrogate(self.network, self.flat, rows, self.found, self.memory_budget)
         return two_stage_surrogate(self.network, self.flat, rows, self._relu(), self.memory_budget)
@@ -186,9 +219,6 @@ class _Asked:
     def _relu(self) -> Relu:
         return find_relu(self.found.relus, -1 if self.layer is None else self.layer)
 
-    def _prepare_to_linearize(self) -> None:
-        require_derivatives(self.found, CALLER)
-        warn_of_smooth(self.network, self.found, CALLER)
 
 
 def _of_affine_relu_affine(

@@ -16,8 +16,9 @@ from netmoments.network.graph import graph_of
 from netmoments.progress import Progress
 from netmoments.propagate.budget import Need, layerwise_need
 from netmoments.propagate.layerwise import layerwise
+from netmoments.propagate.opaque import opaque
 from netmoments.propagate.piecewise_linear import PiecewiseLinear
-from netmoments.propagate.plan import Plan, planned
+from netmoments.propagate.plan import Plan, planned, planned_with
 from netmoments.propagate.sketch import Sketched, sketched
 
 MANY_SCORES = 100
@@ -38,10 +39,18 @@ def plan_of(network: nn.Module, mean: Tensor, caller: str) -> Plan:
     return planned(graph_of(network, image, caller), network, image, caller)
 
 
+def sketch_plan_of(network: nn.Module, mean: Tensor, caller: str) -> Plan:
+    """The same for a sketch, which knows operations without a rule from samples."""
+    image = mean[:1].detach()
+    return planned_with(graph_of(network, image, caller), network, image, caller, opaque)
+
+
 def chosen_method(plan: Plan, noise: Gaussian, memory_budget: int | None) -> Chosen:
     """Exact where the network is (Affine, ReLU, Affine), else layer by layer where that fits, else a sketch."""
     need, limit = _need(plan, noise), memory_limit(noise.device, memory_budget)
     fits = need.bytes <= limit
+    if not plan.last.sources:
+        return Chosen("exact", "the scores do not depend on the input")
     if not plan.stages and fits:
         return Chosen("exact", "the network is affine")
     if len(plan.stages) == 1 and isinstance(plan.stages[0].rule, PiecewiseLinear) and fits:
@@ -81,6 +90,11 @@ def by_sketch(plan: Plan, noise: Gaussian, rows: Tensor, probes: int, seed: int)
 
 def sketches(plan: Plan, noise: Gaussian, rows: Tensor, probes: int, seed: int) -> list[Sketched]:
     """A sketch for each entry of the noise."""
+    if not plan.last.sources:
+        constant = plan.last.value({})
+        nothing = constant.new_zeros(rows.shape[1], rows.shape[1])
+        flat = constant.new_zeros(rows.shape[1], noise.size)
+        return [Sketched(constant[row], torch.zeros_like(constant[row]), nothing, flat) for row in rows]
     with Progress("sketches", len(noise.mean)) as progress:
         result = []
         for place, row in enumerate(rows):
@@ -95,6 +109,9 @@ Propagation = Callable[[Plan, Tensor, Covariance, Tensor], tuple[Tensor, Tensor]
 
 def _each(propagation: Propagation, plan: Plan, noise: Gaussian, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Means (N, k) and covariances (N, k, k), entry by entry of the noise."""
+    if not plan.last.sources:
+        constant = plan.last.value({})[rows]
+        return constant, constant.new_zeros(*rows.shape, rows.shape[1])
     means, covariances = [], []
     with Progress("images", len(noise.mean)) as progress:
         for place, row in enumerate(rows):

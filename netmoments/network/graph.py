@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from netmoments.network.exported import ExportedNetwork
-from netmoments.network.inspection import structure_of
+from netmoments.network.inspection import another_image, same_values, structure_of
 from netmoments.precision import full_precision
 
 Node = fx.Node
@@ -111,21 +111,13 @@ def traced_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph
     def run(weights: dict[str, Tensor], x: Tensor) -> Tensor:
         return functional_call(runs, weights, (x,))
 
-    with torch.no_grad(), full_precision(), _recorded_calls(runs, calls):
-        try:
-            traced = make_fx(functionalize(run, remove="mutations"))(given, image.detach().clone())
-        except RuntimeError as error:
-            if "tracing tensor" not in str(error):
-                raise
-            raise ValueError(
-                f"{caller}: the network decides by the values it computes what to do next (an if or a loop on a tensor "
-                f"in forward), so it has no fixed graph; take that out, or use method='sampling'"
-            ) from error
+    traced = _traced(run, given, image.detach().clone(), runs, calls, caller)
+    _out_of_place(traced.graph)
     nodes = tuple(traced.graph.nodes)
     entrances = [node for node in nodes if node.op == "placeholder"]
     *weights, entrance = entrances
     (result,) = next(node for node in nodes if node.op == "output").all_input_nodes
-    return NetworkGraph(
+    found = NetworkGraph(
         nodes=nodes,
         image=entrance,
         output=result,
@@ -134,6 +126,76 @@ def traced_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph
         calls=tuple(calls),
         noisy=frozenset(_reached(nodes, entrance)),
     )
+    _require_same(found, network, image, caller)
+    return found
+
+
+def _traced(
+    run: Callable[[dict[str, Tensor], Tensor], Tensor],
+    weights: dict[str, Tensor],
+    image: Tensor,
+    network: nn.Module,
+    calls: list[LayerCall],
+    caller: str,
+) -> fx.GraphModule:
+    """The operations of a run; without changes in place, where torch can take them out."""
+    with torch.no_grad(), full_precision():
+        try:
+            with _recorded_calls(network, calls):
+                return make_fx(functionalize(run, remove="mutations"))(weights, image)
+        except RuntimeError as error:
+            if "tracing tensor" in str(error):
+                raise ValueError(
+                    f"{caller}: the network decides by the values it computes what to do next (an if or a loop on a "
+                    f"tensor in forward), so it has no fixed graph; take that out, or use method='two-stage' or "
+                    f"'sampling'"
+                ) from error
+        calls.clear()
+        try:  # some of what torch cannot make functional it can still record
+            with _recorded_calls(network, calls):
+                return make_fx(run)(weights, image)
+        except (RuntimeError, NotImplementedError) as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ValueError(
+                f"{caller}: the network's operations cannot be recorded: {reason}; use method='two-stage' or 'sampling'"
+            ) from error
+
+
+def _out_of_place(graph: fx.Graph) -> None:
+    """Operations in place that are left (`squeeze_` of something new, say) as those that return a new tensor."""
+    nodes = list(graph.nodes)
+    for place, node in enumerate(nodes):
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+            continue
+        name = target.overloadpacket.__name__.removesuffix("_")
+        plain = getattr(getattr(torch.ops.aten, name, None), target._overloadname, None)
+        if plain is None or not node.all_input_nodes:
+            continue
+        changed = node.all_input_nodes[0]
+        node.target = plain
+        later = set(nodes[place + 1 :])
+        changed.replace_all_uses_with(node, delete_user_cb=later.__contains__)
+
+
+def _require_same(graph: NetworkGraph, network: nn.Module, image: Tensor, caller: str) -> None:
+    """The graph must give what the network gives, for another image than it was recorded with."""
+    other = another_image(image.detach())
+    with torch.no_grad(), full_precision():
+        values = graph.constants(network)
+        values[graph.image] = other.clone()
+        try:
+            for node in graph.nodes:
+                if node in graph.noisy and node is not graph.image:
+                    values[node] = call(node, values)
+            same = same_values(values[graph.output], network(other.clone()))
+        except (RuntimeError, IndexError):
+            same = False
+    if not same:
+        raise ValueError(
+            f"{caller}: the network does other operations for other images (shapes or choices that depend on what it "
+            f"computes), so it has no fixed graph; take that out, or use method='two-stage' or 'sampling'"
+        )
 
 
 def _reached(nodes: Iterable[Node], start: Node) -> set[Node]:

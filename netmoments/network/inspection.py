@@ -119,10 +119,10 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
                 f"{caller}: the network cannot take an input of shape {tuple(image.shape[1:])}: {_first_line(error)}"
             ) from error
         _require_scores(alone.output, image, caller)
-        other = _another(image)
+        other = another_image(image)
         with torch.no_grad():
             again, apart = network(image.clone()), network(other.clone())
-        _require_deterministic(_same(alone.output, again), caller)
+        _require_deterministic(same_values(alone.output, again), caller)
         try:
             pair = trace(network, torch.cat([image, other]))
             with torch.no_grad():
@@ -131,14 +131,14 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
             raise ValueError(
                 f"{caller}: the network takes one image but not a batch of two: {_first_line(error)}"
             ) from error
-    _require_deterministic(_same(copies[:1].expand_as(copies), copies), caller)
+    _require_deterministic(same_values(copies[:1].expand_as(copies), copies), caller)
     together = pair.output
-    if len(together) != 2 or not (_same(again, together[:1]) and _same(apart, together[1:])):
+    if len(together) != 2 or not (same_values(again, together[:1]) and same_values(apart, together[1:])):
         raise ValueError(
             f"{caller}: the network's output for an image depends on the other images of the batch (batch "
             f"normalisation in training mode?); netmoments needs each image treated by itself"
         )
-    changes = not _same(again, apart)
+    changes = not same_values(again, apart)
     differentiable = not changes or _has_derivative(network, torch.cat([image, other]))
     return dataclasses.replace(with_batch_known(alone, pair), differentiable=differentiable)
 
@@ -169,7 +169,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _another(image: Tensor) -> Tensor:
+def another_image(image: Tensor) -> Tensor:
     """An image unlike the given one, whatever that is."""
     ramp = torch.linspace(0.25, 1, image.numel(), dtype=image.dtype, device=image.device).reshape(image.shape)
     return 0.5 * image.flip(-1) + ramp
@@ -198,7 +198,7 @@ def _require_matching_dtype(network: nn.Module, image: Tensor, caller: str) -> N
             )
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
+def same_values(x: Tensor, y: Tensor) -> bool:
     """Equal up to the rounding of another order of summation; what is not finite differs from nothing."""
     if x.shape != y.shape:
         return False

@@ -87,7 +87,7 @@ def affine_operator(node: Node, noisy: frozenset[Node]) -> AffineOperator | None
     if kind in SHAPE_ONLY:
         return _OF_ONE
     entry = OPERATORS.get(kind)
-    if entry is None:
+    if entry is None or node.kwargs.get("rounding_mode") is not None or not _gives_numbers(node):
         return None
     places = [place for place, argument in enumerate(node.args) if _holds(argument, noisy)]
     if any(_holds(argument, noisy) for argument in node.kwargs.values()):
@@ -118,6 +118,13 @@ def _without_constants(argument: Any, value: Any, noisy: frozenset[Node]) -> Any
     if isinstance(value, Tensor):
         return torch.zeros_like(value)
     return None if value is None else 0
+
+
+def _gives_numbers(node: Node) -> bool:
+    """Whether the result (the first of several) is floating-point; what is rounded to integers is not affine."""
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    return not isinstance(first, Tensor) or first.is_floating_point()
 
 
 def _holds(argument: Any, noisy: frozenset[Node]) -> bool:

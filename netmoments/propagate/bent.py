@@ -67,9 +67,9 @@ def nonlinear_covariance(grams: Tensor, remainders: Tensor) -> Tensor:
     The quadratic part by `quadratic_covariance`; the remainders without their ½ zᵀHz as the samples have them.
     """
     if grams.shape[-1] < LEAST_SAMPLES:
-        return _sample_covariance(remainders)
+        return sample_covariance(remainders)
     rest = remainders - 0.5 * grams.diagonal(dim1=-2, dim2=-1)
-    return quadratic_covariance(grams) + _sample_covariance(rest)
+    return quadratic_covariance(grams) + sample_covariance(rest)
 
 
 def quadratic_covariance(grams: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def quadratic_covariance(grams: Tensor) -> Tensor:
     return products / (2 * count * (count - 3))
 
 
-def _sample_covariance(values: Tensor) -> Tensor:
+def sample_covariance(values: Tensor) -> Tensor:
     """Σ_k (x_k − x̄)(x_k − x̄)ᵀ / (K − 1) of values (r, K)."""
     centred = values - values.mean(-1, keepdim=True)
     return centred @ centred.mT / (values.shape[-1] - 1)

@@ -25,7 +25,8 @@ def local_among_contenders(rule: Largest, mean: Tensor, covariance: Tensor) -> L
     for units, size in _by_size(contenders):
         kept, order = contenders[units].to(torch.int8).sort(dim=-1, descending=True, stable=True)
         kept, order = kept[:, :size] > 0, order[:, :size]
-        narrow = replace(rule, windows=torch.where(kept, rule.windows[units].gather(-1, order), -1))
+        windows = torch.where(kept, rule.windows[units].gather(-1, order), -1)
+        narrow = replace(rule, windows=windows, numbers=units)
         pick = torch.nn.functional.one_hot(order, rule.width).to(mean) * kept.unsqueeze(-1)
         own = narrow.local((pick @ mean[units].unsqueeze(-1)).squeeze(-1), pick @ covariance[units] @ pick.mT)
         gain = (own.gain.unsqueeze(-2) @ pick).squeeze(-2)

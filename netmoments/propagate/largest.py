@@ -35,6 +35,8 @@ class Largest(Nonlinearity):
     """−1 for the smallest: −max(−z)."""
     points: int | None = None
     """Quasi-random points a window, a power of two; by default the more the fewer windows there are."""
+    numbers: Tensor | None = None
+    """Which of the sets of points each window takes, (n,), modulo their number; by default by its place."""
 
     def clamped(self) -> Largest:
         """The same followed by a ReLU."""
@@ -99,9 +101,10 @@ class Largest(Nonlinearity):
         count = self.points or _point_count(len(places))
         sizes = (self.width + 1) ** 2 * count
         together = max(1, CHUNK_ELEMENTS.get(mean.device.type, CHUNK_ELEMENTS["cpu"]) // sizes)
+        sets = (places if self.numbers is None else self.numbers[places]) % POINT_SETS
         order, parts = [], []
         for group in range(POINT_SETS):
-            mine = (places % POINT_SETS == group).nonzero().squeeze(-1)
+            mine = (sets == group).nonzero().squeeze(-1)
             points = _points(self.width - 1, count, group).to(mean)
             for some in mine.split(together):
                 present = self.windows[places[some]] >= 0

@@ -14,6 +14,7 @@ from netmoments.gaussian.covariance import Covariance
 from netmoments.network.graph import Node, shape_of
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
+from netmoments.propagate.elementwise import Elementwise
 from netmoments.propagate.nonlinearity import Local, Nonlinearity
 from netmoments.propagate.piecewise_linear import PiecewiseLinear
 from netmoments.propagate.plan import Plan, Segment
@@ -194,8 +195,8 @@ def _residual(z: PreActivation, rule: Nonlinearity, local: Local) -> Tensor:
     curved = local.curvature.detach().flatten(1).any(-1).nonzero().squeeze(-1)
     if not len(curved):
         return total
-    if isinstance(rule, PiecewiseLinear):
-        pairs = _exact_pairs(z, rule, curved)
+    if isinstance(rule, PiecewiseLinear | Elementwise):
+        pairs = rule.restricted(curved).pairs(z.mean[curved], z.covariance(curved, curved))
     else:
         pairs = _all_bent_pairs(z, rule, local, curved)
     return total.index_put((curved.unsqueeze(-1), curved), pairs, accumulate=True)
@@ -206,11 +207,6 @@ def _with_crossed(residual: Tensor, rows: Tensor, curved: Tensor) -> Tensor:
     every = torch.arange(len(residual), device=curved.device)
     once = residual.index_put((curved.unsqueeze(-1), every), rows, accumulate=True)
     return once.mT.index_put((curved.unsqueeze(-1), every), rows, accumulate=True).mT
-
-
-def _exact_pairs(z: PreActivation, rule: PiecewiseLinear, units: Tensor) -> Tensor:
-    """The nonlinear covariances of piecewise linear units, by the exact kernel."""
-    return rule.restricted(units).pairs(z.mean[units], z.covariance(units, units))
 
 
 def _all_bent_pairs(z: PreActivation, rule: Nonlinearity, local: Local, curved: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from netmoments.network.exported import ExportedNetwork
 from netmoments.network.graph import ROOT, LayerCall, NetworkGraph, Node, Values, call, shape_of
 from netmoments.propagate.affine import affine_operator, family, linear_call
 from netmoments.propagate.largest import Largest
@@ -37,9 +38,12 @@ class Segment:
     sources: tuple[Node, ...]
     results: tuple[Node, ...]
 
+    constants: Mapping[Node, Any]
+
     def value(self, sources: Mapping[Node, Tensor]) -> Tensor:
         """The map at sources (1, ...): (p,), the results flattened and put end to end."""
         values: Values = {node: sources[node] for node in self.sources}
+        values |= {node: self.constants[node] for node in self.results if node in self.constants}
         for step in self.steps:
             values[step.node] = step.value(values)
         return torch.cat([values[node].reshape(-1) for node in self.results])
@@ -91,19 +95,35 @@ class Plan:
         return tuple(node for node in made if node in wanted)
 
 
+class NoRule(ValueError):
+    """A network does something for which there is no rule."""
+
+
 def planned(graph: NetworkGraph, network: nn.Module, like: Tensor, caller: str) -> Plan:
-    """The plan of a traced network with its present weights; an operation without a rule is an error."""
-    return _Planner(graph, network, like, caller).plan()
+    """The plan of a traced network with its present weights; an operation without a rule is an error, `NoRule`."""
+    return _Planner(graph, network, like, caller, None).plan()
+
+
+Otherwise = Callable[[Node, Mapping[Node, Any], frozenset[Node], Tensor, str], Treated | None]
+
+
+def planned_with(graph: NetworkGraph, network: nn.Module, like: Tensor, caller: str, otherwise: Otherwise) -> Plan:
+    """The same with `otherwise` asked about an operation without a rule."""
+    return _Planner(graph, network, like, caller, otherwise).plan()
 
 
 class _Planner:
-    def __init__(self, graph: NetworkGraph, network: nn.Module, like: Tensor, caller: str) -> None:
-        self.graph, self.like, self.caller = graph, like, caller
+    def __init__(
+        self, graph: NetworkGraph, network: nn.Module, like: Tensor, caller: str, otherwise: Otherwise | None
+    ) -> None:
+        self.graph, self.like, self.caller, self.otherwise = graph, like, caller, otherwise
         self.constants = graph.constants(network)
-        self.modules = dict(network.named_modules())
+        runs = network.program if isinstance(network, ExportedNetwork) else network
+        self.modules = dict(runs.named_modules())
         self.affine: dict[Node, AffineStep] = {}
         self.nonlinear: dict[Node, Treated] = {}
         self.names: dict[Node, str] = {}
+        self.several: set[Node] = set()
 
     def plan(self) -> Plan:
         layers = [call for call in self.graph.calls if layer_rule(self._module(call)) is not None]
@@ -145,33 +165,46 @@ class _Planner:
         return found
 
     def _treat(self, node: Node) -> None:
+        if node in self.nonlinear:
+            return
         kind = family(node.target)
         if kind in RULES:
-            found = RULES[kind](self._call(node))
-            if found is None:
-                raise self._refusal(node)
-            if isinstance(node.meta["val"], Tensor):
-                self._add_nonlinear(node, self._fused(found))
-            else:  # values and indices: only the values can be used
-                picks = [user for user in node.users if user.args[1] == 0]
-                for pick in picks:
-                    self._add_nonlinear(pick, self._fused(found))
-            return
-        if node in self.nonlinear:
+            self._add(node, RULES[kind](self._call(node)) or self._treated_otherwise(node))
             return
         noisy = self.graph.noisy
         entry = affine_operator(node, noisy)
-        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-        if entry is None or (source is not None and family(source.target) in RULES and source not in self.nonlinear):
-            raise self._refusal(node)
+        if entry is None:
+            self._add(node, self._treated_otherwise(node))
+            return
+        if any(argument in self.several for argument in node.all_input_nodes):
+            raise self._refusal(node)  # indices, say: only the first of several results is a function with a rule
         constants = self.constants
         self.affine[node] = AffineStep(
             node,
             lambda values: call(node, constants | dict(values)),
             lambda values: linear_call(node, entry, constants | dict(values), noisy),
             tuple(argument for argument in node.all_input_nodes if argument in noisy),
-            {argument: constants[argument] for argument in node.all_input_nodes if argument not in noisy},
+            constants,
         )
+
+    def _add(self, node: Node, found: Treated) -> None:
+        """A nonlinear operation; of one that returns several results (values and indices), the first."""
+        if isinstance(node.meta["val"], Tensor):
+            self._add_nonlinear(node, self._fused(found))
+            return
+        self.several.add(node)
+        for pick in node.users:
+            if pick.args[1] == 0:
+                self._add_nonlinear(pick, self._fused(found))
+
+    def _treated_otherwise(self, node: Node) -> Treated:
+        name = f"{operator_name(node)} in {self.graph.where(node)}"
+        found = None
+        if self.otherwise is not None:
+            found = self.otherwise(node, self.constants, self.graph.noisy, self.like, name)
+        if found is None:
+            raise self._refusal(node)
+        return found
 
     def _treat_layer(self, own: LayerCall) -> set[Node]:
         """A call of a module with a rule of its own, as one node: the nodes it replaces."""
@@ -231,19 +264,20 @@ class _Planner:
             if node in self.affine:
                 wanted.add(node)
                 pending.extend(self.affine[node].inputs)
-            else:
+            elif node in self.graph.noisy:
                 sources[node] = None
         steps = tuple(step for node, step in self._in_order(self.affine) if node in wanted)
-        return Segment(steps, tuple(node for node, _ in self._in_order(sources)), results)
+        return Segment(steps, tuple(node for node, _ in self._in_order(sources)), results, self.constants)
 
     def _in_order(self, found: Mapping[Node, Any]) -> Iterable[tuple[Node, Any]]:
         return ((node, found[node]) for node in self.graph.nodes if node in found)
 
-    def _refusal(self, node: Node) -> ValueError:
-        return ValueError(
+    def _refusal(self, node: Node) -> NoRule:
+        others = "" if self.otherwise is not None else 'method="sketch" (which then knows it from samples) or '
+        return NoRule(
             f"{self.caller}: no rule for {operator_name(node)} in {self.graph.where(node)} as it is called there; "
             f"there are rules for {known_rules()}. Register one for your layer with netmoments.register_rule, or use "
-            f'method="sampling"'
+            f'{others}method="sampling"'
         )
 
 
@@ -262,7 +296,8 @@ def _affine_layer(
 ) -> AffineStep:
     """A module that is said to be affine, checked to be, as one step; its linear part is its derivative."""
     with torch.no_grad():
-        first, second = torch.randn_like(example), torch.rand_like(example)
+        generator = torch.Generator().manual_seed(0)
+        first, second = (torch.randn(example.shape, generator=generator).to(example) for _ in range(2))
         away = module(first + second) - module(first) - module(second) + module(example)
         scale = module(first).abs().max() + module(second).abs().max() + 1
     if float(away.abs().max()) > 1e3 * torch.finfo(example.dtype).eps * float(scale):

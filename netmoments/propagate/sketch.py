@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,10 +13,11 @@ from netmoments.gaussian.covariance import Covariance
 from netmoments.network.graph import Node, shape_of
 from netmoments.precision import full_precision, matvec
 from netmoments.progress import Progress
-from netmoments.propagate.bent import BentUnits, bent_units, nonlinear_covariance
+from netmoments.propagate.bent import BentUnits, bent_units, nonlinear_covariance, sample_covariance
 from netmoments.propagate.contenders import local_among_contenders
 from netmoments.propagate.largest import Largest
 from netmoments.propagate.nonlinearity import Local, Nonlinearity
+from netmoments.propagate.opaque import Opaque
 from netmoments.propagate.plan import Plan, Segment, Stage
 from netmoments.propagate.sampled_windows import through_gains, window_covariance
 from netmoments.propagate.transposed import added, before_gains, before_segment
@@ -66,6 +69,8 @@ def sketched(
     """
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 2:
         raise ValueError(f"sketch: probes must be an integer of at least 2, as a spread needs two, got {probes!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"sketch: seed must be an integer of at least 0, got {seed!r}")
     generator = torch.Generator(mean.device).manual_seed(seed)
     means = {plan.image: mean}
     deviations = covariance.draw((probes,), generator)
@@ -91,10 +96,8 @@ def sketched(
 class _Layer:
     """What is kept of a nonlinear layer."""
 
-    inputs: int
-    """p, the numbers that go in."""
-    gain: Tensor
-    """(n, w)."""
+    back: Callable[[Tensor], Tensor]
+    """Weights (k, n) on its output as weights (k, p) on its input, by the expected slopes."""
     bent: BentUnits | None
 
 
@@ -102,6 +105,8 @@ def _through(stage: Stage, means: dict[Node, Tensor], samples: dict[Node, Tensor
     """One affine part and nonlinear layer: its output is added to the means, (1, ...), and to the samples, (K, n)."""
     rule = stage.rule
     z = _sampled(stage.before, samples)
+    if isinstance(rule, Opaque):
+        return _through_opaque(stage, rule, z, means, samples)
     centred = z - z.mean(0)
     covariance = window_covariance(rule, centred)
     local = _local(rule, rule.gathered(stage.before.value(means)), covariance, len(z))
@@ -112,7 +117,34 @@ def _through(stage: Stage, means: dict[Node, Tensor], samples: dict[Node, Tensor
     with torch.no_grad():
         remainder = y - y.mean(0) - through_gains(rule, local.gain, centred)
         bent = bent_units(rule, local, covariance, centred, remainder)
-    return _Layer(z.shape[1], local.gain, bent)
+    return _Layer(partial(before_gains, rule, local.gain, inputs=z.shape[1]), bent)
+
+
+def _through_opaque(
+    stage: Stage, rule: Opaque, z: Tensor, means: dict[Node, Tensor], samples: dict[Node, Tensor]
+) -> _Layer:
+    """An operation without a formula: its mean and expected slopes are averages over the probes, moved to the mean."""
+    moved = stage.before.value(means) + (z - z.mean(0)).detach()
+    together = _together(z, max(z.shape[1], rule.units))
+    expected = rule.at(moved, together).mean(0)
+    y = rule.at(z, together)
+    means[stage.output] = expected.reshape(shape_of(stage.output))
+    samples[stage.output] = y
+    with torch.no_grad():
+        moved = moved.detach()
+        linear = rule.expected_push(moved, (z - z.mean(0)).detach(), together)
+        if bool(y.std(0).any()) and not bool(linear.any()):
+            raise ValueError(
+                f"sketch: {rule.name} changes with its input, but its derivative is zero (rounding?), so that nothing "
+                f'can be said from it; use method="sampling"'
+            )
+        remainder = y - y.mean(0) - linear
+        size = remainder.square().mean(0)
+        units = (size > torch.finfo(size.dtype).eps ** 2 * size.max()).nonzero().squeeze(-1)
+        nothing = units.unsqueeze(-1).new_full((len(units), 1), -1)
+        flat = z.new_zeros(len(units), 1, 1)
+        bent = BentUnits(units, nothing, z.new_zeros(len(z), 1), flat, remainder[:, units]) if len(units) else None
+    return _Layer(lambda weights: rule.expected_pull(moved, weights, together), bent)
 
 
 def _local(rule: Nonlinearity, mean: Tensor, covariance: Tensor, probes: int) -> Local:
@@ -145,11 +177,15 @@ def _backward(
         if layer.bent is not None:
             grams += layer.bent.grams(own)
             remainders += layer.bent.remainders(own)
-        behind = before_segment(stage.before, before_gains(stage.rule, layer.gain, own, layer.inputs))
+        behind = before_segment(stage.before, layer.back(own))
         weights = added(weights, behind)
         progress.advance(1)
-    nonlinear = _positive(nonlinear_covariance(grams.double(), remainders.double())).to(chosen.dtype)
-    return weights[plan.image], nonlinear
+    if any(isinstance(stage.rule, Opaque) for stage in plan.stages):
+        # what has no formula has no quadratic part of its own to set against the others'
+        nonlinear = sample_covariance(remainders.double())
+    else:
+        nonlinear = _positive(nonlinear_covariance(grams.double(), remainders.double()))
+    return weights[plan.image], nonlinear.to(chosen.dtype)
 
 
 def _positive(matrix: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.network.graph import Node
+from netmoments.network.graph import Node, shape_of
 from netmoments.propagate.nonlinearity import Local, Nonlinearity, ThirdCumulants, whitened
 from netmoments.propagate.plan import Plan, Segment, Stage
 
@@ -70,7 +70,15 @@ class Path(NamedTuple):
 
     def at_input(self, second: dict[Node, Tensor]) -> Tensor:
         """Second derivatives of the layer's input z, from those of its sources: (B·pairs, p)."""
+        if self.starts_linear:
+            like = next(iter(second.values()))
+            return like.new_zeros(len(like), sum(shape_of(node).numel() for node in self.before.results))
         return _moved(self.before, second)
+
+    @property
+    def starts_linear(self) -> bool:
+        """Whether the layer's input is affine in the image: no nonlinear layer lies before it."""
+        return not any(stage.output in self.before.sources for stage, _ in self.passed)
 
 
 def third_order(
@@ -123,6 +131,8 @@ def _turns(
 ) -> Tensor:
     """Σ_bc H_bc Q_b f_c of some units, (B, r): the gradient in ε of Σ_bc H_bc Q_b[f_c, ε], which is linear in it."""
     q = directions.shape[1]
+    if path.starts_linear:
+        return torch.zeros_like(directions[:, 0])
     keep = torch.is_grad_enabled()
     with torch.enable_grad():
         noise = torch.zeros_like(directions[:, :1]).requires_grad_()

@@ -29,7 +29,7 @@ def before_segment(segment: Segment, weights: Tensor) -> dict[Node, Tensor]:
     return {node: part.reshape(len(weights), -1) for node, part in zip(segment.sources, found, strict=True)}
 
 
-def before_gains(rule: Nonlinearity, gain: Tensor, weights: Tensor, inputs: int) -> Tensor:
+def before_gains(rule: Nonlinearity, gain: Tensor, weights: Tensor, *, inputs: int) -> Tensor:
     """Weights (k, n) on the units y = Σ gain·z as weights (k, p) on their inputs z, for gains (n, w)."""
     spread = (weights.unsqueeze(-1) * gain).flatten(1)
     return weights.new_zeros(len(weights), inputs).index_add_(1, rule.windows.clamp(min=0).reshape(-1), spread)

@@ -1,0 +1,85 @@
+"""Operations without a rule, seen through samples only: what a sketch does where it has no formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from netmoments.network.graph import Node, call, shape_of
+from netmoments.propagate.nonlinearity import Local, Nonlinearity, ThirdCumulants
+from netmoments.propagate.rules import Treated
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque(Nonlinearity):
+    """y = function(z), any function of p numbers with n values and a derivative, from (p,) to (n,)."""
+
+    name: str
+    function: Callable[[Tensor], Tensor]
+    windows: Tensor
+    """None of its units has a window: (n, 0)."""
+
+    def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
+        self._refuse()
+
+    def values(self, z: Tensor) -> Tensor:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise NotImplementedError(f"{self.name} has no formula; it is known from samples only")
+
+    def at(self, z: Tensor, together: int) -> Tensor:
+        """The values (K, n) at samples (K, p)."""
+        return torch.func.vmap(self.function, chunk_size=together)(z)
+
+    def expected_push(self, samples: Tensor, directions: Tensor, together: int) -> Tensor:
+        """E[∂f] v for directions v (B, p), the expectation over samples (K, p): (B, n)."""
+        total = directions.new_zeros(len(directions), self.units)
+        for sample in samples:
+            push = partial(_push, self.function, sample)
+            total += torch.func.vmap(push, chunk_size=together)(directions)
+        return total / len(samples)
+
+    def expected_pull(self, samples: Tensor, weights: Tensor, together: int) -> Tensor:
+        """aᵀ E[∂f] for rows of weights a (k, n): (k, p)."""
+        total = weights.new_zeros(len(weights), samples.shape[1])
+        for sample in samples:
+            back = torch.func.vjp(self.function, sample)[1]
+            total += torch.func.vmap(lambda row, back=back: back(row)[0], chunk_size=together)(weights)
+        return total / len(samples)
+
+
+def _push(function: Callable[[Tensor], Tensor], at: Tensor, direction: Tensor) -> Tensor:
+    slope: Tensor = torch.func.jvp(function, (at,), (direction,))[1]
+    return slope
+
+
+def opaque(
+    node: Node, constants: Mapping[Node, Any], noisy: frozenset[Node], like: Tensor, name: str
+) -> Treated | None:
+    """A node as a function of its noisy arguments put end to end; None if it does not return numbers."""
+    inputs = tuple(argument for argument in node.all_input_nodes if argument in noisy)
+    value = node.meta["val"]
+    first = value if isinstance(value, Tensor) else value[0]
+    sizes = [shape_of(argument).numel() for argument in inputs]
+    if not first.is_floating_point() or not all(_is_number(argument) for argument in inputs):
+        return None
+
+    def function(z: Tensor) -> Tensor:
+        parts = z.split(sizes)
+        given = {node: part.reshape(shape_of(node)) for node, part in zip(inputs, parts, strict=True)}
+        result = call(node, {**constants, **given})
+        return (result if isinstance(result, Tensor) else result[0]).reshape(-1)
+
+    windows = torch.zeros(first.numel(), 0, dtype=torch.int64, device=like.device)
+    return Treated(Opaque(name, function, windows), inputs)
+
+
+def _is_number(node: Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, Tensor) and value.is_floating_point()
