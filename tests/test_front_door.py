@@ -531,7 +531,7 @@ def test_a_sketch_knows_from_samples_what_has_no_rule(case):
     """Within the error of 1024 probes: √(2/1024) of the nonlinear part of the variance, and five standard errors."""
     function, where = NO_RULE[case]
     net = seeded(lambda: Around(function))
-    given = nm.Gaussian(0.5 * torch.ones(4, dtype=torch.float64), std=0.3)
+    given = nm.Gaussian(0.5 * torch.ones(4, dtype=torch.float64), std=0.1)
     found = nm.output_moments(net, given, probes=1024)
     assert found.method == "sketch"
     assert re.search(f"no rule for {where}", found.reason)

@@ -324,3 +324,74 @@ def test_expected_logits_on_the_gpu(lenet):
     model(x).sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(model(images), nm.two_stage(lenet, images).mean(nm.Gaussian(images, std=0.02)))
+
+
+PROPAGATED = {
+    "layerwise": {"method": "layerwise"},
+    "sketch": {"method": "sketch"},
+    "assisted": {"method": "sampling", "control": "sketch", "samples": 500},
+}
+
+
+@pytest.mark.parametrize("name", ["residual", "lenet-like"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layerwise_is_the_cpu_s(name, dtype):
+    """Float64: rounding; float32: 1e-3 of the variance (windows decided on one side of rounding or the other)."""
+    torch.manual_seed(0)
+    net = small(name).to(dtype).eval()
+    x = torch.randn(1, 1, 12, 12).to(dtype)
+    here = nm.output_moments(net, nm.Gaussian(x, std=0.3), "layerwise")
+    there = nm.output_moments(net.cuda(), nm.Gaussian(x.cuda(), std=0.3), "layerwise").to("cpu")
+    tolerance = 1e-8 if dtype == torch.float64 else 2e-3
+    torch.testing.assert_close(there.mean, here.mean, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(there.covariance, here.covariance, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", PROPAGATED)
+def test_propagated_moments_against_samples(kind):
+    torch.manual_seed(0)
+    net = small("lenet-like").cuda().eval()
+    noise = nm.Gaussian(torch.randn(2, 1, 12, 12, device="cuda"), std=0.1)
+    found = nm.output_moments(net, noise, **PROPAGATED[kind])
+    sampled = nm.monte_carlo(net, noise, 200_000, seed=3)
+    error = nm.relative_difference(found.variance.double(), sampled.variance)
+    assert float(error.mean()) < 0.06
+
+
+def test_layerwise_has_gradients():
+    torch.manual_seed(0)
+    net = small("lenet-like").cuda().double().eval()
+    x = torch.randn(1, 1, 12, 12, device="cuda", dtype=torch.float64)
+    towards = torch.randn_like(x)
+
+    def value(at: torch.Tensor) -> torch.Tensor:
+        return nm.output_moments(net, nm.Gaussian(at, std=0.2), "layerwise").mean.sum()
+
+    at = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(value(at), at)
+    with torch.no_grad():
+        difference = (value(x + 1e-4 * towards) - value(x - 1e-4 * towards)) / 2e-4
+    assert float((slope * towards).sum()) == pytest.approx(float(difference), rel=1e-2, abs=1e-3)
+
+
+def small(name: str) -> torch.nn.Module:
+    """For (1, 12, 12) images."""
+    nn = torch.nn
+    if name == "residual":
+
+        class Skip(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+                self.last = nn.Linear(4 * 36, 3)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = torch.relu(self.first(x))
+                y = torch.relu(y + self.second(y))
+                return self.last(torch.nn.functional.max_pool2d(y, 2).flatten(1))
+
+        return Skip()
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(6, 8, 3, padding=1), nn.MaxPool2d(3, 2, 1),
+        nn.ReLU(), nn.Flatten(), nn.Linear(72, 24), nn.LeakyReLU(0.1), nn.Linear(24, 4),
+    )  # fmt: skip
