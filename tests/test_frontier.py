@@ -110,7 +110,8 @@ class TestErrors:
         plain = Point(Way("sampling", 100), "", 0.1, 0.2, 0.1, 1.0)
         better = Point(Way("layerwise"), "", 0.1, 0.02, 0.5, 1.0)
         slower = Point(Way("sketch", 64), "", 0.1, 0.05, 0.7, 1.0)
-        one = Frontier(cases[0], (better, slower, plain), 0.001, 0.001, 0.001)
+        floor = 0.2 * (100 / SIZE.reference) ** 0.5
+        one = Frontier(cases[0], (better, slower, plain), floor, floor, 0.001)
         assert one.as_good_samples(better) == pytest.approx(100 * 10**2)
         assert one.gain(better) == pytest.approx(10_000 * 0.001 / 0.5)
         assert one.best() == [better]

@@ -18,9 +18,9 @@ from netmoments.experiments.outcome import Outcome
 from netmoments.experiments.over_images import SIGMAS, Subjects, blocks, cube, rows
 from netmoments.experiments.points import Bank, PointsSweep, pieces, round_robin
 from netmoments.experiments.runs import Machine, machines
-from netmoments.experiments.sampled import MonteCarloSweep, sampled_moments
+from netmoments.experiments.sampled import MonteCarloSweep, pooled, sampled_moments
 from netmoments.experiments.settings import Settings
-from netmoments.experiments.tighter import METHODS, MOMENTS, Tighter, TighterSweep, pooled
+from netmoments.experiments.tighter import METHODS, MOMENTS, Tighter, TighterSweep
 from netmoments.experiments.tighter_chart import draw_methods
 from netmoments.experiments.tightness import TightnessSweep, delta_method, moments_at
 from netmoments.gaussian import Gaussian, LowRank

@@ -9,10 +9,12 @@ from typing import Any
 from netmoments.experiments.frontier_cases import SIGMA, cases
 from netmoments.experiments.frontier_chart import draw_frontiers
 from netmoments.experiments.frontier_errors import BESIDE, Frontier, Point, frontiers
-from netmoments.experiments.frontier_sweep import LONG, NAME, PROBES, REPEATS, FrontierSweep
+from netmoments.experiments.frontier_sweep import LONG, PROBES, REPEATS, FrontierSweep
+from netmoments.experiments.frontier_sweep import NAME as SWEEP
 from netmoments.experiments.outcome import Drawing, Outcome, Panel
 from netmoments.experiments.settings import Settings
 
+NAME = "frontier"
 LABELS = {
     "linear": "delta method",
     "two-stage": "two-stage",
@@ -29,7 +31,7 @@ SEEN = 1.5
 
 def reproduce(settings: Settings) -> Outcome:
     studied = cases(settings)
-    results = settings.run(FrontierSweep(NAME, studied))
+    results = settings.run(FrontierSweep(SWEEP, studied))
     found = frontiers(studied, results.columns)
     return Outcome(
         name=NAME,
@@ -54,16 +56,15 @@ def panel(one: Frontier) -> Panel:
     """A row for each method."""
     size = one.case.size
     count = len(one.case.subjects.images)
-    plain = one.points.index(one.plain[0]) if one.plain else len(one.points)
     return Panel(
         f"{one.case.name}: {count} image{'s' if count > 1 else ''}, {one.case.noise_in_words}, σ = {SIGMA}",
-        ("method", "error of the mean", "error of the variance", "seconds", "time of 10⁴ samples", "as good", "gain"),
+        ("method", "error of the mean", "error of the variance", "seconds", "by 10⁴ samples", "as good", "gain"),
         tuple(_row(one, point) for point in one.points),
         f"Against {size.reference:,} samples, whose floor is {one.mean_floor:.2g} for the mean and "
         f"{one.variance_floor:.2g} for the variance. As good: how many plain samples have this error of the variance; "
-        "gain: their time by the method's.",
+        f"gain: their time by the method's; ≥ where the error is less than {SEEN} floors, so only a bound is known.",
         emphasis=(2,),
-        breaks=(plain,),
+        breaks=(len(one.methods),) if one.plain else (),
     )
 
 
@@ -75,7 +76,7 @@ def _row(one: Frontier, point: Point) -> tuple[str, ...]:
         name_of(point),
         f"{point.mean_error:.2g}",
         f"{point.variance_error:.2g}",
-        f"{point.seconds:.2g}",
+        f"{point.seconds:.3g}",
         f"{point.ratio:.2g}",
         "—" if point.way.method == "sampling" else f"{least}{_samples(one.as_good_samples(point))}",
         "—" if point.way.method == "sampling" else f"{least}{one.gain(point):.2g}",

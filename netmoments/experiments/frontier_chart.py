@@ -44,6 +44,7 @@ def draw_frontiers(found: Sequence[Frontier]) -> Figure:
     for axes, one in zip(every, found, strict=True):
         _panel(axes, one)
         dress(axes, one.case.name, "seconds an image", "relative error of the variance" if axes is every[0] else "")
+        axes.tick_params(which="both", labelsize=SMALL, colors=INK)
         drawn, labels = axes.get_legend_handles_labels()
         handles |= dict(zip(labels, drawn, strict=True))
     figure.legend(
@@ -74,7 +75,7 @@ def _panel(axes: Axes, one: Frontier) -> None:
 
 
 def _sampling(axes: Axes, one: Frontier, times: Sequence[float]) -> None:
-    """What was taken as points, the law c/√N through the last of them as a line."""
+    """What was taken as points, the law c/√N as a line."""
     taken = one.plain
     start = min((point.seconds for point in taken), default=100 * one.sample_seconds)
     stop = max((*times, start * BEYOND))

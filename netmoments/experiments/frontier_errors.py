@@ -10,7 +10,7 @@ import torch
 
 from netmoments.experiments.frontier_cases import Case
 from netmoments.experiments.frontier_sweep import DONE, Way, ways
-from netmoments.experiments.tighter import pooled
+from netmoments.experiments.sampled import pooled
 from netmoments.sampling import relative_difference
 from netmoments.sweep import Columns
 
@@ -59,14 +59,13 @@ class Frontier:
 
     @property
     def of_one_sample(self) -> float:
-        """c of the law c/√N of plain sampling's error of the variance, from the most samples that were taken.
+        """c of the law c/√N of plain sampling's error of the variance: the median of what each run of it says.
 
-        Without any, from the reference's floor.
+        The reference is one of them, with its floor.
         """
-        if not self.plain:
-            return self.variance_floor * self.case.size.reference**0.5
-        most = max(self.plain, key=lambda point: point.way.size)
-        return most.variance_error * most.way.size**0.5
+        runs = [(point.variance_error, point.way.size) for point in self.plain]
+        runs.append((self.variance_floor, self.case.size.reference))
+        return float(np.median([error * size**0.5 for error, size in runs]))
 
     def as_good_samples(self, point: Point) -> float:
         """How many plain samples have this error of the variance."""

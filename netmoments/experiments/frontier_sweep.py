@@ -23,7 +23,8 @@ from netmoments.propagate.budget import layerwise_need
 from netmoments.propagate.diagonal import diagonal
 from netmoments.sweep import Columns, random_seed
 
-NAME = "frontier"
+NAME = "error-and-time"
+"""The folder: the outcome has its own, `frontier`."""
 LONG = {"cpu": 1.0, "cuda": 5.0}
 """Seconds: what takes longer is not run again to be timed."""
 REPEATS = 3

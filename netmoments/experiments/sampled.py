@@ -60,3 +60,9 @@ def sampled_moments(
                 second[level] += (delta * delta).sum(0)
     shift = first / samples
     return centre + shift, (second - samples * shift**2) / (samples - 1)
+
+
+def pooled(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], samples: int) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of two runs of `samples` each, taken as one: Σ(x − m)² = Σ₁ + Σ₂ + n (m₁ − m₂)²/2."""
+    squares = (samples - 1) * (first[1] + second[1]) + samples * (first[0] - second[0]).square() / 2
+    return (first[0] + second[0]) / 2, squares / (2 * samples - 1)

@@ -11,7 +11,6 @@ from netmoments.experiments.palette import (
     GREEN,
     GREY,
     INK,
-    ORANGE,
     PALE,
     PURPLE,
     SMALL,
@@ -30,7 +29,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "delta": {"color": GREY, "marker": "o", "linestyle": "--", "linewidth": 1.1, "zorder": 3},
     "sketch": {"color": AMBER, "marker": "s"},
     "assisted": {"color": PURPLE, "marker": "v"},
-    "gaussian": {"color": ORANGE, "marker": "D", "linestyle": "--", "linewidth": 1.1},
     "layerwise": {"color": BLUE, "marker": "D", "linewidth": 2.2, "zorder": 4},
 }
 
@@ -42,6 +40,7 @@ def draw_methods(found: Tighter) -> Figure:
     for axes, moment in zip(both, MOMENTS, strict=True):
         _lines(axes, found, moment)
         dress(axes, moment, "noise level σ", "average error")
+        axes.tick_params(which="both", labelsize=SMALL, colors=INK)
     handles, labels = both[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=SMALL, labelcolor=INK)
     return figure

@@ -14,7 +14,6 @@ LABELS = {
     "delta": "delta method",
     "sketch": f"sketch, {PROBES} probes",
     "assisted": f"{ASSISTED:,} assisted samples",
-    "gaussian": "layerwise, Gaussian",
     "layerwise": "layerwise",
     "plain": f"{PLAIN:,} samples",
 }
@@ -25,8 +24,8 @@ SEEN = 1.5
 def panels(found: Tighter) -> tuple[Panel, ...]:
     """One for the mean, one for the variance: noise levels down, methods across."""
     caption = (
-        f"Averages over {_images(found)} and logits, against {found.reference:,} samples. The floor is what exact "
-        f"values would show against these. Assisted: corrected by a sketch of {PROBES} probes."
+        f"Averages over {_images(found)} and logits, against {found.reference:,} assisted samples: unbiased, corrected "
+        f"by a sketch of {PROBES} probes. The floor is what exact values would show against these."
     )
     return tuple(
         Panel(
@@ -53,14 +52,15 @@ def reading(found: Tighter | None) -> tuple[str, ...]:
             f"--images {ONE_IN['cpu']} on, one image in {ONE_IN['cpu']}: that takes minutes an image.",
         )
     return (
-        f"Every method on {_images(found)}, with a reference of its own, {found.reference:,} samples in two "
+        f"Every method on {_images(found)}, with a reference of its own, {found.reference:,} assisted samples in two "
         "independent halves: their difference says what the reference itself is worth (the floor). What the errors are "
         "made of: two-stage and delta method take the slopes at the image, where the expected slopes under the noise "
         "are wanted: a bias that no kernel removes. A sketch has the expected slopes, from "
-        f"{PROBES} probes: what is left is mostly the randomness of these. Assisted samples have no bias; their error "
-        "is the sampling error of what the linear surrogate leaves over. Layer by layer as Gaussians errs by what "
-        "tensors after the first nonlinear layer are not Gaussian; with third cumulants, to first order, by what is "
-        f"beyond these. {PLAIN:,} samples err by chance alone.",
+        f"{PROBES} probes: what is left is the randomness of these, and a bias where deep tensors are "
+        "not Gaussian. Assisted samples have no bias; their error "
+        "is the sampling error of what the linear surrogate leaves over. Layer by layer, what is left is of second "
+        "order in the third cumulants of deeper layers, and beyond these. "
+        f"{PLAIN:,} samples err by chance alone.",
         _seen(found),
     )
 
