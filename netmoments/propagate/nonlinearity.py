@@ -56,9 +56,12 @@ def whitened(covariance: Tensor, curvature: Tensor, present: Tensor, first: int)
     root = torch.linalg.cholesky(covariance + torch.diag_embed(floor.expand_as(own)))
     if root.shape[-1] > first:
         with torch.no_grad():
-            values, vectors = torch.linalg.eigh(root.mT @ curvature @ root)
+            both = present.unsqueeze(-1) & present.unsqueeze(-2)
+            bend = root.mT @ torch.where(both, curvature, 0.0) @ root
+            size = bend.abs().amax((-2, -1), keepdim=True)
+            values, vectors = torch.linalg.eigh((bend / torch.where(size > 0, size, 1.0)).double())
             order = values.abs().argsort(-1, descending=True).unsqueeze(-2).expand_as(vectors)
-            turn = vectors.gather(-1, order)
+            turn = vectors.gather(-1, order).to(root.dtype)
         root = root @ turn
     return root, torch.linalg.inv(root)
 
