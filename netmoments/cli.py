@@ -388,8 +388,9 @@ def reproduce(
 ) -> None:
     """Reproduce the paper's figures and tables on real data, beside the published numbers.
 
-    NAME is figure-1, figure-2, table-1, table-2, table-3, table-4, seeds (Table 2 for several trained networks), of the
-    attacks figure-3, figure-4, figure-5, figure-6, figure-7, table-5, figure-8, figure-9, or all.
+    NAME is figure-1, figure-2, table-1, table-2, table-3, table-4, seeds (Table 2 for several trained networks),
+    frontier (error against time of every method), of the attacks figure-3, figure-4, figure-5, figure-6, figure-7,
+    table-5, figure-8, figure-9, or all.
     Each prints its table and writes NAME/ (JSON, Markdown, PNG, PDF) and report.html into the output folder, beside the
     raw results as parquet. Stopped at any moment, the same command goes on where it was.
 

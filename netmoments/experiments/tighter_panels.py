@@ -76,9 +76,10 @@ def _seen(found: Tighter) -> str:
                 below.append(f"{sigma}")
             if error < found.errors[moment]["plain"].average(level):
                 better.append(f"{sigma}")
+        bound = f"; at {_levels(below)} it is less than {SEEN} times the floor, so only a bound on it is known"
         sentences.append(
-            f"Of the {moment}, layerwise's error is below that of {PLAIN:,} samples at {_levels(better)}; at "
-            f"{_levels(below)} it is less than {SEEN} times the floor, so only a bound on it is known."
+            f"Of the {moment}, layerwise's error is below that of {PLAIN:,} samples at {_levels(better)}"
+            f"{bound if below else ''}."
         )
     return " ".join(sentences)
 
