@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,36 +15,26 @@ from netmoments.gaussian import Gaussian
 from netmoments.linearize.bank import LinearizationBank
 from netmoments.linearize.memory import memory_limit
 from netmoments.linearize.two_stage import output_rows
+from netmoments.moments.asked import Asked
 from netmoments.moments.methods import (
     by_bank,
-    by_controlled_sampling,
-    by_linear,
-    by_sampling,
-    by_two_stage,
-    linear_surrogate,
     of_affine_relu_affine,
     sampled_affine_relu_affine,
-    two_stage_surrogate,
 )
 from netmoments.moments.propagated import (
     LARGEST,
     MANY_SCORES,
-    by_layerwise,
-    by_sketch,
     chosen_method,
     plan_of,
     sketch_plan_of,
-    sketches,
 )
 from netmoments.moments.result import OutputMoments
 from netmoments.network.cut import find_relu
 from netmoments.network.inspection import as_network, inspect, require_derivatives, warn_of_smooth
-from netmoments.network.tracing import Relu, Trace
 from netmoments.precision import full_precision
-from netmoments.propagate.plan import NoRule, Plan
+from netmoments.propagate.plan import Plan
+from netmoments.propagate.planner import NoRule
 from netmoments.propagate.sketch import PROBES
-from netmoments.sampling import LinearSurrogate, Surrogate
-from netmoments.sweep import random_seed
 
 CALLER = "output_moments"
 METHODS = ("auto", "layerwise", "sketch", "two-stage", "linear", "sampling")
@@ -122,7 +110,7 @@ def output_moments(
         warn_of_smooth(network, found, CALLER)
     if memory_budget is not None:
         memory_limit(flat.device, memory_budget)
-    asked = _Asked(network, noise, flat, found, layer, probes, samples, control, seed, memory_budget)
+    asked = Asked(network, noise, flat, found, layer, probes, samples, control, seed, memory_budget)
     plan = None
     if method in ("auto", "layerwise", "sketch"):
         with torch.inference_mode(False):
@@ -170,55 +158,6 @@ def _outside_inference(noise: Gaussian) -> Gaussian:
         return noise
     covariance = noise.covariance.to(noise.device, copy=True)
     return Gaussian._trusted(noise.mean.clone(), covariance, noise.event_ndim)
-
-
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """What the caller wants to know, of a network that was looked at."""
-
-    network: nn.Module
-    noise: Gaussian
-    flat: Gaussian
-    found: Trace
-    layer: int | str | None
-    probes: int
-    samples: int
-    control: str | None
-    seed: int
-    memory_budget: int | None
-
-    def propagated(self, plan: Plan, method: str, rows: Tensor) -> OutputMoments:
-        if method == "sketch":
-            return by_sketch(plan, self.flat, rows, self.probes, self.seed)
-        result = by_layerwise(plan, self.flat, rows, self.memory_budget, CALLER)
-        return dataclasses.replace(result, method=method)
-
-    def linearized(self, method: str, rows: Tensor) -> OutputMoments:
-        relu = None if method == "linear" else self._relu()
-        if relu is None:
-            return by_linear(self.network, self.flat, rows, self.found, self.memory_budget)
-        return by_two_stage(self.network, self.flat, _origin(self.noise, rows), rows, relu, self.memory_budget)
-
-    def sampled(self, rows: Tensor) -> OutputMoments:
-        if self.control is None:
-            return by_sampling(self.network, self.flat, rows, self.samples, self.seed)
-        surrogate = self._surrogate(rows)
-        return by_controlled_sampling(self.network, self.flat, rows, surrogate, self.samples, self.seed)
-
-    def _surrogate(self, rows: Tensor) -> Surrogate:
-        if self.control == "sketch":
-            plan = sketch_plan_of(self.network, self.flat.mean, CALLER)
-            apart = random_seed(self.seed, "sketch", 0)  # probes must not be among the samples
-            with torch.no_grad():
-                found = sketches(plan, self.flat, rows, self.probes, apart)
-            return LinearSurrogate(torch.stack([one.slopes for one in found]), self.flat)
-        if self.control == "linear":
-            return linear_surrogate(self.network, self.flat, rows, self.found, self.memory_budget)
-        return two_stage_surrogate(self.network, self.flat, rows, self._relu(), self.memory_budget)
-
-    def _relu(self) -> Relu:
-        return find_relu(self.found.relus, -1 if self.layer is None else self.layer)
-
 
 
 def _of_affine_relu_affine(
@@ -284,16 +223,6 @@ def _require_scores_of(bank: LinearizationBank, count: int) -> None:
         raise ValueError(
             f"{CALLER}: the bank is of another network: its linearizations have {of_bank} scores, the network {count}"
         )
-
-
-def _origin(noise: Gaussian, rows: Tensor) -> Tensor:
-    """For every entry of the flattened noise a number, 0, 1, …: one for those of an expanded mean and equal scores."""
-    mean = noise.mean
-    batch = range(mean.dim() - noise.event_ndim)
-    own = [1 if mean.stride(dim) == 0 else mean.shape[dim] for dim in batch]
-    numbers = torch.arange(math.prod(own), device=noise.device).reshape(own)
-    each = numbers.expand(noise.batch_shape).reshape(-1, 1)
-    return torch.cat([each, rows], 1).unique(dim=0, return_inverse=True)[1]
 
 
 def _with_outputs(

@@ -18,7 +18,8 @@ from netmoments.propagate.budget import Need, layerwise_need
 from netmoments.propagate.layerwise import layerwise
 from netmoments.propagate.opaque import opaque
 from netmoments.propagate.piecewise_linear import PiecewiseLinear
-from netmoments.propagate.plan import Plan, planned, planned_with
+from netmoments.propagate.plan import Plan
+from netmoments.propagate.planner import planned, planned_with
 from netmoments.propagate.sketch import Sketched, sketched
 
 MANY_SCORES = 100
@@ -61,9 +62,7 @@ def chosen_method(plan: Plan, noise: Gaussian, memory_budget: int | None) -> Cho
     return Chosen("sketch", f"the joint covariance of all layers would take {size}")
 
 
-def by_layerwise(
-    plan: Plan, noise: Gaussian, rows: Tensor, memory_budget: int | None, caller: str
-) -> OutputMoments:
+def by_layerwise(plan: Plan, noise: Gaussian, rows: Tensor, memory_budget: int | None, caller: str) -> OutputMoments:
     """The joint Gaussian of all live tensors, with third cumulants, through every layer."""
     require_fitting(plan, noise, memory_budget, caller)
     mean, covariance = _each(layerwise, plan, noise, rows)
