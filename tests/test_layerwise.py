@@ -341,9 +341,7 @@ def test_gain_curvature_and_cumulants_are_derivatives_of_the_mean(name):
         return rule.local(m, covariance).curvature[0]
 
     local = rule.local(mean, covariance)
-    torch.testing.assert_close(
-        torch.autograd.functional.jacobian(expected, mean)[0], local.gain[0], rtol=0, atol=slack
-    )
+    torch.testing.assert_close(torch.autograd.functional.jacobian(expected, mean)[0], local.gain[0], rtol=0, atol=slack)
     by_mean = torch.autograd.functional.jacobian(gain, mean)[:, 0]
     torch.testing.assert_close(by_mean, local.curvature[0], rtol=0, atol=10 * slack)
     third = torch.autograd.functional.jacobian(curvature, mean)[:, :, 0]

@@ -106,9 +106,7 @@ def gaussian_layerwise(plan: Plan, mean: Tensor, covariance: Covariance, rows: T
 Beyond = Callable[..., ThirdOrder] | None
 
 
-def _carried(
-    plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor, beyond: Beyond
-) -> tuple[Tensor, Tensor]:
+def _carried(plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor, beyond: Beyond) -> tuple[Tensor, Tensor]:
     joint = Joint()
     joint.means[plan.image] = mean
     joint.factors[plan.image] = root = covariance.root().mT
@@ -122,9 +120,7 @@ def _carried(
     return scores.mean[rows], 0.5 * (every + every.mT)
 
 
-def _through(
-    joint: Joint, plan: Plan, place: int, passed: list[Passed], root: Tensor, beyond: Beyond
-) -> Passed:
+def _through(joint: Joint, plan: Plan, place: int, passed: list[Passed], root: Tensor, beyond: Beyond) -> Passed:
     """One affine part and nonlinear layer: the joint Gaussian with its output, and without what is no longer needed."""
     stage, rule = plan.stages[place], plan.stages[place].rule
     live = tuple(node for node in plan.needed_after(place) if node is not stage.output)

@@ -21,9 +21,7 @@ def pooling_windows(
     """(channels · outputs, kernel) places in a (channels, *inputs) tensor, −1 for padding: any number of dimensions."""
     axes = [
         _places(torch.arange(out) * step - pad, torch.arange(size) * spread, length)
-        for length, out, size, step, pad, spread in zip(
-            inputs, outputs, kernel, stride, padding, dilation, strict=True
-        )
+        for length, out, size, step, pad, spread in zip(inputs, outputs, kernel, stride, padding, dilation, strict=True)
     ]
     return _in_channels(channels, inputs, axes)
 

@@ -126,9 +126,7 @@ def third_order(
     )
 
 
-def _turns(
-    path: Path, rule: Nonlinearity, directions: Tensor, curvature: Tensor, axes: Tensor, some: Tensor
-) -> Tensor:
+def _turns(path: Path, rule: Nonlinearity, directions: Tensor, curvature: Tensor, axes: Tensor, some: Tensor) -> Tensor:
     """Σ_bc H_bc Q_b f_c of some units, (B, r): the gradient in ε of Σ_bc H_bc Q_b[f_c, ε], which is linear in it."""
     q = directions.shape[1]
     if path.starts_linear:
