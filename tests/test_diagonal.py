@@ -11,7 +11,8 @@ from netmoments.gaussian.covariance import Diagonal
 from netmoments.network.graph import traced_graph
 from netmoments.normal import density, distribution
 from netmoments.propagate.diagonal import diagonal
-from netmoments.propagate.plan import Plan, planned
+from netmoments.propagate.plan import Plan
+from netmoments.propagate.planner import planned
 from tests.closeness import assert_close
 
 

@@ -15,7 +15,8 @@ from netmoments.network.graph import traced_graph
 from netmoments.propagate.bent import BentUnits, quadratic_covariance
 from netmoments.propagate.contenders import local_among_contenders
 from netmoments.propagate.largest import Largest
-from netmoments.propagate.plan import Plan, planned
+from netmoments.propagate.plan import Plan
+from netmoments.propagate.planner import planned
 from netmoments.propagate.sketch import Sketched, sketched
 from tests.closeness import assert_close, assert_within_standard_errors
 from tests.networks import Block, inputs, network, seeded

@@ -78,7 +78,8 @@ def output_moments(
         control: for "sampling", the analytic surrogate to use as control variate: "two-stage", "linear" or "sketch";
             unbiased, with smaller standard errors.
         seed: for "sampling" and "sketch".
-        memory_budget: bytes that linearizations or covariances may take at a time, by default half of what is free.
+        memory_budget: bytes that linearizations or covariances may take at a time, by default half of what is free. A
+            sketch keeps about `probes` copies of the network's largest tensors, whatever the budget.
 
     Where the noise requires a gradient, the mean of the scores has one by "layerwise" and "sketch" (the
     covariance too by "layerwise"), in it and in the network's weights.
@@ -101,6 +102,11 @@ def output_moments(
     if isinstance(network, AffineReluAffine):
         return _of_affine_relu_affine(network, noise, method, outputs, samples, control, seed)
     network = as_network(network, CALLER)
+    if method != "sampling" and any(parameter.is_inference() for parameter in network.parameters()):
+        raise ValueError(
+            f"{CALLER}: the network was made under torch.inference_mode(), so that it has no derivatives; make it "
+            f"outside, or use method='sampling'"
+        )
     flat = noise.flattened()
     found = inspect(network, flat.mean, CALLER)
     if {method, control} & {"two-stage", "linear"} and bank is None:

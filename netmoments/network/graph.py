@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from netmoments.network.exported import ExportedNetwork
 from netmoments.network.inspection import another_image, same_values, structure_of
@@ -19,6 +20,9 @@ from netmoments.precision import full_precision
 
 Node = fx.Node
 Values = dict[Node, Any]
+aten = torch.ops.aten
+_SLICES = {aten.slice.Tensor: 3, aten.slice_scatter.default: 4}
+"""Where their argument `end` is, two places after the dimension."""
 ROOT = "network"
 """The name of the network itself, among those of its modules."""
 
@@ -71,6 +75,14 @@ class NetworkGraph:
                 values[node] = call(node, values)
         return values
 
+    def values(self, constants: Mapping[Node, Any], image: Tensor) -> Values:
+        """The values of all nodes for one image, (1, ...), given those of the constant ones."""
+        values: Values = {**constants, self.image: image.clone()}
+        for node in self.nodes:
+            if node in self.noisy and node is not self.image:
+                values[node] = call(node, values)
+        return values
+
 
 _known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], NetworkGraph]] = WeakKeyDictionary()
 
@@ -96,7 +108,7 @@ def graph_of(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph:
     """The graph of a network that `inspect` has looked at, for one image (1, ...); recorded once for inputs alike."""
     key = (image.shape, image.dtype, image.device, structure_of(network))
     found = _known.setdefault(network, {})
-    if key not in found:
+    if key not in found or not _reproduces(found[key], network, image):  # an attribute may have changed
         found[key] = traced_graph(network, image, caller)
     return found[key]
 
@@ -139,7 +151,7 @@ def _traced(
     caller: str,
 ) -> fx.GraphModule:
     """The operations of a run; without changes in place, where torch can take them out."""
-    with torch.no_grad(), full_precision():
+    with torch.no_grad(), full_precision(), sdpa_kernel(SDPBackend.MATH):
         try:
             with _recorded_calls(network, calls):
                 return make_fx(functionalize(run, remove="mutations"))(weights, image)
@@ -162,40 +174,69 @@ def _traced(
 
 
 def _out_of_place(graph: fx.Graph) -> None:
-    """Operations in place that are left (`squeeze_` of something new, say) as those that return a new tensor."""
-    nodes = list(graph.nodes)
-    for place, node in enumerate(nodes):
+    """Operations in place that are left (`squeeze_` of something new, say) as those that return a new tensor.
+
+    What changes a slice of a tensor changes the tensor: the new slice is put back. Ends of slices are made finite.
+    """
+    for node in list(graph.nodes):
         target = node.target
+        if target in _SLICES:
+            place, source = _SLICES[target], node.args[0]
+            size = shape_of(source)[node.args[place - 2] if len(node.args) > place - 2 else 0]
+            if len(node.args) > place and isinstance(node.args[place], int) and node.args[place] > size:
+                node.args = (*node.args[:place], size, *node.args[place + 1 :])
         if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+            _copy_as_expansion(node)
             continue
         name = target.overloadpacket.__name__.removesuffix("_")
-        plain = getattr(getattr(torch.ops.aten, name, None), target._overloadname, None)
-        if plain is None or not node.all_input_nodes:
+        plain = getattr(getattr(aten, name, None), target._overloadname, None)
+        if plain is None or not isinstance(node.args[0], Node):
             continue
-        changed = node.all_input_nodes[0]
+        changed = node.args[0]
         node.target = plain
-        later = set(nodes[place + 1 :])
-        changed.replace_all_uses_with(node, delete_user_cb=later.__contains__)
+        _copy_as_expansion(node)
+        _replace_later(graph, changed, node)
+
+
+def _copy_as_expansion(node: Node) -> None:
+    """What `copy` returns is its source in the shape of the other: an operation that has derivatives."""
+    if node.target is aten.copy.default and isinstance(node.args[1], Node):
+        node.target, node.args = aten.expand.default, (node.args[1], list(shape_of(node)))
+        node.kwargs = {}
+
+
+def _replace_later(graph: fx.Graph, old: Node, new: Node) -> None:
+    """All uses of a node after another by that one; where it was a slice of a tensor, those of the tensor too."""
+    nodes = list(graph.nodes)
+    later = set(nodes[nodes.index(new) + 1 :])
+    old.replace_all_uses_with(new, delete_user_cb=later.__contains__)
+    scatter = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+    if old.target in scatter and isinstance(old.args[0], Node):
+        base = old.args[0]
+        with graph.inserting_after(new):
+            back = graph.call_function(scatter[old.target], (base, new, *old.args[1:]))
+        back.meta["val"] = base.meta["val"]
+        _replace_later(graph, base, back)
 
 
 def _require_same(graph: NetworkGraph, network: nn.Module, image: Tensor, caller: str) -> None:
     """The graph must give what the network gives, for another image than it was recorded with."""
-    other = another_image(image.detach())
-    with torch.no_grad(), full_precision():
-        values = graph.constants(network)
-        values[graph.image] = other.clone()
-        try:
-            for node in graph.nodes:
-                if node in graph.noisy and node is not graph.image:
-                    values[node] = call(node, values)
-            same = same_values(values[graph.output], network(other.clone()))
-        except (RuntimeError, IndexError):
-            same = False
-    if not same:
+    if not _reproduces(graph, network, another_image(image.detach())):
         raise ValueError(
             f"{caller}: the network does other operations for other images (shapes or choices that depend on what it "
-            f"computes), so it has no fixed graph; take that out, or use method='two-stage' or 'sampling'"
+            f"computes), or changes tensors in place in a way that cannot be recorded, so it has no fixed graph; take "
+            f"that out, or use method='two-stage' or 'sampling'"
         )
+
+
+def _reproduces(graph: NetworkGraph, network: nn.Module, image: Tensor) -> bool:
+    """Whether the graph's scores are the network's."""
+    with torch.no_grad(), full_precision():
+        try:
+            values = graph.values(graph.constants(network), image.detach())
+        except (RuntimeError, IndexError, KeyError):
+            return False
+        return same_values(values[graph.output], network(image.detach().clone()))
 
 
 def _reached(nodes: Iterable[Node], start: Node) -> set[Node]:

@@ -46,6 +46,7 @@ OPERATORS: dict[Any, AffineOperator] = {
     aten.div: AffineOperator((0,)),
     aten.rsub: AffineOperator((0, 1), offsets=(0, 1)),
     aten.where: AffineOperator((1, 2), offsets=(1, 2)),
+    aten.masked_fill: AffineOperator((0,), offsets=(2,)),
     aten.constant_pad_nd: AffineOperator((0,), offsets=(2,)),
     **dict.fromkeys((aten.add, aten.sub, aten.copy, aten.slice_scatter, aten.select_scatter), _SUM),
     **dict.fromkeys((aten.mul, aten.mm, aten.bmm, aten.mv, aten.dot, aten.matmul), _PRODUCT),
@@ -62,7 +63,11 @@ OPERATORS: dict[Any, AffineOperator] = {
             aten.upsample_nearest2d, aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten.pixel_shuffle,
             aten.pixel_unshuffle, aten.channel_shuffle, aten.im2col, aten.unfold, aten.index, aten.index_select,
             aten.gather, aten.diagonal, aten.tril, aten.triu, aten.repeat, aten.dropout, aten.feature_dropout,
-            aten.unsafe_split, aten.unsafe_chunk, aten._reshape_copy, aten.view_as, aten.expand_as, aten.as_strided,
+            aten.upsample_linear1d, aten.upsample_trilinear3d, aten.upsample_nearest3d, aten._upsample_nearest_exact1d,
+            aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d, aten._upsample_bilinear2d_aa,
+            aten._upsample_bicubic2d_aa, aten.col2im, aten.reflection_pad3d, aten.replication_pad3d,
+            aten.grid_sampler_2d, aten.grid_sampler_3d, aten.unsafe_split, aten.unsafe_chunk, aten._reshape_copy,
+            aten.view_as, aten.expand_as, aten.as_strided,
         ),
         _OF_ONE,
     ),
@@ -71,7 +76,7 @@ OPERATORS: dict[Any, AffineOperator] = {
 
 SHAPE_ONLY = {
     aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_ones, aten.new_full,
-    aten.new_empty,
+    aten.new_empty, aten.fill, aten.zero,
 }  # fmt: skip
 """Operators whose value depends on the shape of their argument only."""
 
@@ -85,7 +90,7 @@ def affine_operator(node: Node, noisy: frozenset[Node]) -> AffineOperator | None
     """The entry of a node's operator, if the node is affine in its noisy arguments; None if not."""
     kind = family(node.target)
     if kind in SHAPE_ONLY:
-        return _OF_ONE
+        return None if any(_holds(argument, noisy) for argument in node.args[1:]) else _OF_ONE
     entry = OPERATORS.get(kind)
     if entry is None or node.kwargs.get("rounding_mode") is not None or not _gives_numbers(node):
         return None
@@ -102,8 +107,11 @@ def linear_call(node: Node, entry: AffineOperator, values: Mapping[Node, Any], n
     args, kwargs = filled(node, values)
     if family(node.target) in SHAPE_ONLY:
         return torch.zeros_like(node.target(*args, **kwargs))  # type: ignore[operator]
+    added = set(entry.offsets)
+    if entry.product and not any(_holds(node.args[place], noisy) for place in entry.product):
+        added.add(entry.product[0])  # the product itself is a constant
     changed = [
-        _without_constants(argument, value, noisy) if place in entry.offsets else value
+        _without_constants(argument, value, noisy) if place in added else value
         for place, (argument, value) in enumerate(zip(node.args, args, strict=True))
     ]
     return node.target(*changed, **kwargs)  # type: ignore[operator]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -12,7 +13,12 @@ from torch import Tensor
 
 from netmoments.network.graph import Node, call, shape_of
 from netmoments.propagate.nonlinearity import Local, Nonlinearity, ThirdCumulants
-from netmoments.propagate.rules import Treated
+from netmoments.propagate.rules import Treated, operator_name
+
+DISCONTINUOUS = {
+    "hardshrink", "threshold", "remainder", "fmod", "frac", "floor_divide", "heaviside", "sign", "sgn", "bernoulli",
+}  # fmt: skip
+"""Operations with jumps, which no mean of derivatives sees. (Rounding has no derivative at all, and is noticed.)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,22 +41,37 @@ class Opaque(Nonlinearity):
 
     def at(self, z: Tensor, together: int) -> Tensor:
         """The values (K, n) at samples (K, p)."""
-        return torch.func.vmap(self.function, chunk_size=together)(z)
+        with self._named_failure():
+            return torch.func.vmap(self.function, chunk_size=together)(z)
+
+    @contextmanager
+    def _named_failure(self) -> Iterator[None]:
+        """What torch cannot differentiate or map over samples is said in words."""
+        try:
+            yield
+        except (RuntimeError, NotImplementedError) as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ValueError(
+                f"sketch: {self.name} has no rule, and cannot be differentiated over samples: {reason}; use "
+                f'method="sampling"'
+            ) from error
 
     def expected_push(self, samples: Tensor, directions: Tensor, together: int) -> Tensor:
         """E[∂f] v for directions v (B, p), the expectation over samples (K, p): (B, n)."""
         total = directions.new_zeros(len(directions), self.units)
-        for sample in samples:
-            push = partial(_push, self.function, sample)
-            total += torch.func.vmap(push, chunk_size=together)(directions)
+        with self._named_failure():
+            for sample in samples:
+                push = partial(_push, self.function, sample)
+                total += torch.func.vmap(push, chunk_size=together)(directions)
         return total / len(samples)
 
     def expected_pull(self, samples: Tensor, weights: Tensor, together: int) -> Tensor:
         """aᵀ E[∂f] for rows of weights a (k, n): (k, p)."""
         total = weights.new_zeros(len(weights), samples.shape[1])
-        for sample in samples:
-            back = torch.func.vjp(self.function, sample)[1]
-            total += torch.func.vmap(lambda row, back=back: back(row)[0], chunk_size=together)(weights)
+        with self._named_failure():
+            for sample in samples:
+                back = torch.func.vjp(self.function, sample)[1]
+                total += torch.func.vmap(lambda row, back=back: back(row)[0], chunk_size=together)(weights)
         return total / len(samples)
 
 
@@ -62,24 +83,26 @@ def _push(function: Callable[[Tensor], Tensor], at: Tensor, direction: Tensor) -
 def opaque(
     node: Node, constants: Mapping[Node, Any], noisy: frozenset[Node], like: Tensor, name: str
 ) -> Treated | None:
-    """A node as a function of its noisy arguments put end to end; None if it does not return numbers."""
+    """A node as a function of its noisy arguments put end to end; None if its numbers are not of the network's dtype."""
     inputs = tuple(argument for argument in node.all_input_nodes if argument in noisy)
+    if operator_name(node) in DISCONTINUOUS:
+        return None
     value = node.meta["val"]
     first = value if isinstance(value, Tensor) else value[0]
     sizes = [shape_of(argument).numel() for argument in inputs]
-    if not first.is_floating_point() or not all(_is_number(argument) for argument in inputs):
+    if first.dtype != like.dtype or not all(_is_of(argument, like.dtype) for argument in inputs):
         return None
 
     def function(z: Tensor) -> Tensor:
         parts = z.split(sizes)
         given = {node: part.reshape(shape_of(node)) for node, part in zip(inputs, parts, strict=True)}
         result = call(node, {**constants, **given})
-        return (result if isinstance(result, Tensor) else result[0]).reshape(-1)
+        return (result if isinstance(result, Tensor) else result[0]).reshape(-1).clone()
 
     windows = torch.zeros(first.numel(), 0, dtype=torch.int64, device=like.device)
     return Treated(Opaque(name, function, windows), inputs)
 
 
-def _is_number(node: Node) -> bool:
+def _is_of(node: Node, dtype: torch.dtype) -> bool:
     value = node.meta["val"]
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and value.dtype == dtype

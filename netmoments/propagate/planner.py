@@ -10,7 +10,9 @@ from torch import Tensor, fx, nn
 
 from netmoments.network.exported import ExportedNetwork
 from netmoments.network.graph import ROOT, LayerCall, NetworkGraph, Node, call, shape_of
-from netmoments.propagate.affine import affine_operator, family, linear_call
+from netmoments.network.inspection import another_image
+from netmoments.precision import full_precision
+from netmoments.propagate.affine import SHAPE_ONLY, AffineOperator, affine_operator, family, linear_call
 from netmoments.propagate.largest import Largest
 from netmoments.propagate.nonlinearity import Nonlinearity
 from netmoments.propagate.piecewise_linear import PiecewiseLinear
@@ -41,6 +43,9 @@ class _Planner:
     ) -> None:
         self.graph, self.like, self.caller, self.otherwise = graph, like, caller, otherwise
         self.constants = graph.constants(network)
+        with torch.no_grad(), full_precision():
+            images = like, another_image(like)
+            self.first, self.second = (graph.values(self.constants, image) for image in images)
         runs = network.program if isinstance(network, ExportedNetwork) else network
         self.modules = dict(runs.named_modules())
         self.affine: dict[Node, AffineStep] = {}
@@ -96,7 +101,7 @@ class _Planner:
             return
         noisy = self.graph.noisy
         entry = affine_operator(node, noisy)
-        if entry is None:
+        if entry is None or not self._is_affine(node, entry):
             self._add(node, self._treated_otherwise(node))
             return
         if any(argument in self.several for argument in node.all_input_nodes):
@@ -109,6 +114,19 @@ class _Planner:
             tuple(argument for argument in node.all_input_nodes if argument in noisy),
             constants,
         )
+
+    def _is_affine(self, node: Node, entry: AffineOperator) -> bool:
+        """Whether, from one image to another, the result changes as the linear part says."""
+        if family(node.target) in SHAPE_ONLY:
+            return True
+        moved = {
+            argument: _difference(self.second[argument], self.first[argument])
+            for argument in node.all_input_nodes
+            if argument in self.graph.noisy
+        }
+        with torch.no_grad(), full_precision():
+            expected = linear_call(node, entry, {**self.constants, **moved}, self.graph.noisy)
+        return _near(_difference(self.second[node], self.first[node]), expected, self.first[node], self.second[node])
 
     def _add(self, node: Node, found: Treated) -> None:
         """A nonlinear operation; of one that returns several results (values and indices), the first."""
@@ -204,6 +222,24 @@ class _Planner:
             f"there are rules for {known_rules()}. Register one for your layer with netmoments.register_rule, or use "
             f'{others}method="sampling"'
         )
+
+
+def _difference(value: Any, other: Any) -> Any:
+    """Of tensors, or of lists of them."""
+    if isinstance(value, Tensor):
+        return value - other if value.is_floating_point() else value
+    return [_difference(one, another) for one, another in zip(value, other, strict=True)]
+
+
+def _near(found: Any, expected: Any, *sizes: Any) -> bool:
+    """Equal but for the rounding of values of these sizes, of which a thousand units are allowed."""
+    if not isinstance(found, Tensor):
+        first = next(iter(found))
+        return _near(first, next(iter(expected)), *(next(iter(size)) for size in sizes))
+    if not found.is_floating_point() or not found.numel():
+        return True
+    scale = max(float(size.abs().max()) for size in (found, *sizes))
+    return float((found - expected).abs().max()) <= 1e3 * torch.finfo(found.dtype).eps * scale
 
 
 def _is_relu(rule: Nonlinearity) -> bool:

@@ -196,8 +196,8 @@ RULES: dict[Any, Rule] = {
     aten.minimum: _of_two(-1),
     **dict.fromkeys(
         (
-            aten.tanh, aten.sigmoid, aten.silu, aten.gelu, aten.elu, aten.softplus, aten.mish, aten.hardswish,
-            aten.hardsigmoid, aten.erf, aten.sin, aten.cos,
+            aten.tanh, aten.sigmoid, aten.silu, aten.gelu, aten.elu, aten.softplus, aten.celu, aten.mish,
+            aten.hardswish, aten.hardsigmoid, aten.erf, aten.sin, aten.cos,
         ),
         _one(_smooth),
     ),
