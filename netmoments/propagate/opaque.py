@@ -83,7 +83,7 @@ def _push(function: Callable[[Tensor], Tensor], at: Tensor, direction: Tensor) -
 def opaque(
     node: Node, constants: Mapping[Node, Any], noisy: frozenset[Node], like: Tensor, name: str
 ) -> Treated | None:
-    """A node as a function of its noisy arguments put end to end; None if its numbers are not of the network's dtype."""
+    """A node as a function of its noisy arguments put end to end; None if its numbers have another dtype."""
     inputs = tuple(argument for argument in node.all_input_nodes if argument in noisy)
     if operator_name(node) in DISCONTINUOUS:
         return None
