@@ -14,7 +14,7 @@ from netmoments.normal import standard_deviation
 from netmoments.propagate.nonlinearity import Local, Nonlinearity, ThirdCumulants
 
 NODES = 64
-"""Of the Gauss–Hermite rule: exact for polynomials of degree 127; a kink costs accuracy (about 1e-3 of a deviation)."""
+"""Of the Gauss–Hermite rule: exact for polynomials of degree 127; a kink costs accuracy."""
 TERMS = 8
 """Of the series Σ aₙaₙ' ρⁿ/n! of the covariance of two units, aₙ = E[f Heₙ]."""
 

@@ -139,9 +139,9 @@ def _through(joint: Joint, plan: Plan, place: int, passed: list[Passed], root: T
     factor = _gained(rule, local, z.factor)
     joint.factors[stage.output] = factor = factor if found is None else factor.index_add(1, found.curved, found.turns)
     for node in live:
-        if node in z.with_sources:
-            block = _gained(rule, local, z.with_sources[node])
-            if found is not None and node in found.crossed_live:
+        if node is not plan.image:
+            block = _with_live(z, rule, local, joint.factors[node].shape[1], node)
+            if found is not None:
                 block = block.index_add(1, found.curved, found.crossed_live[node].mT)
             joint.add_pair(node, stage.output, block)
     residual = _residual(z, rule, local)
@@ -150,6 +150,13 @@ def _through(joint: Joint, plan: Plan, place: int, passed: list[Passed], root: T
     own = local.variance - factor.square().sum(0)
     joint.add_pair(stage.output, stage.output, torch.diagonal_scatter(residual, own))
     return Passed(stage, local)
+
+
+def _with_live(z: PreActivation, rule: Nonlinearity, local: Local, size: int, node: Node) -> Tensor:
+    """N between a live tensor and the output, (m, n); none comes through z where that is affine in the image."""
+    if node not in z.with_sources:
+        return z.mean.new_zeros(size, rule.units)
+    return _gained(rule, local, z.with_sources[node])
 
 
 def _pre_activation(joint: Joint, segment: Segment, live: tuple[Node, ...]) -> PreActivation:

@@ -26,8 +26,8 @@ PROBES = 64
 PROBE_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 """Numbers in one layer's probes that go through an affine part, or are looked at window by window, together."""
 LEAST_POINTS, MOST_POINTS = 64, 4096
-"""At which the largest of a window is looked at, between these as many as there are probes. With 32, curvatures are so
-noisy that the variance of a network with many wide windows comes out 6 % too large."""
+"""At which the largest of a window is looked at, between these as many as there are probes. With fewer,
+the noise of the curvatures of wide windows makes variances too large."""
 
 
 @dataclass(frozen=True, eq=False)
