@@ -21,8 +21,8 @@ def layerwise_need(plan: Plan, rank: int, itemsize: int, device: str) -> Need:
     """The most memory that any layer takes, `rank` being the noise's.
 
     For a layer with p inputs and n outputs, after live tensors of m numbers in all: factors of r·(p + n + m), the
-    residual covariances p² (if its input has any), p·m and m², those of the output with the scratch to make them, 4n²
-    (elementwise layers another 2p²), and tiles of fixed size.
+    residual covariances p² (if its input has any; once more window by window), p·m and m², those of the output with the
+    scratch to make them, 4n² (elementwise layers another 2p²), and tiles of fixed size.
     """
     tiles = 6 * min(_of(TILE_ELEMENTS, device), max(_squares(plan))) + 8 * _of(DIRECTION_ELEMENTS, device)
     worst = Need("the scores", 0)
@@ -33,7 +33,7 @@ def layerwise_need(plan: Plan, rank: int, itemsize: int, device: str) -> Need:
         sizes = [shape_of(node).numel() for node in live if node is not plan.image]
         m = sum(sizes)
         factors = rank * (p + n + m + shape_of(plan.image).numel())
-        residual = p * p + p * m + m * m if sizes else 0
+        residual = 2 * p * p + p * m + m * m if sizes else 0
         output = 4 * n * n + (2 * p * p if isinstance(stage.rule, PiecewiseLinear) else 0)
         needed = itemsize * (factors + residual + output)
         if needed > worst.bytes:
