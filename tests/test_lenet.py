@@ -105,7 +105,7 @@ def test_layerwise_at_the_papers_largest_noise(network, images):
     """
     covariance = random_covariance(784, 0.1, torch.Generator().manual_seed(0)).float()
     noise = nm.Gaussian(images[:1], covariance)
-    need = layerwise_need(plan_of(network, noise.mean, "test"), 784, 4, "cpu")
+    need = layerwise_need(plan_of(network, noise.mean, "test"), 784, 4)
     found, cost = measured(lambda: nm.output_moments(network, noise, "layerwise"), torch.device("cpu"))
     reference = nm.output_moments(network, noise, "sampling", samples=40_000, control="sketch")
     mean_error = nm.relative_difference(found.mean.double(), reference.mean)

@@ -11,10 +11,9 @@ from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_float_tensor
 from netmoments.gaussian import Gaussian, Isotropic
 from netmoments.linearize.two_stage import two_stage
-from netmoments.moments.propagated import plan_of, require_fitting, sketch_plan_of
+from netmoments.moments.propagated import expected_layerwise, plan_of, require_fitting, sketch_plan_of
 from netmoments.network.inspection import as_network, inspect
 from netmoments.precision import matvec
-from netmoments.propagate.layerwise import layerwise
 from netmoments.propagate.sketch import PROBES, sketched
 from netmoments.relu.marginal import relu_mean
 
@@ -103,17 +102,13 @@ class ExpectedLogits(nn.Module):
         noise = Gaussian(images.detach(), levels, event_ndim=images.dim() - 1)
         if self.method == "layerwise":
             require_fitting(plan, noise, self.memory_budget, CALLER)
-        scores = []
-        for number, (image, level) in enumerate(zip(images, sigma, strict=True)):
-            covariance = Isotropic(level**2, image.numel())
-            if self.method == "layerwise":
-                scores.append(layerwise(plan, image.unsqueeze(0), covariance, rows)[0])
-            else:
-                found = sketched(
-                    plan, image.unsqueeze(0), covariance, rows, probes=self.probes, seed=self.seed + number
-                )
-                scores.append(found.mean)
-        return torch.stack(scores)
+            followed = Gaussian._trusted(images, Isotropic(sigma**2, images[0].numel()), images.dim() - 1)
+            return expected_layerwise(plan, followed, rows.expand(len(images), -1), self.memory_budget)[0]
+        found = sketched(
+            plan, images, Isotropic(sigma**2, images[0].numel()), rows.expand(len(images), -1),
+            probes=self.probes, seed=self.seed, memory_budget=self.memory_budget,
+        )  # fmt: skip
+        return found.mean
 
 
 METHODS = ("two-stage", "layerwise", "sketch")

@@ -133,7 +133,7 @@ class _Image:
             return True
         noise = self.noise
         plan = plan_of(self.case.subjects.network, noise.mean, NAME)
-        need = layerwise_need(plan, noise.covariance.rank, noise.dtype.itemsize, noise.device.type)
+        need = layerwise_need(plan, noise.covariance.rank, noise.dtype.itemsize)
         return need.bytes <= memory_limit(noise.device, None)
 
 

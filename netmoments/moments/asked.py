@@ -46,7 +46,7 @@ class Asked:
 
     def propagated(self, plan: Plan, method: str, rows: Tensor) -> OutputMoments:
         if method == "sketch":
-            return by_sketch(plan, self.flat, rows, self.probes, self.seed)
+            return by_sketch(plan, self.flat, rows, self.probes, self.seed, self.memory_budget)
         result = by_layerwise(plan, self.flat, rows, self.memory_budget, CALLER)
         return dataclasses.replace(result, method=method)
 
@@ -67,8 +67,8 @@ class Asked:
             plan = sketch_plan_of(self.network, self.flat.mean, CALLER)
             apart = random_seed(self.seed, "sketch", 0)  # probes must not be among the samples
             with torch.no_grad():
-                found = sketches(plan, self.flat, rows, self.probes, apart)
-            return LinearSurrogate(torch.stack([one.slopes for one in found]), self.flat)
+                found = sketches(plan, self.flat, rows, self.probes, apart, self.memory_budget)
+            return LinearSurrogate(found.slopes, self.flat)
         if self.control == "linear":
             return linear_surrogate(self.network, self.flat, rows, self.found, self.memory_budget)
         return two_stage_surrogate(self.network, self.flat, rows, self._relu(), self.memory_budget)

@@ -46,7 +46,8 @@ def by_series(plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor) ->
         replace(stage, rule=_series(stage.rule)) if isinstance(stage.rule, PiecewiseLinear) else stage
         for stage in plan.stages
     )
-    return gaussian_layerwise(replace(plan, stages=stages), mean, covariance, rows)
+    means, covariances = gaussian_layerwise(replace(plan, stages=stages), mean, covariance, rows.unsqueeze(0))
+    return means[0], covariances[0]
 
 
 def _series(rule: PiecewiseLinear) -> FourTerms:
@@ -57,20 +58,16 @@ def _series(rule: PiecewiseLinear) -> FourTerms:
 class FourTerms(PiecewiseLinear):
     """Piecewise linear units whose covariances are four terms of the series in their correlation ρ."""
 
-    def restricted(self, units: Tensor) -> FourTerms:
-        return _series(super().restricted(units))
-
     def pairs(self, mean: Tensor, covariance: Tensor) -> Tensor:
         """Σₙ₌₂⁴ aₙ aₙ' ρⁿ/n!, with aₙ = s Σ bend Heₙ₋₂(h)φ(h) up to sign; the first term is the linear part."""
-        variance = covariance.diagonal()
-        s = standard_deviation(variance)
-        h = standardize(mean - self.kinks, s)
-        bell = self.bends * density(h)
+        s = standard_deviation(covariance.diagonal(dim1=-2, dim2=-1))
+        h = standardize(mean - self._beside(self.kinks, mean), s)
+        bell = self._beside(self.bends, mean) * density(h)
         safe = torch.where(s > 0, s, 1.0)
-        rho = (covariance / safe.unsqueeze(-1) / safe).clamp(-1, 1)
+        rho = (covariance / safe.unsqueeze(-1) / safe.unsqueeze(-2)).clamp(-1, 1)
         second, third, fourth = (s * (bell * factor).sum(0) for factor in (1.0, h, h * h - 1))
 
         def term(coefficient: Tensor, power: int, factorial: float) -> Tensor:
-            return coefficient.unsqueeze(-1) * coefficient * rho**power / factorial
+            return coefficient.unsqueeze(-1) * coefficient.unsqueeze(-2) * rho**power / factorial
 
         return term(second, 2, 2.0) + term(third, 3, 6.0) + term(fourth, 4, 24.0)

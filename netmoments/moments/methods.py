@@ -160,14 +160,21 @@ def sampled_affine_relu_affine(network: AffineReluAffine, noise: Gaussian, sampl
 def _with_their_entries(
     group: AffineReluAffine, origin: Tensor, start: int
 ) -> Iterable[tuple[AffineReluAffine, Tensor]]:
-    """The networks of points start, start + 1, …, with the entries of the noise that each is for."""
+    """The networks of points start, start + 1, …, with the entries of the noise that each is for.
+
+    Networks with equally many entries go together, one set of all their first entries, of all their second, and so on:
+    the noise levels of a study, say.
+    """
     count = len(group.c1)
     mine = ((origin >= start) & (origin < start + count)).nonzero().squeeze(1)
-    if len(mine) == count:
-        yield group, mine[origin[mine].argsort()]
+    mine = mine[origin[mine].argsort(stable=True)]
+    levels = (origin[mine] - start).bincount(minlength=count).unique()
+    if len(levels) == 1:
+        for entries in mine.reshape(count, -1).unbind(1):
+            yield group, entries
         return
     for number in range(count):
-        yield group.entries(number), (origin == start + number).nonzero().squeeze(1)
+        yield group.entries(number), mine[origin[mine] == start + number]
 
 
 def _gathered(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from netmoments.gaussian import Gaussian
-from netmoments.gaussian.covariance import Covariance
 from netmoments.linearize.memory import gigabytes, memory_limit
 from netmoments.moments.result import OutputMoments
 from netmoments.network.graph import graph_of
@@ -25,6 +24,8 @@ from netmoments.propagate.sketch import Sketched, sketched
 MANY_SCORES = 100
 """Beyond this many scores a sketch follows the `LARGEST` only, unless told which."""
 LARGEST = 5
+TOGETHER = {"cpu": 1, "cuda": 32}
+"""Images whose noise goes through a network layer by layer together, at most: more do not pay."""
 
 
 class Chosen(NamedTuple):
@@ -65,8 +66,29 @@ def chosen_method(plan: Plan, noise: Gaussian, memory_budget: int | None) -> Cho
 def by_layerwise(plan: Plan, noise: Gaussian, rows: Tensor, memory_budget: int | None, caller: str) -> OutputMoments:
     """The joint Gaussian of all live tensors, with third cumulants, through every layer."""
     require_fitting(plan, noise, memory_budget, caller)
-    mean, covariance = _each(layerwise, plan, noise, rows)
+    mean, covariance = expected_layerwise(plan, noise, rows, memory_budget)
     return OutputMoments(mean, _variances(covariance), covariance, method="layerwise", outputs=rows)
+
+
+def expected_layerwise(plan: Plan, noise: Gaussian, rows: Tensor, memory_budget: int | None) -> tuple[Tensor, Tensor]:
+    """Means (N, k) and covariances (N, k, k), as many entries of the noise at a time as fit the memory there is."""
+    if not plan.last.sources:
+        constant = plan.last.value({})[rows]
+        return constant, constant.new_zeros(*rows.shape, rows.shape[1])
+    together = max(1, memory_limit(noise.device, memory_budget) // _need(plan, noise).bytes)
+    parts = []
+    with Progress("images", len(rows)) as progress:
+        for span in images_together(len(rows), min(together, TOGETHER[noise.device.type])):
+            parts.append(layerwise(plan, noise.mean[span], noise.covariance.entries(span), rows[span]))
+            progress.advance(span.stop - span.start)
+    means, covariances = zip(*parts, strict=True)
+    return torch.cat(means), torch.cat(covariances)
+
+
+def images_together(count: int, together: int) -> Iterator[slice]:
+    """All of them, some at a time."""
+    for start in range(0, count, together):
+        yield slice(start, min(start + together, count))
 
 
 def require_fitting(plan: Plan, noise: Gaussian, memory_budget: int | None, caller: str) -> None:
@@ -79,55 +101,29 @@ def require_fitting(plan: Plan, noise: Gaussian, memory_budget: int | None, call
         )
 
 
-def by_sketch(plan: Plan, noise: Gaussian, rows: Tensor, probes: int, seed: int) -> OutputMoments:
+def by_sketch(
+    plan: Plan, noise: Gaussian, rows: Tensor, probes: int, seed: int, memory_budget: int | None
+) -> OutputMoments:
     """Real samples for the spread at every layer, formulas for the rest."""
-    found = sketches(plan, noise, rows, probes, seed)
-    covariance = torch.stack([one.covariance for one in found])
-    mean = torch.stack([one.mean for one in found])
-    return OutputMoments(mean, _variances(covariance), covariance, method="sketch", outputs=rows)
+    found = sketches(plan, noise, rows, probes, seed, memory_budget)
+    return OutputMoments(found.mean, _variances(found.covariance), found.covariance, method="sketch", outputs=rows)
 
 
-def sketches(plan: Plan, noise: Gaussian, rows: Tensor, probes: int, seed: int) -> list[Sketched]:
-    """A sketch for each entry of the noise."""
-    if not plan.last.sources:
-        constant = plan.last.value({})
-        nothing = constant.new_zeros(rows.shape[1], rows.shape[1])
-        flat = constant.new_zeros(rows.shape[1], noise.size)
-        return [Sketched(constant[row], torch.zeros_like(constant[row]), nothing, flat) for row in rows]
-    with Progress("sketches", len(noise.mean)) as progress:
-        result = []
-        for place, row in enumerate(rows):
-            mean, covariance = _entry(noise, place)
-            result.append(sketched(plan, mean, covariance, row, probes=probes, seed=seed + place))
-            progress.advance(1)
-    return result
-
-
-Propagation = Callable[[Plan, Tensor, Covariance, Tensor], tuple[Tensor, Tensor]]
-
-
-def _each(propagation: Propagation, plan: Plan, noise: Gaussian, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Means (N, k) and covariances (N, k, k), entry by entry of the noise."""
-    if not plan.last.sources:
-        constant = plan.last.value({})[rows]
-        return constant, constant.new_zeros(*rows.shape, rows.shape[1])
-    means, covariances = [], []
-    with Progress("images", len(noise.mean)) as progress:
-        for place, row in enumerate(rows):
-            mean, covariance = propagation(plan, *_entry(noise, place), row)
-            means.append(mean)
-            covariances.append(covariance)
-            progress.advance(1)
-    return torch.stack(means), torch.stack(covariances)
-
-
-def _entry(noise: Gaussian, place: int) -> tuple[Tensor, Covariance]:
-    """The mean (1, ...) and the covariance, without batch, of one entry of a flat batch."""
-    return noise.mean[place : place + 1], noise.covariance.entries(place)
+def sketches(
+    plan: Plan, noise: Gaussian, rows: Tensor, probes: int, seed: int, memory_budget: int | None
+) -> Sketched:
+    """A sketch of all entries of the noise."""
+    if plan.last.sources:
+        return sketched(
+            plan, noise.mean, noise.covariance, rows, probes=probes, seed=seed, memory_budget=memory_budget
+        )
+    constant = plan.last.value({})[rows]
+    nothing, flat = constant.new_zeros(*rows.shape, rows.shape[1]), constant.new_zeros(*rows.shape, noise.size)
+    return Sketched(constant, torch.zeros_like(constant), nothing, flat)
 
 
 def _need(plan: Plan, noise: Gaussian) -> Need:
-    return layerwise_need(plan, noise.covariance.rank, noise.dtype.itemsize, noise.device.type)
+    return layerwise_need(plan, noise.covariance.rank, noise.dtype.itemsize)
 
 
 def _variances(covariance: Tensor) -> Tensor:

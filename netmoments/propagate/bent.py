@@ -3,95 +3,117 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from netmoments.propagate.nonlinearity import Local, Nonlinearity
-from netmoments.propagate.sampled_windows import windows_in_parts
+from netmoments.propagate.nonlinearity import Nonlinearity
+from netmoments.propagate.sampled_windows import centred, laid_out, units_in_parts, windows_in_parts
 
 LEAST_SAMPLES = 4
-"""Fewer do not give a product of two covariances without bias, the mean being unknown."""
+"""Fewer do not give two spreads that know nothing of each other."""
+
+
+class Quadratics(NamedTuple):
+    """The quadratic forms zᵀM_i z', M_i = Σ_u a_iu H_u, of r scores at K samples of N images."""
+
+    own: Tensor
+    """At a sample and itself, (N, r, K), samples about their mean."""
+    across: Tensor
+    """At the first half of the samples and the second, (N, r, K − K//2, K//2)."""
 
 
 @dataclass(frozen=True, eq=False)
 class BentUnits:
-    """The m units of a layer that are not linear over the noise, at K samples."""
+    """The m units of a layer that are not linear over the noise."""
 
     units: Tensor
     """Which, (m,)."""
     windows: Tensor
-    """(m, w), places in `samples`; −1 where a window has fewer."""
+    """What each looks at, (m, w); −1 where a window has fewer."""
     samples: Tensor
-    """What the windows look at, (K, q), centred: Σ_k z_k = 0."""
+    """Of the layer's input, (N, K, p)."""
     curvature: Tensor
-    """H, (m, w, w)."""
-    remainder: Tensor
-    """y − E f − g·(z − m) of each unit, (K, m), centred."""
+    """H, (N, m, w, w)."""
 
-    def grams(self, weights: Tensor) -> Tensor:
-        """W_i[k, l] = Σ_u a_iu z_kuᵀ H_u z_lu for weights a on all units of the layer, (r, n): (r, K, K)."""
-        weights, count = weights[:, self.units], len(self.samples)
-        total = weights.new_zeros(len(weights), count, count)
-        for some, z in windows_in_parts(self.windows, self.samples):
-            curved = (self.curvature[some] @ z).flatten(0, 1)
-            for gram, own in zip(total, weights[:, some], strict=True):
-                gram.addmm_((z * own[:, None, None]).flatten(0, 1).mT, curved)
+    def quadratics(self, weights: Tensor) -> Quadratics:
+        """Σ_u a_iu z_uᵀ H_u z_u' for weights a on all units of the layer, (N, r, n)."""
+        images, count = self.samples.shape[:2]
+        half, scores = count - count // 2, weights.shape[1]
+        total = Quadratics(
+            weights.new_zeros(images, scores, count), weights.new_zeros(images, scores, half, count - half)
+        )
+        weights = weights.index_select(-1, self.units)
+        if self.windows.shape[1] == 1:
+            self._add_of_single_inputs(weights, total)
+        else:
+            self._add_of_windows(weights, total)
         return total
 
-    def remainders(self, weights: Tensor) -> Tensor:
-        """Σ_u a_iu (y − E f − g·(z − m))_u, (r, K)."""
-        return weights[:, self.units] @ self.remainder.mT
+    def _add_of_single_inputs(self, weights: Tensor, total: Quadratics) -> None:
+        """z_kᵀ diag(a H) z_l: a product of matrices for each score."""
+        images, count = self.samples.shape[:2]
+        half = total.across.shape[2]
+        for some in units_in_parts(self.samples, images * count, len(self.units)):
+            places = self.windows[some].squeeze(-1)
+            z = centred(self.samples.flatten(0, 1).index_select(1, places).unflatten(0, (images, count)), 1)
+            curved = self.curvature[:, some].flatten(1).unsqueeze(1) * z
+            total.own.add_(weights[..., some] @ (z * curved).mT)
+            for across, own in zip(total.across.unbind(1), weights[..., some].unbind(1), strict=True):
+                across.add_((z[:, :half] * own.unsqueeze(1)) @ curved[:, half:].mT)
+
+    def _add_of_windows(self, weights: Tensor, total: Quadratics) -> None:
+        """The forms of every unit between the two halves first, (N, some, K·K/4), then their sums for all scores."""
+        width, half = self.windows.shape[1], total.across.shape[2]
+        each = max(width * self.samples.shape[1], half * half)
+        across = total.across.view(*weights.shape[:2], -1)
+        for some, sampled in windows_in_parts(self.windows, laid_out(self.samples.mT), each):
+            z = centred(sampled, -1)
+            curved = self.curvature[:, some] @ z
+            total.own.add_(weights[..., some] @ (z * curved).sum(2))
+            across.add_(weights[..., some] @ (z[..., :half].mT @ curved[..., half:]).flatten(2))
 
 
-def bent_units(
-    rule: Nonlinearity, local: Local, covariance: Tensor, centred: Tensor, remainder: Tensor
-) -> BentUnits | None:
-    """The bent units of a layer with window covariances (n, w, w), samples (K, p) and remainders (K, n), or None.
+def bent_units(rule: Nonlinearity, curvature: Tensor, covariance: Tensor, samples: Tensor) -> BentUnits | None:
+    """The units of a layer whose curvature can be seen, or None, from H and S, (N, n, w, w), and samples (N, K, p).
 
-    A unit counts if its nonlinear part, √(½ tr HSHS) or what the samples show of it, is above eps of the largest one.
+    A unit counts if Σ|H_ij| s_i s_j, which bounds √(tr HSHS), is above √eps of the image's largest one.
     """
-    size = local.quadratic_variance(covariance) + remainder.square().mean(0)
-    units = (size > torch.finfo(size.dtype).eps ** 2 * size.max()).nonzero().squeeze(-1)
+    s = covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+    size = (curvature.abs() * s.unsqueeze(-1) * s.unsqueeze(-2)).sum((-2, -1))
+    bent = size > torch.finfo(size.dtype).eps ** 0.5 * size.amax(-1, keepdim=True)
+    units = bent.any(0).nonzero().squeeze(-1)
     if not len(units):
         return None
-    windows = rule.windows[units]
-    used, places = windows.clamp(min=0).unique(return_inverse=True)
-    places = torch.where(windows >= 0, places, -1)
-    return BentUnits(units, places, centred[:, used], local.curvature[units], remainder[:, units])
+    own = (curvature * bent[..., None, None]).index_select(1, units)
+    return BentUnits(units, rule.windows[units], samples, own)
 
 
-def nonlinear_covariance(grams: Tensor, remainders: Tensor) -> Tensor:
-    """Cov of r scores, (r, r), without their linear parts, from `grams` and `remainders` summed over all layers.
+def nonlinear_covariance(remainders: Tensor, quadratics: Quadratics | None) -> Tensor:
+    """Cov of r scores, (N, r, r), without their linear parts: what remains of K samples of them, (N, r, K), is known.
 
-    The quadratic part by `quadratic_covariance`; the remainders without their ½ zᵀHz as the samples have them.
+    The quadratic part by `quadratic_covariance`; the remainders without their ½ zᵀMz as the samples have them.
     """
-    if grams.shape[-1] < LEAST_SAMPLES:
+    if quadratics is None or remainders.shape[-1] < LEAST_SAMPLES:
         return sample_covariance(remainders)
-    rest = remainders - 0.5 * grams.diagonal(dim1=-2, dim2=-1)
-    return quadratic_covariance(grams) + sample_covariance(rest)
+    return quadratic_covariance(quadratics.across) + sample_covariance(remainders - 0.5 * quadratics.own)
 
 
-def quadratic_covariance(grams: Tensor) -> Tensor:
-    """½ Σ_uv a_iu a_jv tr(H_u C_uv H_v C_uvᵀ) over all pairs of units, (r, r), unbiased given a and H.
+def quadratic_covariance(across: Tensor) -> Tensor:
+    """½ tr(M_i S M_j S), (N, r, r), the covariance of ½ zᵀM_i z for Gaussian z, unbiased given M.
 
-    This is the covariance of ½ Σ_u a_iu z_uᵀH_u z_u for Gaussian z, and ½ E W_i[k, l] W_j[k, l] for Gram matrices of
-    two independent samples about their true mean. From K samples about their own mean, so that the rows of W sum to 0,
-    the U-statistic over four different samples is
-
-        ½ [ Σ_kl W_i W_j − K/(K−2) Σ_k W_i[k,k] W_j[k,k] + (Σ_k W_i[k,k]) (Σ_k W_j[k,k]) / ((K−1)(K−2)) ] / (K(K−3)),
-
-    as for the unbiased distance covariance (Székely and Rizzo, 2014). It can be negative by chance.
+    One S is that of the first samples, the other that of the second, each about their own mean: from the forms zᵀM_i z'
+    between the two, (N, r, a, b), less the means of their rows and columns, ½ Σ W_i W_j / ((a − 1)(b − 1)). This never
+    has a negative eigenvalue.
     """
-    count = grams.shape[-1]
-    diagonal, flat = grams.diagonal(dim1=-2, dim2=-1), grams.flatten(1)
-    total = diagonal.sum(-1)
-    products = flat @ flat.mT - diagonal @ diagonal.mT * (count / (count - 2))
-    products = products + total.unsqueeze(-1) * total / ((count - 1) * (count - 2))
-    return products / (2 * count * (count - 3))
+    first, second = across.shape[-2:]
+    forms = across - across.mean(-1, keepdim=True)
+    flat = (forms - forms.mean(-2, keepdim=True)).flatten(-2)
+    return flat @ flat.mT / (2 * (first - 1) * (second - 1))
 
 
 def sample_covariance(values: Tensor) -> Tensor:
-    """Σ_k (x_k − x̄)(x_k − x̄)ᵀ / (K − 1) of values (r, K)."""
-    centred = values - values.mean(-1, keepdim=True)
-    return centred @ centred.mT / (values.shape[-1] - 1)
+    """Σ_k (x_k − x̄)(x_k − x̄)ᵀ / (K − 1) of values (..., r, K)."""
+    deviations = values - values.mean(-1, keepdim=True)
+    return deviations @ deviations.mT / (values.shape[-1] - 1)

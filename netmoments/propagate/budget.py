@@ -1,13 +1,14 @@
-"""What carrying the joint covariance through a network takes, told before anything is computed."""
+"""What carrying the noise of an image through a network takes, told before anything is computed."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from netmoments.network.graph import shape_of
-from netmoments.propagate.layerwise import DIRECTION_ELEMENTS, TILE_ELEMENTS
-from netmoments.propagate.piecewise_linear import PiecewiseLinear
-from netmoments.propagate.plan import Plan
+from netmoments.network.graph import Node, shape_of
+from netmoments.propagate.plan import Plan, Stage
+from netmoments.propagate.scores import PAIRED, has_exact_pairs
+from netmoments.propagate.spread import Rows, rows_for
+from netmoments.propagate.third_order import MOST_DIRECTIONS
 
 
 class Need(NamedTuple):
@@ -17,33 +18,44 @@ class Need(NamedTuple):
     bytes: int
 
 
-def layerwise_need(plan: Plan, rank: int, itemsize: int, device: str) -> Need:
-    """The most memory that any layer takes, `rank` being the noise's.
+def layerwise_need(plan: Plan, rank: int, itemsize: int) -> Need:
+    """The most memory that any layer takes for one image, `rank` being the noise's.
 
-    For a layer with p inputs and n outputs, after live tensors of m numbers in all: factors of r·(p + n + m), the
-    residual covariances p² (if its input has any; once more window by window), p·m and m², those of the output with the
-    scratch to make them, 4n² (elementwise layers another 2p²), and tiles of fixed size.
+    What is kept for the pass back is counted with the layers that come after it.
     """
-    tiles = 6 * min(_of(TILE_ELEMENTS, device), max(_squares(plan))) + 8 * _of(DIRECTION_ELEMENTS, device)
-    worst = Need("the scores", 0)
+    rows = rows_for(rank, 1)
+    kept, worst = 0, Need("the scores", itemsize * rank * shape_of(plan.image).numel())
     for place, stage in enumerate(plan.stages):
-        p = sum(shape_of(node).numel() for node in stage.before.results)
-        n = stage.rule.units
-        live = {node for node in (*plan.needed_after(place - 1), *plan.needed_after(place)) if node is not stage.output}
-        sizes = [shape_of(node).numel() for node in live if node is not plan.image]
-        m = sum(sizes)
-        factors = rank * (p + n + m + shape_of(plan.image).numel())
-        residual = 2 * p * p + p * m + m * m if sizes else 0
-        output = 4 * n * n + (2 * p * p if isinstance(stage.rule, PiecewiseLinear) else 0)
-        needed = itemsize * (factors + residual + output)
+        live = sum(_rows_of(node, plan, rows) * shape_of(node).numel() for node in plan.needed_after(place - 1))
+        needed = itemsize * (kept + live + _numbers(stage, plan, rows) + _kept(stage, rows))
         if needed > worst.bytes:
             worst = Need(stage.name, needed)
-    return Need(worst.layer, worst.bytes + itemsize * min(tiles, 4 * worst.bytes // itemsize + 1))
+        kept += _kept(stage, rows)
+    return worst
 
 
-def _squares(plan: Plan) -> list[int]:
-    return [(stage.rule.units * stage.rule.width) ** 2 for stage in plan.stages] or [1]
+def _rows_of(node: Node, plan: Plan, rows: Rows) -> int:
+    """The image has linear rows only."""
+    return rows.rank if node is plan.image else rows.count
 
 
-def _of(by_device: dict[str, int], device: str) -> int:
-    return by_device.get(device, by_device["cpu"])
+def _numbers(stage: Stage, plan: Plan, rows: Rows) -> int:
+    """What a layer with p inputs and n units of w inputs works on.
+
+    Rows of the input (as they come, by unit, by window), of the output twice, matrices of pairs of directions for the
+    output, and for third cumulants where there are any, and four squares where pairs are exact.
+    """
+    p = sum(shape_of(node).numel() for node in stage.before.results)
+    n, w = stage.rule.units, stage.rule.width
+    before = max(_rows_of(node, plan, rows) for node in stage.before.sources)
+    skewed = min(w, MOST_DIRECTIONS) if before > rows.rank else 0
+    spreads = before * (2 * p + (n * w if w > 1 else 0)) + 2 * rows.count * n
+    matrices = rows.paired**2 * n * (2 + 2 * skewed)
+    return spreads + matrices + (4 * n * n if has_exact_pairs(stage.rule) else 0)
+
+
+def _kept(stage: Stage, rows: Rows) -> int:
+    """What is kept of a layer for the pass back."""
+    n, w = stage.rule.units, stage.rule.width
+    pairs = n * n if has_exact_pairs(stage.rule) else 0
+    return n * w * (min(rows.rank, PAIRED) + w + 1) + pairs

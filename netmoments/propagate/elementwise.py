@@ -44,62 +44,45 @@ class Elementwise(Nonlinearity):
         return self.function(flat.reshape(-1, *self.shape)).reshape(flat.shape)
 
     def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
-        m, variance = mean.squeeze(-1), covariance.reshape(len(mean))
+        m, variance = mean.squeeze(-1), covariance.squeeze((-2, -1))
         s = standard_deviation(variance)
-        nodes, weights = (x.to(mean).unsqueeze(-1) for x in _gauss_hermite(NODES))
-        z = (m + s * nodes).reshape(NODES, *self.shape)
+        nodes, weights = self._nodes(m)
+        z = (m + s * nodes).reshape(-1, *self.shape)
         value, slope = torch.func.jvp(self.function, (z,), (torch.ones_like(z),))[:2]
-        value, slope = value.reshape(NODES, -1), slope.reshape(NODES, -1)
+        value, slope = value.reshape(NODES, *m.shape), slope.reshape(NODES, *m.shape)
         bent = (weights * slope * nodes).sum(0)
         if cumulants is not None:
-            weights = weights * (1 + cumulants.kappa.reshape(-1) / 6 * (nodes**3 - 3 * nodes))
+            weights = weights * (1 + cumulants.kappa.reshape(m.shape) / 6 * (nodes**3 - 3 * nodes))
         expected = (weights * value).sum(0)
         curvature = torch.where(s > 0, bent / torch.where(s > 0, s, 1.0), 0.0)
         return Local(
             mean=expected,
             variance=(weights * (value - expected).square()).sum(0).clamp(min=0),
             gain=(weights * slope).sum(0).unsqueeze(-1),
-            curvature=curvature.reshape(-1, 1, 1),
+            curvature=curvature[..., None, None],
         )
 
-    def restricted(self, units: Tensor) -> SomeElements:
-        """Chosen units only, for `pairs`."""
-        return SomeElements(self, units)
-
-    def values_at_nodes(self, mean: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """f(m + s u) at the nodes u, (nodes, n), the nodes and their weights, (nodes, 1)."""
-        nodes, weights = (x.to(mean).unsqueeze(-1) for x in _gauss_hermite(NODES))
-        z = (mean + s * nodes).reshape(NODES, *self.shape)
-        return self.function(z).reshape(NODES, -1), nodes, weights
-
-
-@dataclass(frozen=True, eq=False)
-class SomeElements:
-    """Some units of an elementwise layer."""
-
-    layer: Elementwise
-    units: Tensor
-
     def pairs(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """Σₙ₌₂ aₙaₙ' ρⁿ/n! for all pairs, (k, k), of units with means (k,) and covariances (k, k)."""
-        s = standard_deviation(covariance.diagonal())
-        whole, deviation = (self._placed(x) for x in (mean, s))
-        value, nodes, weights = self.layer.values_at_nodes(whole, deviation)
-        value = value[:, self.units]
+        """Σₙ₌₂ aₙaₙ' ρⁿ/n! for all pairs of units, (..., n, n): means (..., n), covariances (..., n, n)."""
+        s = standard_deviation(covariance.diagonal(dim1=-2, dim2=-1))
+        nodes, weights = self._nodes(mean)
+        value = self.function((mean + s * nodes).reshape(-1, *self.shape)).reshape(NODES, *mean.shape)
         safe = torch.where(s > 0, s, torch.ones_like(s))
-        rho = (covariance / safe.unsqueeze(-1) / safe).clamp(-1, 1)
+        rho = (covariance / safe.unsqueeze(-1) / safe.unsqueeze(-2)).clamp(-1, 1)
         total, power = torch.zeros_like(covariance), rho
         before, hermite = torch.ones_like(nodes), nodes
         for order in range(2, TERMS + 1):
             before, hermite = hermite, nodes * hermite - (order - 1) * before
             power = power * rho / order
             coefficient = (weights * hermite * value).sum(0)
-            total = total + coefficient.unsqueeze(-1) * coefficient * power
+            total = total + coefficient.unsqueeze(-1) * coefficient.unsqueeze(-2) * power
         return total
 
-    def _placed(self, some: Tensor) -> Tensor:
-        """Numbers of the chosen units, zeros for the others."""
-        return some.new_zeros(self.layer.units).index_copy(0, self.units, some)
+    @staticmethod
+    def _nodes(like: Tensor) -> tuple[Tensor, Tensor]:
+        """Nodes and weights to go with numbers of units (..., n): (nodes, ..., 1)."""
+        nodes, weights = (x.to(like) for x in _gauss_hermite(NODES))
+        return nodes.reshape(-1, *[1] * like.dim()), weights.reshape(-1, *[1] * like.dim())
 
 
 @cache

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from netmoments.normal import density, distribution
 from netmoments.propagate.nonlinearity import Local, Nonlinearity, ThirdCumulants, whitened
 
-FEWEST_POINTS, MOST_POINTS = 256, 4096
+FEWEST_POINTS, MOST_POINTS = 64, 4096
 """Quasi-random points a window: the fewer windows a layer has, the less their errors average out."""
 ALL_POINTS = 2**18
 """Points of all windows of a layer together, between those bounds."""
@@ -21,7 +21,8 @@ POINT_SETS = 16
 """Independent sets of them, taken in turn by the windows, so that their errors do not add up over a layer."""
 DECIDED = {torch.float32: 6.0, torch.float64: 8.5}
 """Deviations by which one number must lead all others for its window to count as linear."""
-CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
+CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+"""Numbers in the lines of the windows that are looked at together; on a CPU, what stays in its cache."""
 _FAR = 40.0
 
 
@@ -50,8 +51,11 @@ class Largest(Nonlinearity):
         return self.sign * (torch.relu(largest) if self.with_zero else largest)
 
     def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
-        found = self._largest(self.sign * mean, covariance, cumulants)
-        return Local(self.sign * found.mean, found.variance, found.gain, self.sign * found.curvature)
+        images = mean.shape[:-2]
+        flat = cumulants and ThirdCumulants(cumulants.root.flatten(0, -3), cumulants.kappa.flatten(0, -4))
+        found = self._largest(self.sign * mean.reshape(-1, self.width), covariance.flatten(0, -3), flat)
+        shaped = Local(*(x.reshape(*images, self.units, *x.shape[1:]) for x in found))
+        return Local(self.sign * shaped.mean, shaped.variance, shaped.gain, self.sign * shaped.curvature)
 
     def undecided(self, mean: Tensor, covariance: Tensor) -> Tensor:
         """Windows of which not one input (or 0) leads all others by `DECIDED` deviations: (n,) of booleans."""
@@ -63,60 +67,53 @@ class Largest(Nonlinearity):
         Inputs that differ from the leading one by a constant cannot overtake it.
         """
         contest = _contest(self.sign * mean, covariance, self.windows >= 0, with_zero=self.with_zero)
-        best = contest.mean.max(-1, keepdim=True)
-        lead = best.values - contest.mean
-        own = contest.covariance.diagonal(dim1=-2, dim2=-1)
-        winner = best.indices.unsqueeze(-1)
-        with_winner = contest.covariance.gather(-2, winner.expand(-1, 1, own.shape[-1])).squeeze(-2)
-        spread = own + own.gather(-1, best.indices) - 2 * with_winner
-        near = contest.present & (lead <= deviations * spread.clamp(min=0).sqrt()) & (spread > 0)
-        return near.scatter(-1, best.indices, True)
+        return _contenders(contest, deviations)
 
     def _largest(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None) -> Local:
-        contest = _contest(mean.detach(), covariance.detach(), self.windows >= 0, with_zero=self.with_zero)
-        winner = contest.mean.argmax(-1)
-        gain = torch.nn.functional.one_hot(winner, contest.mean.shape[-1])[:, : self.width].to(mean.dtype)
+        """The windows of all images, one after the other: means (m, w), covariances (m, w, w)."""
+        present = self._of_all_images(self.windows >= 0, len(mean))
+        contest = _contest(mean.detach(), covariance.detach(), present, with_zero=self.with_zero)
+        gain = torch.nn.functional.one_hot(contest.mean.argmax(-1), contest.mean.shape[-1])[:, : self.width].to(mean)
         certain = Local(
             mean=(gain * mean).sum(-1),
             variance=((covariance @ gain.unsqueeze(-1)).squeeze(-1) * gain).sum(-1),
             gain=gain,
             curvature=torch.zeros_like(covariance),
         )
-        open_windows = self.undecided(self.sign * mean.detach(), covariance.detach()).nonzero().squeeze(-1)
+        open_windows = (_contenders(contest, DECIDED[mean.dtype]).sum(-1) > 1).nonzero().squeeze(-1)
         if not len(open_windows):
             return certain
+        mean, covariance, present = (x[open_windows] for x in (mean, covariance, present))
         if cumulants is None:
-            some = covariance[open_windows]
-            root, _ = whitened(some, some, self.windows[open_windows] >= 0, self.width)
+            root, _ = whitened(covariance, covariance, present, self.width)
             kappa = None
         else:
             root, kappa = cumulants.root[open_windows], self.sign * cumulants.kappa[open_windows]
-        sampled = self._integrated(mean[open_windows], covariance[open_windows], root, kappa, open_windows)
-        return Local(*(base.index_copy(0, open_windows, own) for base, own in zip(certain, sampled, strict=True)))
+        integrated = self._integrated(mean, covariance, root, kappa, present, open_windows)
+        return Local(*(base.index_copy(0, open_windows, own) for base, own in zip(certain, integrated, strict=True)))
+
+    def _of_all_images(self, own: Tensor, windows: int) -> Tensor:
+        """What each window has, (n, ...), for the windows of all images, (windows, ...)."""
+        return own.expand(windows // self.units, *own.shape).flatten(0, 1)
 
     def _integrated(
-        self, mean: Tensor, covariance: Tensor, root: Tensor, kappa: Tensor | None, places: Tensor
+        self, mean: Tensor, covariance: Tensor, root: Tensor, kappa: Tensor | None, present: Tensor, places: Tensor
     ) -> Local:
-        """The undecided windows, some at a time, each set of points for those of its own."""
-        count = self.points or _point_count(len(places))
-        sizes = (self.width + 1) ** 2 * count
-        together = max(1, CHUNK_ELEMENTS.get(mean.device.type, CHUNK_ELEMENTS["cpu"]) // sizes)
-        sets = (places if self.numbers is None else self.numbers[places]) % POINT_SETS
-        order, parts = [], []
-        for group in range(POINT_SETS):
-            mine = (sets == group).nonzero().squeeze(-1)
-            points = _points(self.width - 1, count, group).to(mean)
-            for some in mine.split(together):
-                present = self.windows[places[some]] >= 0
-                skew = None if kappa is None else kappa[some]
-                inputs = (mean[some], covariance[some], root[some], skew, present, points, self.with_zero)
-                if torch.is_grad_enabled() and (mean.requires_grad or covariance.requires_grad):
-                    parts.append(checkpoint(_line_integrals, *inputs, use_reentrant=False))
-                else:
-                    parts.append(_line_integrals(*inputs))
-                order.append(some)
-        back = torch.cat(order).argsort()
-        return Local(*(torch.cat(part)[back] for part in zip(*parts, strict=True)))
+        """The undecided windows, some at a time, each with one of the sets of points."""
+        count = self.points or _point_count(self.units)
+        numbers = places % self.units if self.numbers is None else self.numbers[places % self.units]
+        sets = torch.stack([_points(self.width - 1, count, number) for number in range(POINT_SETS)]).to(mean)
+        elements = CHUNK_ELEMENTS.get(mean.device.type, CHUNK_ELEMENTS["cpu"])
+        parts = []
+        for some in torch.arange(len(mean), device=mean.device).split(max(1, elements // ((self.width + 1) * count))):
+            skew = None if kappa is None else kappa[some]
+            points = sets[numbers[some] % POINT_SETS]
+            inputs = (mean[some], covariance[some], root[some], skew, present[some], points, self.with_zero)
+            if torch.is_grad_enabled() and (mean.requires_grad or covariance.requires_grad):
+                parts.append(checkpoint(_line_integrals, *inputs, use_reentrant=False))
+            else:
+                parts.append(_line_integrals(*inputs))
+        return Local(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
 class _Contest(NamedTuple):
@@ -138,6 +135,17 @@ def _contest(mean: Tensor, covariance: Tensor, present: Tensor, *, with_zero: bo
     )
 
 
+def _contenders(contest: _Contest, deviations: float) -> Tensor:
+    best = contest.mean.max(-1, keepdim=True)
+    lead = best.values - contest.mean
+    own = contest.covariance.diagonal(dim1=-2, dim2=-1)
+    winner = best.indices.unsqueeze(-1)
+    with_winner = contest.covariance.gather(-2, winner.expand(-1, 1, own.shape[-1])).squeeze(-2)
+    spread = own + own.gather(-1, best.indices) - 2 * with_winner
+    near = contest.present & (lead <= deviations * spread.clamp(min=0).sqrt()) & (spread > 0)
+    return near.scatter(-1, best.indices, True)
+
+
 def _line_integrals(
     mean: Tensor,
     covariance: Tensor,
@@ -147,51 +155,95 @@ def _line_integrals(
     points: Tensor,
     with_zero: bool,
 ) -> Local:
-    """Moments of the largest, by exact integrals along lines through quasi-random points.
+    """Moments of the largest, by exact integrals along lines through quasi-random points (n, P, w − 1).
 
-    With z = m + R(τ, u), u the points, the inputs are b + a·τ on a line: a maximum of straight lines, of which number i
-    is the largest between the crossings lo and hi. The moments of τ between them, p (of order 0), e (1) and r (2), are
-    closed forms, the density being φ(τ)·(1 + cumulants' polynomial):
+    With z = m + R(τ, u), u the points, the inputs are b + a·τ on a line: a maximum of straight lines, of which, in the
+    order of their slopes, number i is the largest between the breaks tᵢ and tᵢ₊₁. The moments of τ between them, p (of
+    order 0), e (1) and r (2), are closed forms, the density being φ(τ)·(1 + cumulants' polynomial):
 
         E f = Σ b p + a e,  E f² = Σ b²p + 2ab e + a²r,  E ∂f/∂zᵢ = pᵢ,  E ∇²f = E[∇f (τ, u)ᵀ] R⁻¹ (Stein, Gaussian).
     """
+    lines = _ordered_lines(mean, covariance, root, present, with_zero)
+    start = lines.base.unsqueeze(-1) + lines.turn @ points.mT
+    between = _between(_breaks(lines.slope, start), None if kappa is None else _polynomial(kappa, points))
+    start, slope = start - lines.centre[:, None, None], lines.slope.unsqueeze(-1)
+    first = (start * between.p + slope * between.e).sum(-2).mean(-1)
+    second = start * (start * between.p + 2 * slope * between.e) + slope.square() * between.r
+    variance = second.sum(-2).mean(-1) - first.square()
+    along = between.plain_e.mean(-1, keepdim=True)
+    across = torch.cat([along, (between.plain_p @ points) / points.shape[-2]], -1)
     width = mean.shape[-1]
-    slope, start = root[..., 0], mean.unsqueeze(-2) + points @ root[..., 1:].mT
-    reach = covariance.detach().diagonal(dim1=-2, dim2=-1).amax(-1).sqrt() * 4 + mean.detach().abs().amax(-1)
-    start = torch.where(present.unsqueeze(-2), start, -_FAR * reach[:, None, None])
-    slope = torch.where(present, slope, 0.0)
-    if with_zero:
-        slope, start = (torch.nn.functional.pad(x, (0, 1)) for x in (slope, start))
+    gain = between.p.mean(-1).gather(-1, lines.back)[:, :width]
+    across = across.gather(-2, lines.back.unsqueeze(-1).expand_as(across))[:, :width]
+    curvature = torch.linalg.solve(root, across, left=False)
+    return Local(first + lines.centre, variance.clamp(min=0), gain, 0.5 * (curvature + curvature.mT))
+
+
+class _Lines(NamedTuple):
+    """What competes in each window, in the order of the slopes: slope·τ + base + turn·u."""
+
+    slope: Tensor
+    """(n, c)."""
+    base: Tensor
+    """(n, c)."""
+    turn: Tensor
+    """(n, c, w − 1)."""
+    back: Tensor
+    """Where each is in that order, (n, c): the inputs, then 0 if it is one of them."""
+    centre: Tensor
+    """The largest mean, (n,): what is taken off before squares, against rounding."""
+
+
+def _ordered_lines(mean: Tensor, covariance: Tensor, root: Tensor, present: Tensor, with_zero: bool) -> _Lines:
+    own = covariance.detach().diagonal(dim1=-2, dim2=-1)
+    reach = own.amax(-1).sqrt() * 4 + mean.detach().abs().amax(-1)
     centre = torch.where(present, mean.detach(), -torch.inf).amax(-1)
-    centre = centre.clamp(min=0) if with_zero else centre
-    ends = _crossings(slope, start)
-    between = _normal_between(*ends) if kappa is None else _between(*ends, *_polynomial(kappa, points))
-    start = start - centre[:, None, None]
-    slope = slope.unsqueeze(-2)
-    first = (start * between.p + slope * between.e).sum(-1).mean(-1)
-    second = start.square() * between.p + 2 * slope * start * between.e + slope.square() * between.r
-    variance = second.sum(-1).mean(-1) - first.square()
-    gain = between.p[..., :width].mean(-2)
-    along = between.plain_e[..., :width].mean(-2).unsqueeze(-1)
-    lines = torch.cat([along, (between.plain_p[..., :width].mT @ points) / len(points)], -1)
-    curvature = torch.linalg.solve(root, lines, left=False)
-    return Local(first + centre, variance.clamp(min=0), gain, 0.5 * (curvature + curvature.mT))
+    base = torch.where(present, mean, -_FAR * reach.unsqueeze(-1))
+    root = torch.where(present.unsqueeze(-1), root, 0.0)
+    if with_zero:
+        base, root = torch.nn.functional.pad(base, (0, 1)), torch.nn.functional.pad(root, (0, 0, 0, 1))
+        centre = centre.clamp(min=0)
+    order = root[..., 0].argsort(-1)
+    root = root.gather(-2, order.unsqueeze(-1).expand_as(root))
+    return _Lines(root[..., 0], base.gather(-1, order), root[..., 1:], order.argsort(-1), centre)
+
+
+def _breaks(slope: Tensor, start: Tensor) -> Tensor:
+    """Where the largest of lines start + slope·t changes, (n, c − 1, P), cut to ±40: from line i − 1 to i, or at once
+    to a later one, where its break is the same. Slopes (n, c) in rising order, starts (n, c, P).
+
+    Lines i and beyond are above all before them from tᵢ = min over j ≥ i of max over k < i of the crossing of k and j.
+    """
+    least = 1e-12 * slope.detach().abs().amax(-1) + 1e-18  # parallel lines cross far away, on the right side
+    lines = start.unbind(1)
+    crossed: list[Tensor | None] = [None] * len(lines)
+    breaks = []
+    for i in range(1, len(lines)):
+        before, earliest = lines[i - 1], None
+        for j in range(i, len(lines)):
+            steeper = torch.maximum(slope[:, j] - slope[:, i - 1], least).unsqueeze(-1)
+            cross, sofar = (before - lines[j]) / steeper, crossed[j]
+            crossed[j] = cross = cross if sofar is None else torch.maximum(sofar, cross)
+            earliest = cross if earliest is None else torch.minimum(earliest, cross)
+        breaks.append(earliest)
+    return torch.stack(breaks, 1).clamp(-_FAR, _FAR)
 
 
 def _polynomial(kappa: Tensor, points: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """κ/6 times the third Hermite polynomials of (τ, u), as Σ cₙ Heₙ(τ): c₀ … c₃, (n, points, 1) or (n, 1, 1)."""
-    rest = points[:, : kappa.shape[-1] - 1]
+    """κ/6 times the third Hermite polynomials of (τ, u), as Σ cₙ Heₙ(τ): c₀ … c₃, (n, 1, P) or (n, 1, 1)."""
+    rest = points[..., : kappa.shape[-1] - 1]
     single = kappa[:, 0, 0, 0].reshape(-1, 1, 1) / 6
-    double = 0.5 * (kappa[:, 0, 0, 1:] @ rest.mT).unsqueeze(-1)
-    mixed = kappa[:, 0, 1:, 1:]
-    square = torch.einsum("nab,pa,pb->np", mixed, rest, rest) - mixed.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-    others = kappa[:, 1:, 1:, 1:]
-    cubic = torch.einsum("nabc,pa,pb,pc->np", others, rest, rest, rest) - 3 * torch.einsum("naab,pb->np", others, rest)
-    return (cubic / 6).unsqueeze(-1), (0.5 * square).unsqueeze(-1), double, single
+    double = 0.5 * (rest @ kappa[:, 0, 0, 1:].unsqueeze(-1)).mT
+    mixed, others = kappa[:, 0, 1:, 1:], kappa[:, 1:, 1:, 1:]
+    square = ((rest @ mixed) * rest).sum(-1) - mixed.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    twice = (rest.unsqueeze(-2) * rest.unsqueeze(-1)).flatten(-2)
+    cubic = ((twice @ others.flatten(1, 2)) * rest).sum(-1)
+    cubic = cubic - 3 * (rest @ others.diagonal(dim1=1, dim2=2).sum(-1).unsqueeze(-1)).squeeze(-1)
+    return (cubic / 6).unsqueeze(-2), (0.5 * square).unsqueeze(-2), double, single
 
 
 class _Between(NamedTuple):
-    """E[τⁿ; lo < τ < hi] for n = 0, 1, 2 with the density of the cumulants, and for n = 0, 1 with the normal one."""
+    """E[τⁿ; tᵢ < τ < tᵢ₊₁] for n = 0, 1, 2 with the density of the cumulants, and for n = 0, 1 with the normal one."""
 
     p: Tensor
     e: Tensor
@@ -200,55 +252,33 @@ class _Between(NamedTuple):
     plain_e: Tensor
 
 
-def _normal_between(low: Tensor, high: Tensor) -> _Between:
-    """The same without cumulants: ∫ φ, ∫ τφ = φ(lo) − φ(hi), ∫ τ²φ = ∫ φ + lo·φ(lo) − hi·φ(hi)."""
-    at_low, at_high = density(low), density(high)
-    p, e = distribution(high) - distribution(low), at_low - at_high
-    return _Between(p, e, p + low * at_low - high * at_high, p, e)
+def _between(breaks: Tensor, polynomial: tuple[Tensor, Tensor, Tensor, Tensor] | None) -> _Between:
+    """From ∫ Heₙφ = −Heₙ₋₁φ and the products of τ and τ² with He₁, He₂, He₃ as sums of Hermite polynomials.
 
-
-def _between(low: Tensor, high: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> _Between:
-    """From ∫ Heₙφ = −Heₙ₋₁φ and the products of τ and τ² with He₁, He₂, He₃ as sums of Hermite polynomials."""
-
-    def ends(x: Tensor) -> tuple[Tensor, ...]:
-        phi, square = density(x), x * x
-        first, second, third = x * phi, (square - 1) * phi, x * (square - 3) * phi
-        return phi, first, second, third, ((square - 6) * square + 3) * phi
-
-    lows, highs = ends(low), ends(high)
-    h0, h1, h2, h3, h4 = (a - b for a, b in zip(lows, highs, strict=True))
-    p = distribution(high) - distribution(low)
+    From breaks (n, c − 1, P) to (n, c, P): before the first, between, after the last.
+    """
+    phi, square = density(breaks), breaks * breaks
+    h0, h1 = _falls(phi), _falls(breaks * phi)
+    below = distribution(breaks)
+    p = torch.diff(torch.cat([torch.zeros_like(below[:, :1]), below, torch.ones_like(below[:, :1])], 1), dim=1)
+    if polynomial is None:
+        return _Between(p, h0, p + h1, p, h0)
+    c0, c1, c2, c3 = polynomial
+    h2, h3 = _falls((square - 1) * phi), _falls(breaks * (square - 3) * phi)
+    h4 = _falls(((square - 6) * square + 3) * phi)
+    more = 1 + c0
     return _Between(
-        p=(1 + c0) * p + c1 * h0 + c2 * h1 + c3 * h2,
-        e=(1 + c0) * h0 + c1 * (p + h1) + c2 * (h2 + 2 * h0) + c3 * (h3 + 3 * h1),
-        r=(1 + c0) * (p + h1) + c1 * (h2 + 3 * h0) + c2 * (h3 + 5 * h1 + 2 * p) + c3 * (h4 + 7 * h2 + 6 * h0),
+        p=more * p + c1 * h0 + c2 * h1 + c3 * h2,
+        e=more * h0 + c1 * (p + h1) + c2 * (h2 + 2 * h0) + c3 * (h3 + 3 * h1),
+        r=more * (p + h1) + c1 * (h2 + 3 * h0) + c2 * (h3 + 5 * h1 + 2 * p) + c3 * (h4 + 7 * h2 + 6 * h0),
         plain_p=p,
         plain_e=h0,
     )
 
 
-def _crossings(slope: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Between which t each of the lines start + slope·t is above all others, cut to ±40; the same t if nowhere.
-
-    Slopes (n, c), the same for all of a window's points, starts (n, points, c). In the order of the slopes a line is
-    above those before it after it has crossed them, and above those behind it until then.
-    """
-    order = slope.argsort(-1)
-    ordered = slope.gather(-1, order)
-    lines = start.gather(-1, order.unsqueeze(-2).expand_as(start)).unbind(-1)
-    least = 1e-12 * slope.detach().abs().amax(-1) + 1e-18  # parallel lines cross far away, on the right side
-    low = [torch.full_like(line, -_FAR) for line in lines]
-    high = [torch.full_like(line, _FAR) for line in lines]
-    for j in range(len(lines)):
-        for i in range(j):
-            steeper = torch.maximum(ordered[:, j] - ordered[:, i], least).unsqueeze(-1)
-            cross = (lines[i] - lines[j]) / steeper
-            low[j] = torch.maximum(low[j], cross)
-            high[i] = torch.minimum(high[i], cross)
-    lows = torch.stack(low, -1).clamp(max=_FAR)
-    highs = torch.maximum(lows, torch.stack(high, -1))
-    back = order.argsort(-1).unsqueeze(-2).expand_as(start)
-    return lows.gather(-1, back), highs.gather(-1, back)
+def _falls(at_breaks: Tensor) -> Tensor:
+    """g(tᵢ) − g(tᵢ₊₁), (n, c, P), of a function that is 0 at both ends, given at the breaks."""
+    return -torch.diff(torch.nn.functional.pad(at_breaks, (0, 0, 1, 1)), dim=1)
 
 
 def _point_count(windows: int) -> int:

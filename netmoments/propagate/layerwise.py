@@ -4,241 +4,189 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from netmoments.gaussian.covariance import Covariance
 from netmoments.network.graph import Node, shape_of
+from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
-from netmoments.propagate.elementwise import Elementwise
-from netmoments.propagate.nonlinearity import Local, Nonlinearity
-from netmoments.propagate.piecewise_linear import PiecewiseLinear
+from netmoments.propagate.nonlinearity import Local, Nonlinearity, cholesky_root
 from netmoments.propagate.plan import Plan, Segment
-from netmoments.propagate.third_order import Passed, Path, ThirdOrder, third_order
+from netmoments.propagate.scores import BentLayer, before_gains, bent_layer, score_covariance, score_weights
+from netmoments.propagate.spread import Rows, as_rows, image_rows, random_signs, rows_for, turned_towards
+from netmoments.propagate.third_order import ThirdOrder, skew_variance, third_order
+from netmoments.propagate.transposed import added, before_segment
 
-TILE_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
-"""Covariances of pairs of inputs that are held at a time."""
 DIRECTION_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
-"""Numbers in one layer's directions that go through an affine part together."""
+"""Numbers in one layer's rows that go through an affine part together."""
+FEW = 64
+"""Directions that give a first idea of what the scores depend on."""
 
 
 @dataclass
 class Joint:
-    """Tensors that are jointly Gaussian: x = mean + Fᵀε + e, with ε ~ N(0, I) the noise of the image.
-
-    Cov(x, y) = FₓᵀF_y + N_xy: the first part is linear in the noise and keeps its rank r; the second is what nonlinear
-    layers added.
-    """
+    """Live tensors of N images: their means, (N, n), and how the noise spreads over them, (N, rows, n)."""
 
     means: dict[Node, Tensor] = field(default_factory=dict)
-    """(1, ...)."""
-    factors: dict[Node, Tensor] = field(default_factory=dict)
-    """F, (r, n)."""
-    residuals: dict[tuple[Node, Node], Tensor] = field(default_factory=dict)
-    """N, (n, m), for both orders of a pair; nothing for the image, which has none."""
-
-    def add_pair(self, x: Node, y: Node, block: Tensor) -> None:
-        self.residuals[x, y] = block
-        if x is not y:
-            self.residuals[y, x] = block.mT
+    spreads: dict[Node, Tensor] = field(default_factory=dict)
 
     def keep(self, nodes: tuple[Node, ...]) -> None:
         """Forget the rest."""
         self.means = {node: self.means[node] for node in nodes}
-        self.factors = {node: self.factors[node] for node in nodes}
-        self.residuals = {pair: block for pair, block in self.residuals.items() if set(pair) <= set(nodes)}
+        self.spreads = {node: self.spreads[node] for node in nodes}
 
 
-@dataclass(frozen=True, eq=False)
-class PreActivation:
-    """The input z of a nonlinear layer: mean (p,), factor (r, p), and residual covariances."""
-
-    mean: Tensor
-    factor: Tensor
-    residual: Tensor | None
-    """(p, p)."""
-    with_sources: dict[Node, Tensor]
-    """N between each live tensor and z, (m, p)."""
-
-    def windows(self, rule: Nonlinearity) -> tuple[Tensor, Tensor]:
-        """Means (n, w) and covariances (n, w, w) of the units' windows."""
-        factor = rule.gathered(self.factor).movedim(0, -1)
-        covariance = factor @ factor.mT
-        if self.residual is not None:
-            rows = rule.windows.clamp(min=0)
-            present = rule.windows >= 0
-            own = self.residual[rows.unsqueeze(-1), rows.unsqueeze(-2)]
-            covariance = covariance + own * (present.unsqueeze(-1) & present.unsqueeze(-2))
-        return rule.gathered(self.mean), covariance
-
-    def between_windows(self, rule: Nonlinearity, some: Tensor, others: Tensor) -> Tensor:
-        """Cov of the inputs of units: (a, w, b, w), zero beyond the windows."""
-        rows, columns = rule.windows[some], rule.windows[others]
-        cross = self.covariance(rows.clamp(min=0).reshape(-1), columns.clamp(min=0).reshape(-1))
-        cross = cross.reshape(len(some), rule.width, len(others), rule.width)
-        if bool((rule.windows >= 0).all()):
-            return cross
-        return cross * (rows >= 0)[:, :, None, None] * (columns >= 0)
-
-    def covariance(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cov(z[rows], z[columns])."""
-        product = self.factor[:, rows].mT @ self.factor[:, columns]
-        return product if self.residual is None else product + self.residual[rows.unsqueeze(-1), columns]
+Beyond = Callable[[Rows, Tensor, Local, Tensor, Tensor], ThirdOrder] | None
 
 
-def layerwise(plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean (k,) and covariance (k, k) of the chosen scores for one image, mean (1, ...).
+def layerwise(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Means (N, k) and covariances (N, k, k) of the chosen scores, (N, k), for images (N, ...).
 
     Every tensor is a Gaussian with third cumulants, of which all effects are kept that are of first order in them.
     """
-    return _carried(plan, mean, covariance, rows, third_order)
+    return _carried(plan, mean, covariance, outputs, third_order)
 
 
-def gaussian_layerwise(plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor) -> tuple[Tensor, Tensor]:
+def gaussian_layerwise(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor) -> tuple[Tensor, Tensor]:
     """The same with every tensor taken as Gaussian: what the third cumulants are for."""
-    return _carried(plan, mean, covariance, rows, None)
+    return _carried(plan, mean, covariance, outputs, None)
 
 
-Beyond = Callable[..., ThirdOrder] | None
-
-
-def _carried(plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor, beyond: Beyond) -> tuple[Tensor, Tensor]:
-    joint = Joint()
-    joint.means[plan.image] = mean
-    joint.factors[plan.image] = root = covariance.root().mT
-    passed: list[Passed] = []
-    with full_precision(), Progress("layerwise", len(plan.stages)) as progress:
+def _carried(
+    plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, beyond: Beyond
+) -> tuple[Tensor, Tensor]:
+    means = {plan.image: mean.flatten(1)}
+    with full_precision(), Progress("layerwise", len(plan.stages) + 1) as progress:
+        image = image_rows(covariance.root()).expand(len(mean), -1, -1)
+        rows = rows_for(image.shape[1], outputs.shape[1])
+        if rows.leading:
+            slopes = rough_slopes(plan, means, image, outputs)
+            image = turned_towards(image, leading_directions(image, slopes, rows.leading))
+        joint = Joint(means, {plan.image: image})
+        layers = []
         for place in range(len(plan.stages)):
-            passed.append(_through(joint, plan, place, passed, root, beyond))
+            layers.append(_through(joint, plan, place, rows, beyond))
             progress.advance(1)
-        scores = _pre_activation(joint, plan.last, ())
-        every = scores.covariance(rows, rows)
-    return scores.mean[rows], 0.5 * (every + every.mT)
+        scores = _moved(plan.last, "value", joint.means).gather(1, outputs)
+        spread = _spread(joint, plan.last, rows)
+        spread = spread.gather(2, outputs.unsqueeze(1).expand(-1, spread.shape[1], -1)).mT
+        every = score_covariance(plan, layers, rows, spread, outputs)
+        progress.advance(1)
+    return scores, every
 
 
-def _through(joint: Joint, plan: Plan, place: int, passed: list[Passed], root: Tensor, beyond: Beyond) -> Passed:
-    """One affine part and nonlinear layer: the joint Gaussian with its output, and without what is no longer needed."""
+@torch.no_grad()
+def rough_slopes(plan: Plan, means: dict[Node, Tensor], image: Tensor, outputs: Tensor) -> Tensor:
+    """The expected slopes of chosen scores (N, k) in the image, (N, k, n), roughly: from a few directions' spread."""
+    few = min(FEW, image.shape[1])
+    joint = Joint(dict(means), {plan.image: image[:, :few] * (image.shape[1] / few) ** 0.5})
+    gains = []
+    for place, stage in enumerate(plan.stages):
+        spread = _at_windows(stage.rule, _moved(stage.before, "linear", joint.spreads))
+        mean = stage.rule.gathered(_moved(stage.before, "value", joint.means))
+        local = stage.rule.local(mean, spread @ spread.mT)
+        gains.append(local.gain)
+        joint.keep(tuple(node for node in plan.needed_after(place) if node is not stage.output))
+        joint.means[stage.output] = local.mean
+        joint.spreads[stage.output] = (local.gain.unsqueeze(-2) @ spread).squeeze(-2).mT
+    weights = score_weights(plan, outputs, image)
+    for stage, gain in zip(reversed(plan.stages), reversed(gains), strict=True):
+        own = weights.pop(stage.output)
+        weights = added(weights, before_segment(stage.before, before_gains(stage, gain, own)))
+    return weights[plan.image]
+
+
+@torch.no_grad()
+def leading_directions(image: Tensor, slopes: Tensor, count: int) -> Tensor:
+    """The directions of the noise, (N, r, count), that scores with these slopes depend on most, given its rows."""
+    along = image @ slopes.mT
+    if along.shape[-1] == count:
+        return along
+    return torch.linalg.svd(along, full_matrices=False).U[..., :count]
+
+
+def _through(joint: Joint, plan: Plan, place: int, rows: Rows, beyond: Beyond) -> BentLayer:
+    """One affine part and nonlinear layer: its output joins the live tensors, what is no longer needed leaves."""
     stage, rule = plan.stages[place], plan.stages[place].rule
-    live = tuple(node for node in plan.needed_after(place) if node is not stage.output)
-    z = _pre_activation(joint, stage.before, live)
-    mean, covariance = z.windows(rule)
-    local = rule.local(mean, covariance)
-    found = None
-    if passed and beyond is not None:
-        largest = max(shape_of(node).numel() for earlier in plan.stages for node in earlier.before.results)
-        together = max(1, _elements(root, DIRECTION_ELEMENTS) // largest)
-        path = Path(plan, passed, root, stage.before)
-        found = beyond(path, rule, local, z.factor, covariance, live, together)
-        local = rule.local(mean, covariance, found.cumulants)
-    joint.keep(live)
-    joint.means[stage.output] = local.mean.reshape(shape_of(stage.output))
-    factor = _gained(rule, local, z.factor)
-    joint.factors[stage.output] = factor = factor if found is None else factor.index_add(1, found.curved, found.turns)
-    for node in live:
-        if node is not plan.image:
-            block = _with_live(z, rule, local, joint.factors[node].shape[1], node)
-            if found is not None:
-                block = block.index_add(1, found.curved, found.crossed_live[node].mT)
-            joint.add_pair(node, stage.output, block)
-    residual = _residual(z, rule, local)
-    if found is not None:
-        residual = _with_crossed(residual, found.crossed, found.curved)
-    own = local.variance - factor.square().sum(0)
-    joint.add_pair(stage.output, stage.output, torch.diagonal_scatter(residual, own))
-    return Passed(stage, local)
+    mean = rule.gathered(_moved(stage.before, "value", joint.means))
+    spread = _at_windows(rule, _spread(joint, stage.before, rows))
+    covariance = window_covariance(rows, spread)
+    local, found, skewed = rule.local(mean, covariance), None, None
+    if beyond is not None and spread.shape[-1] > rows.rank:
+        found = beyond(rows, spread, local, covariance, rule.windows >= 0)
+        curvature = local.curvature
+        local = rule.local(mean, covariance, found.cumulants)._replace(curvature=curvature)
+        skewed = skew_variance(local, found.cumulants)
+    layer = bent_layer(rows, stage, local, mean, spread, covariance, skewed)
+    joint.keep(tuple(node for node in plan.needed_after(place) if node is not stage.output))
+    joint.means[stage.output] = local.mean
+    joint.spreads[stage.output] = _spread_after(rows, local, spread, layer.rest, found, place).mT
+    return layer
 
 
-def _with_live(z: PreActivation, rule: Nonlinearity, local: Local, size: int, node: Node) -> Tensor:
-    """N between a live tensor and the output, (m, n); none comes through z where that is affine in the image."""
-    if node not in z.with_sources:
-        return z.mean.new_zeros(size, rule.units)
-    return _gained(rule, local, z.with_sources[node])
+def _spread_after(
+    rows: Rows, local: Local, spread: Tensor, rest: Tensor, found: ThirdOrder | None, place: int
+) -> Tensor:
+    """The output's spread, (N, n, rows): the input's through the gains, and what the nonlinearity adds."""
+    gained = (local.gain.unsqueeze(-2) @ spread).squeeze(-2)
+    probes = spread[..., rows.probes]
+    quadratic = as_rows(probes.mT @ (local.curvature @ probes), rows)
+    signs = random_signs(rows.signs, rest.shape[-1], place, rest)
+    turns = torch.zeros_like(gained[..., rows.probes]) if found is None else found.turns
+    own = torch.cat([quadratic, standard_deviation(rest).unsqueeze(-1) * signs, turns], -1)
+    if gained.shape[-1] == rows.rank:
+        return torch.cat([gained, own], -1)
+    return torch.cat([gained[..., : rows.rank], gained[..., rows.rank :] + own], -1)
 
 
-def _pre_activation(joint: Joint, segment: Segment, live: tuple[Node, ...]) -> PreActivation:
-    """z, the output of an affine part, with its covariances with the live tensors and with itself."""
-    mean = segment.value(joint.means)
-    factor = _linear(segment, {node: joint.factors[node] for node in segment.sources})
-    with_sources = {}
-    for other in dict.fromkeys((*segment.sources, *live)):
-        blocks = {node: joint.residuals[other, node] for node in segment.sources if (other, node) in joint.residuals}
-        if blocks:
-            with_sources[other] = _linear(segment, blocks)
-    own = {node: with_sources[node].mT for node in segment.sources if node in with_sources}
-    residual = _linear(segment, own) if own else None
-    return PreActivation(mean, factor, residual, {node: with_sources[node] for node in live if node in with_sources})
+def window_covariance(rows: Rows, spread: Tensor) -> Tensor:
+    """S of every window, (..., n, w, w), from its spread.
 
-
-def _linear(segment: Segment, directions: dict[Node, Tensor]) -> Tensor:
-    """The linear part of a segment on rows of directions (B, n) of its sources: (B, p)."""
-    if not segment.steps and len(segment.results) == 1 and segment.results[0] in directions:
-        return directions[segment.results[0]]
-    largest = max(shape_of(node).numel() for node in (*segment.sources, *segment.results))
-    elements = _elements(next(iter(directions.values())), DIRECTION_ELEMENTS)
-    return segment.batched("linear", directions, max(1, elements // largest))
-
-
-def _gained(rule: Nonlinearity, local: Local, rows: Tensor) -> Tensor:
-    """Covariances (B, p) of something with z turned into covariances (B, n) with y, by the expected slopes."""
-    if rule.width == 1:
-        return rows * local.gain.squeeze(-1)
-    return (rule.gathered(rows) * local.gain).sum(-1)
-
-
-def _residual(z: PreActivation, rule: Nonlinearity, local: Local) -> Tensor:
-    """N of different units of the output, (n, n): z's own through the gains, plus what the nonlinearity adds."""
-    if z.residual is None:
-        total = z.mean.new_zeros(rule.units, rule.units)
-    else:
-        total = _gained(rule, local, _gained(rule, local, z.residual).mT)
-    curved = local.curvature.detach().flatten(1).any(-1).nonzero().squeeze(-1)
-    if not len(curved):
-        return total
-    if isinstance(rule, PiecewiseLinear | Elementwise):
-        pairs = rule.restricted(curved).pairs(z.mean[curved], z.covariance(curved, curved))
-    else:
-        pairs = _all_bent_pairs(z, rule, local, curved)
-    return total.index_put((curved.unsqueeze(-1), curved), pairs, accumulate=True)
-
-
-def _with_crossed(residual: Tensor, rows: Tensor, curved: Tensor) -> Tensor:
-    """N plus rows (k, n) of some units, and their transpose."""
-    every = torch.arange(len(residual), device=curved.device)
-    once = residual.index_put((curved.unsqueeze(-1), every), rows, accumulate=True)
-    return once.mT.index_put((curved.unsqueeze(-1), every), rows, accumulate=True).mT
-
-
-def _all_bent_pairs(z: PreActivation, rule: Nonlinearity, local: Local, curved: Tensor) -> Tensor:
-    """`_bent_pairs` of all curved units, (k, k), strip by strip, each pair once."""
-    tile = max(1, _elements(z.mean, TILE_ELEMENTS) // (rule.width**2 * len(curved)))
-    strips = []
-    for start in range(0, len(curved), tile):
-        some = curved[start : start + tile]
-        strip = _kept_small(_bent_pairs, z, rule, local, some, curved[start:])
-        strips.append(torch.nn.functional.pad(strip, (start, 0)))
-    upper = torch.cat(strips).triu()
-    return upper + upper.triu(1).mT
-
-
-def _bent_pairs(z: PreActivation, rule: Nonlinearity, local: Local, some: Tensor, others: Tensor) -> Tensor:
-    """½ tr(H_X C H_Y Cᵀ) for windows X among `some` and Y among `others`, C being the cross-covariance of their inputs.
-
-    It is the second term of the Hermite series of their covariance; gᵀCg is the first.
+    The turns T count to first order, C = FTᵀ + TFᵀ. So that S + C is never negative, it is taken as R(I + M/2)²Rᵀ with
+    S = RRᵀ and M = R⁻¹CR⁻ᵀ, which is the same to first order.
     """
-    cross = z.between_windows(rule, some, others)
-    left = torch.einsum("aij,ajbk->aibk", local.curvature[some], cross)
-    right = torch.einsum("aibk,bkl->aibl", cross, local.curvature[others])
-    return 0.5 * (left * right).sum((1, 3))
+    products = spread[..., rows.covariance]
+    covariance = products @ products.mT
+    if spread.shape[-1] == rows.rank:
+        return covariance
+    half = spread[..., rows.probes] @ spread[..., rows.turns].mT
+    root = cholesky_root(covariance)
+    half = torch.linalg.solve_triangular(root, half, upper=False)
+    half = torch.linalg.solve_triangular(root.mT, half, upper=True, left=False)
+    turned = root + root @ (0.5 * (half + half.mT))
+    return turned @ turned.mT
 
 
-def _kept_small(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """A part of a large computation, of which autograd keeps nothing: it is done again in the backward pass."""
-    return checkpoint(function, *inputs, use_reentrant=False) if torch.is_grad_enabled() else function(*inputs)
+def _spread(joint: Joint, segment: Segment, rows: Rows) -> Tensor:
+    """How the noise spreads over the output of an affine part, (N, rows, p)."""
+    given = {node: joint.spreads[node] for node in segment.sources}
+    if len({x.shape[1] for x in given.values()}) == 1:
+        return _moved(segment, "linear", given)
+    linear = _moved(segment, "linear", {node: x[:, : rows.rank] for node, x in given.items()})
+    others = {node: x[:, rows.rank :] for node, x in given.items() if x.shape[1] > rows.rank}
+    return torch.cat([linear, _moved(segment, "linear", others)], 1)
 
 
-def _elements(like: Tensor, by_device: dict[str, int]) -> int:
-    return by_device.get(like.device.type, by_device["cpu"])
+def _moved(segment: Segment, function: str, given: dict[Node, Tensor]) -> Tensor:
+    """`value` or `linear` of an affine part, for sources (..., n): (..., p)."""
+    lead = next(iter(given.values())).shape[:-1]
+    if function == "linear" and not segment.steps and len(segment.results) == 1 and segment.results[0] in given:
+        return given[segment.results[0]]
+    largest = max(shape_of(node).numel() for node in (*segment.sources, *segment.results))
+    like = next(iter(given.values()))
+    elements = DIRECTION_ELEMENTS.get(like.device.type, DIRECTION_ELEMENTS["cpu"])
+    flat = {node: given[node].flatten(0, -2) for node in segment.sources if node in given}
+    return segment.batched(function, flat, max(1, elements // largest)).unflatten(0, lead)
+
+
+def _at_windows(rule: Nonlinearity, spread: Tensor) -> Tensor:
+    """What windows look at, (N, n, w, rows), of spreads (N, rows, p)."""
+    by_unit = spread.mT.contiguous()
+    if rule.width == 1:
+        return by_unit.unsqueeze(-2)
+    places = rule.windows
+    found = by_unit[:, places.clamp(min=0)]
+    return found if bool((places >= 0).all()) else found * (places >= 0).unsqueeze(-1)

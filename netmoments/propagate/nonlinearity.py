@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 FLOOR = {torch.float32: 1e-6, torch.float64: 1e-12}
-"""Added to the variances of a window, relative to their mean, so that tied inputs have a Cholesky factor."""
+"""Added to the variances of a window, relative to the largest, so that tied inputs have a Cholesky factor."""
 
 
 class Local(NamedTuple):
-    """One unit y = f(z) for z ~ N(m, S) over the w inputs it looks at, for each of n units."""
+    """One unit y = f(z) for z ~ N(m, S) over the w inputs it looks at, for each of n units; images come first."""
 
     mean: Tensor
     """E f, (n,)."""
@@ -43,17 +43,22 @@ class ThirdCumulants(NamedTuple):
     """κ, (n, q, q, q), of the first q coordinates; the others are Gaussian."""
 
 
+def cholesky_root(covariance: Tensor) -> Tensor:
+    """R with RRᵀ = S, (..., w, w), S with a floor on its diagonal: `FLOOR` of the largest variance of the window."""
+    own = covariance.diagonal(dim1=-2, dim2=-1)
+    floor = FLOOR[covariance.dtype] * own.detach().amax(-1, keepdim=True) + 1e-30
+    if own.shape[-1] == 1:
+        return (own + floor).sqrt().unsqueeze(-1)
+    return torch.linalg.cholesky(covariance + torch.diag_embed(floor.expand_as(own)))
+
+
 def whitened(covariance: Tensor, curvature: Tensor, present: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """R with RRᵀ = S, and R⁻¹: (n, w, w) each. If w > first, the unit bends most along the first columns of R.
 
-    S gets a floor on its diagonal, `FLOOR` of its mean, so that tied inputs have a root: Cholesky's R', or R' times the
-    eigenvectors of R'ᵀHR' in the order of their eigenvalues' size. Any rotation of a root is one, so nothing is
-    differentiated through them.
+    R' of Cholesky, or R' times the eigenvectors of R'ᵀHR' in the order of their eigenvalues' size. Any rotation of a root
+    is one, so nothing is differentiated through them.
     """
-    own = covariance.diagonal(dim1=-2, dim2=-1)
-    count = present.sum(-1, keepdim=True)
-    floor = FLOOR[covariance.dtype] * own.detach().sum(-1, keepdim=True) / count + 1e-30
-    root = torch.linalg.cholesky(covariance + torch.diag_embed(floor.expand_as(own)))
+    root = cholesky_root(covariance)
     if root.shape[-1] > first:
         with torch.no_grad():
             both = present.unsqueeze(-1) & present.unsqueeze(-2)
@@ -74,7 +79,7 @@ class Nonlinearity(ABC):
 
     @abstractmethod
     def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
-        """The units' moments, from means (n, w) and covariances (n, w, w) of what they look at.
+        """The units' moments, from means (..., n, w) and covariances (..., n, w, w) of what they look at.
 
         Places beyond a window have mean 0, variance 0 and gain 0. With third cumulants, the mean, the variance and the
         gain E ∇f are right to first order in them.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -56,15 +55,6 @@ class Opaque(Nonlinearity):
                 f'method="sampling"'
             ) from error
 
-    def expected_push(self, samples: Tensor, directions: Tensor, together: int) -> Tensor:
-        """E[∂f] v for directions v (B, p), the expectation over samples (K, p): (B, n)."""
-        total = directions.new_zeros(len(directions), self.units)
-        with self._named_failure():
-            for sample in samples:
-                push = partial(_push, self.function, sample)
-                total += torch.func.vmap(push, chunk_size=together)(directions)
-        return total / len(samples)
-
     def expected_pull(self, samples: Tensor, weights: Tensor, together: int) -> Tensor:
         """aᵀ E[∂f] for rows of weights a (k, n): (k, p)."""
         total = weights.new_zeros(len(weights), samples.shape[1])
@@ -73,11 +63,6 @@ class Opaque(Nonlinearity):
                 back = torch.func.vjp(self.function, sample)[1]
                 total += torch.func.vmap(lambda row, back=back: back(row)[0], chunk_size=together)(weights)
         return total / len(samples)
-
-
-def _push(function: Callable[[Tensor], Tensor], at: Tensor, direction: Tensor) -> Tensor:
-    slope: Tensor = torch.func.jvp(function, (at,), (direction,))[1]
-    return slope
 
 
 def opaque(

@@ -40,18 +40,24 @@ class PiecewiseLinear(Nonlinearity):
         return self.offset + self.slope * z + bent
 
     def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
-        m, variance = mean.squeeze(-1), covariance.reshape(len(mean))
+        m, variance = mean.squeeze(-1), covariance.squeeze((-2, -1))
         s = standard_deviation(variance)
-        shifted = m - self.kinks
+        bends = self._beside(self.bends, m)
+        shifted = m - self._beside(self.kinks, m)
         gates = open_probability(shifted, variance)
-        gain = self.slope + (self.bends * gates).sum(0)
+        gain = self.slope + (bends * gates).sum(0)
         gaussian = Local(
-            mean=self.offset + self.slope * m + (self.bends * relu_mean(shifted, s)).sum(0),
+            mean=self.offset + self.slope * m + (bends * relu_mean(shifted, s)).sum(0),
             variance=(gain * gain * variance + self._own(shifted, variance)).clamp(min=0),
             gain=gain.unsqueeze(-1),
-            curvature=(self.bends * _bell(shifted, s)).sum(0).reshape(-1, 1, 1),
+            curvature=(bends * _bell(shifted, s)).sum(0)[..., None, None],
         )
-        return gaussian if cumulants is None else self._skewed(gaussian, m, s, cumulants.kappa.reshape(-1))
+        return gaussian if cumulants is None else self._skewed(gaussian, m, s, cumulants.kappa.reshape(m.shape))
+
+    @staticmethod
+    def _beside(by_kink: Tensor, units: Tensor) -> Tensor:
+        """Numbers of every kink, (K, n), to go with numbers of units (..., n): (K, ..., n)."""
+        return by_kink.reshape(len(by_kink), *[1] * (units.dim() - 1), -1)
 
     def _skewed(self, gaussian: Local, m: Tensor, s: Tensor, gamma: Tensor) -> Local:
         """What a skewness γ of z adds, to first order: γ/6 s³ d³/dm³ of every expectation.
@@ -59,13 +65,14 @@ class PiecewiseLinear(Nonlinearity):
         With h = (m − kink)/s and φ = φ(h) at every kink, f₊, f₋ the slopes on its sides and d = f(kink) − E f:
         −γ/6 s Σ bend hφ to the mean, γ/6 Σ bend (h²−1)φ to the gain, γ/3 s Σ bend φ(s(f₊+f₋) − hd) to the variance.
         """
-        h = standardize(m - self.kinks, s)
-        bell = self.bends * density(h)
+        h = standardize(m - self._beside(self.kinks, m), s)
+        bends = self._beside(self.bends, m)
+        bell = bends * density(h)
         below = (self.kinks.unsqueeze(0) < self.kinks.unsqueeze(1)).to(m.dtype)  # [k, j]: kink j lies below kink k
-        before = self.slope + (below * self.bends).sum(1)
+        before = self._beside(self.slope + (below * self.bends).sum(1), m)
         reached = (torch.relu(self.kinks.unsqueeze(1) - self.kinks) * self.bends).sum(1)
-        beyond = self.offset + self.slope * self.kinks + reached - gaussian.mean
-        rise = (bell * (s * (2 * before + self.bends) - h * beyond)).sum(0)
+        beyond = self._beside(self.offset + self.slope * self.kinks + reached, m) - gaussian.mean
+        rise = (bell * (s * (2 * before + bends) - h * beyond)).sum(0)
         return Local(
             mean=gaussian.mean - gamma / 6 * s * (h * bell).sum(0),
             variance=(gaussian.variance + gamma / 3 * s * rise).clamp(min=0),
@@ -78,18 +85,15 @@ class PiecewiseLinear(Nonlinearity):
 
         For hₐ ≤ h_b (fully correlated) N = s²[Φ(hₐ)Φ(−h_b) − e(hₐ)e(−h_b)], e(h) = hΦ(h) + φ(h).
         """
-        total = (self.bends.square() * nonlinear_variance(shifted, variance)).sum(0)
+        bends = self._beside(self.bends, variance)
+        total = (bends.square() * nonlinear_variance(shifted, variance)).sum(0)
         h = standardize(shifted, standard_deviation(variance))
         for a in range(len(h)):
             for b in range(a):
                 low, high = torch.minimum(h[a], h[b]), torch.maximum(h[a], h[b])
                 shared = distribution(low) * distribution(-high) - unit_mean(low) * unit_mean(-high)
-                total = total + 2 * self.bends[a] * self.bends[b] * variance * shared
+                total = total + 2 * bends[a] * bends[b] * variance * shared
         return total
-
-    def restricted(self, units: Tensor) -> PiecewiseLinear:
-        """Chosen units only."""
-        return PiecewiseLinear(self.offset[units], self.slope[units], self.bends[:, units], self.kinks[:, units])
 
     def active(self, mean: Tensor, variance: Tensor, saturated: float) -> Tensor:
         """Units that are near a kink, in units of their deviation: (n,) of booleans."""
@@ -97,20 +101,20 @@ class PiecewiseLinear(Nonlinearity):
         return ((h <= saturated) & (self.bends != 0)).any(0) & (variance > 0)
 
     def pairs(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """The nonlinear covariances of all pairs of units, (n, n), exactly: means (n,), covariances (n, n).
+        """The nonlinear covariances of all pairs of units, (..., n, n), exactly: means (..., n), covariances.
 
         Σ bendₐ bend_b (Cov(relu(z − kinkₐ), relu(z' − kink_b)) − ΦₐΦ_b Cov(z, z')).
         """
-        many = len(self.kinks)
-        shifted = (mean - self.kinks).reshape(-1)
-        full = covariance.repeat(many, many) if many > 1 else covariance
-        gate = self.bends.reshape(-1) * open_probability(shifted, full.diagonal())
+        many, units = self.kinks.shape
+        shifted = (mean.unsqueeze(-2) - self.kinks).flatten(-2)
+        full = covariance.repeat(*[1] * (covariance.dim() - 2), many, many) if many > 1 else covariance
         bend = self.bends.reshape(-1)
+        gate = bend * open_probability(shifted, full.diagonal(dim1=-2, dim2=-1))
         whole = relu_covariance(shifted, full)
-        whole = whole * (bend.unsqueeze(-1) * bend) - full * (gate.unsqueeze(-1) * gate)
+        whole = whole * (bend.unsqueeze(-1) * bend) - full * (gate.unsqueeze(-1) * gate.unsqueeze(-2))
         if many == 1:
             return whole
-        return whole.reshape(many, len(mean), many, len(mean)).sum((0, 2))
+        return whole.unflatten(-1, (many, units)).unflatten(-3, (many, units)).sum((-4, -2))
 
 
 def relu(count: int, like: Tensor) -> PiecewiseLinear:
