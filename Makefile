@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-gpu lint bench bench-attacks clean
+.PHONY: demo test test-slow test-gpu lint bench bench-gpu bench-attacks clean
 
 demo: $(READY)
 	$(BIN)/netmoments report digits digits --sigma 0.05
@@ -27,6 +27,11 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.networks
+	$(BIN)/python -m benchmarks.speed --record benchmarks/records/speed-cpu.json
+
+bench-gpu:
+	$(PYTHON) -m benchmarks.gpu_kernel
+	$(PYTHON) -m benchmarks.speed --device cuda --record benchmarks/records/speed-cuda.json
 
 # Needs MNIST (netmoments download mnist, or $$NETMOMENTS_DATA); the rivals take hours on a CPU, minutes on a GPU.
 bench-attacks: $(READY)

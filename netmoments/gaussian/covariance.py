@@ -67,6 +67,10 @@ class Covariance(ABC):
     @abstractmethod
     def root(self) -> Tensor: ...
 
+    def turned_root(self, basis: Tensor) -> Tensor:
+        """(root · basis)ᵀ, (..., r, n), for an orthogonal basis (r, r): another root's rows."""
+        return matmul(basis.mT, self.root().mT)
+
     @abstractmethod
     def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor: ...
 
@@ -158,6 +162,9 @@ class Isotropic(Covariance):
     def root(self) -> Tensor:
         return torch.diag_embed(standard_deviation(self.variances()))
 
+    def turned_root(self, basis: Tensor) -> Tensor:
+        return basis.mT * standard_deviation(self.variances()).unsqueeze(-2)
+
     def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
         return _standard_normal((*shape, self.dimension), self.variance, generator) * self.variance.sqrt().unsqueeze(-1)
 
@@ -193,6 +200,9 @@ class Diagonal(Covariance):
 
     def root(self) -> Tensor:
         return torch.diag_embed(standard_deviation(self.variance))
+
+    def turned_root(self, basis: Tensor) -> Tensor:
+        return basis.mT * standard_deviation(self.variance).unsqueeze(-2)
 
     def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
         return _standard_normal((*shape, self.size), self.variance, generator) * self.variance.sqrt()

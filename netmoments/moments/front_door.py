@@ -79,7 +79,7 @@ def output_moments(
             unbiased, with smaller standard errors.
         seed: for "sampling" and "sketch".
         memory_budget: bytes that linearizations or covariances may take at a time, by default half of what is free. A
-            sketch keeps about `probes` copies of the network's largest tensors, whatever the budget.
+            sketch takes as many images at a time as fit, at least one: `probes` copies of the network's tensors.
 
     Where the noise requires a gradient, the mean of the scores has one by "layerwise" and "sketch" (the
     covariance too by "layerwise"), in it and in the network's weights.

@@ -15,13 +15,18 @@ LEAST_SAMPLES = 4
 """Fewer do not give two spreads that know nothing of each other."""
 
 
+def paired(count: int) -> int:
+    """How many of K samples, from the first and the last, are paired with each other: the work goes with the square."""
+    return max(count // 2 if count < 8 else 3 * count // 8, 1)
+
+
 class Quadratics(NamedTuple):
     """The quadratic forms zᵀM_i z', M_i = Σ_u a_iu H_u, of r scores at K samples of N images."""
 
     own: Tensor
     """At a sample and itself, (N, r, K), samples about their mean."""
     across: Tensor
-    """At the first half of the samples and the second, (N, r, K − K//2, K//2)."""
+    """At some of the first samples and as many of the last, (N, r, k, k)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +45,8 @@ class BentUnits:
     def quadratics(self, weights: Tensor) -> Quadratics:
         """Σ_u a_iu z_uᵀ H_u z_u' for weights a on all units of the layer, (N, r, n)."""
         images, count = self.samples.shape[:2]
-        half, scores = count - count // 2, weights.shape[1]
-        total = Quadratics(
-            weights.new_zeros(images, scores, count), weights.new_zeros(images, scores, half, count - half)
-        )
+        few, scores = paired(count), weights.shape[1]
+        total = Quadratics(weights.new_zeros(images, scores, count), weights.new_zeros(images, scores, few, few))
         weights = weights.index_select(-1, self.units)
         if self.windows.shape[1] == 1:
             self._add_of_single_inputs(weights, total)
@@ -54,25 +57,26 @@ class BentUnits:
     def _add_of_single_inputs(self, weights: Tensor, total: Quadratics) -> None:
         """z_kᵀ diag(a H) z_l: a product of matrices for each score."""
         images, count = self.samples.shape[:2]
-        half = total.across.shape[2]
+        few = paired(count)
         for some in units_in_parts(self.samples, images * count, len(self.units)):
             places = self.windows[some].squeeze(-1)
             z = centred(self.samples.flatten(0, 1).index_select(1, places).unflatten(0, (images, count)), 1)
             curved = self.curvature[:, some].flatten(1).unsqueeze(1) * z
             total.own.add_(weights[..., some] @ (z * curved).mT)
             for across, own in zip(total.across.unbind(1), weights[..., some].unbind(1), strict=True):
-                across.add_((z[:, :half] * own.unsqueeze(1)) @ curved[:, half:].mT)
+                across.add_((z[:, :few] * own.unsqueeze(1)) @ curved[:, -few:].mT)
 
     def _add_of_windows(self, weights: Tensor, total: Quadratics) -> None:
-        """The forms of every unit between the two halves first, (N, some, K·K/4), then their sums for all scores."""
-        width, half = self.windows.shape[1], total.across.shape[2]
-        each = max(width * self.samples.shape[1], half * half)
+        """The forms of every unit between first and last samples, (N, some, k·k), then their sums for all scores."""
+        count, width = self.samples.shape[1], self.windows.shape[1]
+        few = paired(count)
+        each = max(width * count, few * few)
         across = total.across.view(*weights.shape[:2], -1)
         for some, sampled in windows_in_parts(self.windows, laid_out(self.samples.mT), each):
             z = centred(sampled, -1)
             curved = self.curvature[:, some] @ z
             total.own.add_(weights[..., some] @ (z * curved).sum(2))
-            across.add_(weights[..., some] @ (z[..., :half].mT @ curved[..., half:]).flatten(2))
+            across.add_(weights[..., some] @ (z[..., :few].mT @ curved[..., -few:]).flatten(2))
 
 
 def bent_units(rule: Nonlinearity, curvature: Tensor, covariance: Tensor, samples: Tensor) -> BentUnits | None:
@@ -103,7 +107,7 @@ def nonlinear_covariance(remainders: Tensor, quadratics: Quadratics | None) -> T
 def quadratic_covariance(across: Tensor) -> Tensor:
     """½ tr(M_i S M_j S), (N, r, r), the covariance of ½ zᵀM_i z for Gaussian z, unbiased given M.
 
-    One S is that of the first samples, the other that of the second, each about their own mean: from the forms zᵀM_i z'
+    One S is that of the first samples, the other that of the last, each about their own mean: from the forms zᵀM_i z'
     between the two, (N, r, a, b), less the means of their rows and columns, ½ Σ W_i W_j / ((a − 1)(b − 1)). This never
     has a negative eigenvalue.
     """

@@ -42,14 +42,15 @@ def _rows_of(node: Node, plan: Plan, rows: Rows) -> int:
 def _numbers(stage: Stage, plan: Plan, rows: Rows) -> int:
     """What a layer with p inputs and n units of w inputs works on.
 
-    Rows of the input (as they come, by unit, by window), of the output twice, matrices of pairs of directions for the
-    output, and for third cumulants where there are any, and four squares where pairs are exact.
+    Rows of the input (in parts, put together, and by unit), by window and once more with places beyond it masked, of
+    the output twice, matrices of pairs of directions for the output, and for third cumulants where there are any, and
+    four squares where pairs are exact.
     """
     p = sum(shape_of(node).numel() for node in stage.before.results)
     n, w = stage.rule.units, stage.rule.width
     before = max(_rows_of(node, plan, rows) for node in stage.before.sources)
     skewed = min(w, MOST_DIRECTIONS) if before > rows.rank else 0
-    spreads = before * (2 * p + (n * w if w > 1 else 0)) + 2 * rows.count * n
+    spreads = before * (3 * p + (2 * n * w if w > 1 else 0)) + 2 * rows.count * n
     matrices = rows.paired**2 * n * (2 + 2 * skewed)
     return spreads + matrices + (4 * n * n if has_exact_pairs(stage.rule) else 0)
 

@@ -12,8 +12,8 @@ from netmoments.propagate.few_lines import LargestMoments, direction_sets, expec
 from netmoments.propagate.largest import Largest
 from netmoments.propagate.sampled_windows import joined
 
-CHANCE = 4.0
-"""Deviations behind the leading input beyond which an input is left out: it would be the largest once in 30,000."""
+CHANCE = 3.5
+"""Deviations behind the leading input beyond which an input is left out: it would be the largest once in 4,000."""
 SIZES = (2, 4, 6, 9, 16, 32)
 """Windows with at most so many contenders are treated together."""
 FRAMES, MOST_FRAMES = 2**13, 256
@@ -79,14 +79,15 @@ def _narrowed(windows: Windows, frames: int, with_zero: bool) -> LargestMoments:
     curvature = torch.zeros_like(windows.covariance, requires_grad=False)
     width = len(near)
     for which, size in _by_size(near.sum(0), _is_open(windows, near, with_zero=with_zero), width):
-        distance, order = behind.index_select(-1, which).sort(0)
-        distance, order = distance[:size], order[:size]
-        own = _in_parts(windows.chosen(which).reordered(order, distance <= CHANCE), frames, with_zero)
+        some = windows.chosen(which)
+        if size == width:
+            own = _in_parts(some, frames, with_zero)
+        else:
+            distance, order = (x[:size] for x in behind.index_select(-1, which).sort(0))
+            own = _in_parts(some.reordered(order, distance <= CHANCE), frames, with_zero).placed(order, width)
         expected = expected.index_copy(0, which, own.mean)
-        gain.index_copy_(1, which, gain.new_zeros(width, len(which)).scatter_(0, order, own.gain))
-        places = (order.unsqueeze(1) * width + order).flatten(0, 1)
-        wide = gain.new_zeros(width**2, len(which)).scatter_(0, places, own.curvature.flatten(0, 1))
-        curvature.index_copy_(2, which, wide.unflatten(0, (width, width)))
+        gain.index_copy_(1, which, own.gain)
+        curvature.index_copy_(2, which, own.curvature)
     return LargestMoments(expected, gain, curvature)
 
 

@@ -32,6 +32,13 @@ class LargestMoments(NamedTuple):
     curvature: Tensor
     """E ∇²f, (w, w, M), without gradient."""
 
+    def placed(self, order: Tensor, width: int) -> LargestMoments:
+        """The inputs at places (w, M) among more of them, of which the others do not matter."""
+        gain = self.gain.new_zeros(width, order.shape[-1]).scatter_(0, order, self.gain)
+        places = (order.unsqueeze(1) * width + order).flatten(0, 1)
+        wide = self.gain.new_zeros(width * width, order.shape[-1]).scatter_(0, places, self.curvature.flatten(0, 1))
+        return LargestMoments(self.mean, gain, wide.unflatten(0, (width, width)))
+
 
 def expected_largest(
     mean: Tensor, covariance: Tensor, present: Tensor, directions: Tensor, *, with_zero: bool
@@ -78,12 +85,12 @@ def _reach(mean: Tensor, covariance: Tensor) -> Tensor:
 def _cholesky(covariance: Tensor, floor: Tensor) -> list[Tensor]:
     """Columns of R, RRᵀ = S + floor, each from the diagonal on: (w, M), (w − 1, M), …, (1, M)."""
     columns: list[Tensor] = []
-    for j in range(len(covariance)):
-        column = covariance[j:, j]
-        for i, earlier in enumerate(columns):
-            column = column - earlier[j - i :] * earlier[j - i]
-        pivot = torch.maximum(column[:1] + floor, floor).sqrt()
-        columns.append(torch.cat([pivot, column[1:] / pivot]))
+    rest = covariance
+    while len(rest):
+        pivot = torch.maximum(rest[0, :1] + floor, floor).sqrt()
+        below = rest[1:, 0] / pivot
+        columns.append(torch.cat([pivot, below]))
+        rest = torch.addcmul(rest[1:, 1:], below.unsqueeze(1), below, value=-1)
     return columns
 
 

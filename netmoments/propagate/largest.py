@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -216,17 +216,14 @@ def _breaks(slope: Tensor, start: Tensor) -> Tensor:
     """
     least = 1e-12 * slope.detach().abs().amax(-1) + 1e-18  # parallel lines cross far away, on the right side
     lines = start.unbind(1)
-    crossed: list[Tensor | None] = [None] * len(lines)
+    after = [torch.full_like(line, -_FAR) for line in lines]
     breaks = []
     for i in range(1, len(lines)):
-        before, earliest = lines[i - 1], None
         for j in range(i, len(lines)):
             steeper = torch.maximum(slope[:, j] - slope[:, i - 1], least).unsqueeze(-1)
-            cross, sofar = (before - lines[j]) / steeper, crossed[j]
-            crossed[j] = cross = cross if sofar is None else torch.maximum(sofar, cross)
-            earliest = cross if earliest is None else torch.minimum(earliest, cross)
-        breaks.append(earliest)
-    return torch.stack(breaks, 1).clamp(-_FAR, _FAR)
+            after[j] = torch.maximum(after[j], (lines[i - 1] - lines[j]) / steeper)
+        breaks.append(reduce(torch.minimum, after[i:]))
+    return torch.stack(breaks, 1).clamp(max=_FAR)
 
 
 def _polynomial(kappa: Tensor, points: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

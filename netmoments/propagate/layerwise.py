@@ -17,7 +17,7 @@ from netmoments.propagate.nonlinearity import Local, Nonlinearity, cholesky_root
 from netmoments.propagate.plan import Plan, Segment
 from netmoments.propagate.scores import BentLayer, before_gains, bent_layer, score_covariance, score_weights
 from netmoments.propagate.spread import Rows, as_rows, image_rows, random_signs, rows_for, turned_towards
-from netmoments.propagate.third_order import ThirdOrder, skew_variance, third_order
+from netmoments.propagate.third_order import ThirdOrder, third_order
 from netmoments.propagate.transposed import added, before_segment
 
 DIRECTION_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
@@ -60,7 +60,7 @@ def _carried(
 ) -> tuple[Tensor, Tensor]:
     means = {plan.image: mean.flatten(1)}
     with full_precision(), Progress("layerwise", len(plan.stages) + 1) as progress:
-        image = image_rows(covariance.root()).expand(len(mean), -1, -1)
+        image = image_rows(covariance, mean).expand(len(mean), -1, -1)
         rows = rows_for(image.shape[1], outputs.shape[1])
         if rows.leading:
             slopes = rough_slopes(plan, means, image, outputs)
@@ -114,13 +114,13 @@ def _through(joint: Joint, plan: Plan, place: int, rows: Rows, beyond: Beyond) -
     mean = rule.gathered(_moved(stage.before, "value", joint.means))
     spread = _at_windows(rule, _spread(joint, stage.before, rows))
     covariance = window_covariance(rows, spread)
-    local, found, skewed = rule.local(mean, covariance), None, None
+    local = rule.local(mean, covariance)
+    layer = bent_layer(rows, stage, local, mean, spread, covariance)
+    found = None
     if beyond is not None and spread.shape[-1] > rows.rank:
         found = beyond(rows, spread, local, covariance, rule.windows >= 0)
-        curvature = local.curvature
-        local = rule.local(mean, covariance, found.cumulants)._replace(curvature=curvature)
-        skewed = skew_variance(local, found.cumulants)
-    layer = bent_layer(rows, stage, local, mean, spread, covariance, skewed)
+        local = rule.local(mean, covariance, found.cumulants)._replace(curvature=local.curvature)
+        layer = layer._replace(gain=local.gain)
     joint.keep(tuple(node for node in plan.needed_after(place) if node is not stage.output))
     joint.means[stage.output] = local.mean
     joint.spreads[stage.output] = _spread_after(rows, local, spread, layer.rest, found, place).mT

@@ -55,8 +55,8 @@ def cholesky_root(covariance: Tensor) -> Tensor:
 def whitened(covariance: Tensor, curvature: Tensor, present: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """R with RRᵀ = S, and R⁻¹: (n, w, w) each. If w > first, the unit bends most along the first columns of R.
 
-    R' of Cholesky, or R' times the eigenvectors of R'ᵀHR' in the order of their eigenvalues' size. Any rotation of a root
-    is one, so nothing is differentiated through them.
+    R' of Cholesky, or R' times the eigenvectors of R'ᵀHR' in the order of their eigenvalues' size. Any rotation of a
+    root is one, so nothing is differentiated through them.
     """
     root = cholesky_root(covariance)
     if root.shape[-1] > first:

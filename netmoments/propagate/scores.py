@@ -50,13 +50,9 @@ def has_exact_pairs(rule: Nonlinearity) -> bool:
     return isinstance(rule, PiecewiseLinear | Elementwise) and rule.units <= EXACT_PAIRS
 
 
-def bent_layer(
-    rows: Rows, stage: Stage, local: Local, mean: Tensor, spread: Tensor, covariance: Tensor, skewed: Tensor | None
-) -> BentLayer:
-    """From windows' means, spreads and covariances; `skewed` is what third cumulants add to the units' variances."""
+def bent_layer(rows: Rows, stage: Stage, local: Local, mean: Tensor, spread: Tensor, covariance: Tensor) -> BentLayer:
+    """From the Gaussian moments of a layer's units, and their windows' means, spreads and covariances."""
     beyond_linear = local.variance - local.linear_variance(covariance)
-    if skewed is not None:
-        beyond_linear = beyond_linear - skewed
     rest = (beyond_linear - local.quadratic_variance(covariance)).clamp(min=0)
     probes = _probes(rows, spread)
     pairs = None

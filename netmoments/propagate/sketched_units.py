@@ -7,14 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.normal import density, standard_deviation
+from netmoments.normal import density, distribution, standard_deviation
 from netmoments.propagate.contenders import largest_of_contenders
 from netmoments.propagate.elementwise import Elementwise
 from netmoments.propagate.largest import Largest
 from netmoments.propagate.nonlinearity import Nonlinearity
 from netmoments.propagate.piecewise_linear import PiecewiseLinear
 from netmoments.propagate.sampled_windows import joined, laid_out, variances, window_covariance, windows_in_parts
-from netmoments.relu.marginal import open_probability, relu_mean, standardize
+from netmoments.relu.marginal import standardize
 
 SAMPLE_ELEMENTS = {"cpu": 2**19, "cuda": 2**28}
 """Numbers in samples of windows that a rule of any kind is asked about together."""
@@ -87,12 +87,17 @@ def moments_of_units(rule: Nonlinearity, mean: Tensor, covariance: Tensor, probe
 
 
 def _piecewise_linear(rule: PiecewiseLinear, mean: Tensor, variance: Tensor) -> Units:
-    """Of f(z) = offset + slope·z + Σ bend relu(z − kink): slope + Σ bend Φ(h), Σ bend φ(h)/s, from (N, n) each."""
+    """Of f(z) = offset + slope·z + Σ bend relu(z − kink), from means and variances (N, n).
+
+    With m the distance from a kink and h = m/s, a ReLU has the mean mΦ + sφ, whose derivatives are Φ in m and φ in s,
+    as if these were constants; the gain is slope + Σ bend Φ, the curvature Σ bend φ/s.
+    """
     s = standard_deviation(variance)
     bends, shifted = rule.bends.unsqueeze(1), mean - rule.kinks.unsqueeze(1)
-    expected = rule.offset + rule.slope * mean + (bends * relu_mean(shifted, s)).sum(0)
     with torch.no_grad():
-        gain = rule.slope + (bends * open_probability(shifted, variance)).sum(0)
-        bell = torch.where(s > 0, density(standardize(shifted, s)) / torch.where(s > 0, s, 1.0), 0.0)
-        curvature = (bends * bell).sum(0)
+        h = standardize(shifted, s)
+        gate, bell = bends * distribution(h), bends * density(h)
+        gain = rule.slope + gate.sum(0)
+        curvature = torch.where(s > 0, bell.sum(0) / torch.where(s > 0, s, 1.0), 0.0)
+    expected = rule.offset + rule.slope * mean + (shifted * gate + s * bell).sum(0)
     return Units(expected, gain.unsqueeze(-1), curvature.unsqueeze(-1).unsqueeze(-1))

@@ -8,6 +8,8 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from netmoments.gaussian.covariance import Covariance
+
 PAIRED = 32
 """Directions of the noise of which all pairs are followed through the network; all of them if it has no more."""
 DEPENDENT = 1e-5
@@ -117,18 +119,20 @@ def weighted_matrices(quadratic: Tensor, rows: Rows) -> Tensor:
     return quadratic[..., number] * weights
 
 
-@lru_cache(maxsize=4)
-def random_basis(rank: int) -> Tensor:
+@lru_cache(maxsize=2)
+def random_basis(rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A random orthogonal matrix (r, r), the same every time."""
-    normal = torch.randn(rank, rank, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-    q, r = torch.linalg.qr(normal)
-    return q * r.diagonal().sign()
+    with torch.inference_mode(False), torch.no_grad():  # else a basis kept from there would be unusable elsewhere
+        normal = torch.randn(rank, rank, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+        q, r = torch.linalg.qr(normal)
+        return (q * r.diagonal().sign()).to(dtype).to(device)
 
 
-def image_rows(root: Tensor) -> Tensor:
-    """The linear rows of the image, (..., r, n), from a root (..., n, r) of its covariance."""
-    rank = root.shape[-1]
-    return root.mT if rank <= PAIRED else random_basis(rank).to(root).mT @ root.mT
+def image_rows(covariance: Covariance, like: Tensor) -> Tensor:
+    """The linear rows of the image, (..., r, n)."""
+    if covariance.rank <= PAIRED:
+        return covariance.root().mT
+    return covariance.turned_root(random_basis(covariance.rank, like.dtype, like.device))
 
 
 def turned_towards(image: Tensor, directions: Tensor) -> Tensor:

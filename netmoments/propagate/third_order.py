@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from netmoments.propagate.nonlinearity import Local, ThirdCumulants, whitened
@@ -43,12 +42,3 @@ def third_order(rows: Rows, spread: Tensor, local: Local, covariance: Tensor, pr
 def _symmetric_sum(bends: Tensor) -> Tensor:
     """κ_abc = Q_a[b, c] + Q_b[a, c] + Q_c[a, b]."""
     return bends + bends.transpose(-3, -2) + bends.transpose(-3, -1)
-
-
-def skew_variance(local: Local, cumulants: ThirdCumulants) -> Tensor:
-    """Σ g_a H_bc κ_abc, (..., n): the covariance of a unit's linear and quadratic parts, twice."""
-    q = cumulants.kappa.shape[-1]
-    root = cumulants.root[..., :q]
-    gain = (local.gain.unsqueeze(-2) @ root).squeeze(-2)
-    curvature = root.mT @ local.curvature @ root
-    return torch.einsum("...a,...bc,...abc->...", gain, curvature, cumulants.kappa)
