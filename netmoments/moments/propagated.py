@@ -14,11 +14,11 @@ from netmoments.moments.result import OutputMoments
 from netmoments.network.graph import graph_of
 from netmoments.progress import Progress
 from netmoments.propagate.budget import Need, layerwise_need
+from netmoments.propagate.known_plans import plan_for
 from netmoments.propagate.layerwise import layerwise
 from netmoments.propagate.opaque import opaque
 from netmoments.propagate.piecewise_linear import PiecewiseLinear
 from netmoments.propagate.plan import Plan
-from netmoments.propagate.planner import planned, planned_with
 from netmoments.propagate.sketch import Sketched, sketched
 
 MANY_SCORES = 100
@@ -38,13 +38,13 @@ class Chosen(NamedTuple):
 def plan_of(network: nn.Module, mean: Tensor, caller: str) -> Plan:
     """The plan of a network with its present weights, for images like those of a flat batch of means."""
     image = mean[:1].detach()
-    return planned(graph_of(network, image, caller), network, image, caller)
+    return plan_for(graph_of(network, image, caller), network, image, caller)
 
 
 def sketch_plan_of(network: nn.Module, mean: Tensor, caller: str) -> Plan:
     """The same for a sketch, which knows operations without a rule from samples."""
     image = mean[:1].detach()
-    return planned_with(graph_of(network, image, caller), network, image, caller, opaque)
+    return plan_for(graph_of(network, image, caller), network, image, caller, opaque)
 
 
 def chosen_method(plan: Plan, noise: Gaussian, memory_budget: int | None) -> Chosen:
@@ -109,14 +109,10 @@ def by_sketch(
     return OutputMoments(found.mean, _variances(found.covariance), found.covariance, method="sketch", outputs=rows)
 
 
-def sketches(
-    plan: Plan, noise: Gaussian, rows: Tensor, probes: int, seed: int, memory_budget: int | None
-) -> Sketched:
+def sketches(plan: Plan, noise: Gaussian, rows: Tensor, probes: int, seed: int, memory_budget: int | None) -> Sketched:
     """A sketch of all entries of the noise."""
     if plan.last.sources:
-        return sketched(
-            plan, noise.mean, noise.covariance, rows, probes=probes, seed=seed, memory_budget=memory_budget
-        )
+        return sketched(plan, noise.mean, noise.covariance, rows, probes=probes, seed=seed, memory_budget=memory_budget)
     constant = plan.last.value({})[rows]
     nothing, flat = constant.new_zeros(*rows.shape, rows.shape[1]), constant.new_zeros(*rows.shape, noise.size)
     return Sketched(constant, torch.zeros_like(constant), nothing, flat)

@@ -245,6 +245,11 @@ def layer_rule(module: nn.Module) -> LayerRule | None:
     return _LAYERS.get(type(module))
 
 
+def registered_rules() -> tuple[object, ...]:
+    """Which rules users have registered, to see whether that has changed."""
+    return tuple(_LAYERS.items())
+
+
 def known_rules() -> str:
     """All kinds of layers that have a rule, for messages."""
     nonlinear = sorted({_plain(kind) for kind in RULES})
