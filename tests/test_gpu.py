@@ -22,6 +22,8 @@ from netmoments.moments.winners import winning_probabilities
 from netmoments.network.training import RECIPES, train
 from netmoments.network.weights import read_tensors
 from netmoments.precision import full_precision
+from netmoments.relu import kernels
+from netmoments.relu.form import layer_form, layer_form_diagonal
 from netmoments.report.conduct import study
 from netmoments.report.study import StudyConfig
 from tests.closeness import assert_close, assert_within_standard_errors
@@ -395,3 +397,133 @@ def small(name: str) -> torch.nn.Module:
         nn.Conv2d(1, 6, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(6, 8, 3, padding=1), nn.MaxPool2d(3, 2, 1),
         nn.ReLU(), nn.Flatten(), nn.Linear(72, 24), nn.LeakyReLU(0.1), nn.Linear(24, 4),
     )  # fmt: skip
+
+
+def hard_layer(units: int, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two images: weak, strong or ±1 correlations, with certain, linear, dead and repeated units among them."""
+    generator = torch.Generator().manual_seed(units)
+    rank = {"weak": 400, "strong": 6, "one": 1}[kind]
+    factor = torch.nn.functional.normalize(
+        torch.randn(2, units, rank, dtype=torch.float64, generator=generator), dim=-1
+    )
+    factor *= 0.2 + torch.rand(2, units, 1, dtype=torch.float64, generator=generator)
+    mean = torch.randn(2, units, dtype=torch.float64, generator=generator)
+    if units > 20:
+        factor[0, 3] = 0
+        factor[1, 5], factor[1, 6] = factor[1, 4], -factor[1, 4]
+        mean[0, 10:14] = torch.tensor([40.0, -40.0, 8.0, -8.0])
+        mean[0, 3] = 0
+    return mean.to(dtype).cuda(), (factor @ factor.mT).to(dtype).cuda()
+
+
+def by_kernels_and_plainly(call, monkeypatch) -> tuple[list[Tensor], list[Tensor]]:
+    """A call's results with Triton's kernels, and with Triton missing."""
+    pytest.importorskip("triton")
+    fast = call()
+    with monkeypatch.context() as missing:
+        missing.setattr(kernels, "PRESENT", False)
+        plain = call()
+    return fast, plain
+
+
+KERNEL_TOLERANCE = {torch.float32: 5e-7, torch.float64: 1e-14}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["weak", "strong", "one"])
+@pytest.mark.parametrize("units", [1, 7, 130, 256, 1000])
+def test_the_kernels_covariance_is_the_plain_one(units, kind, dtype, monkeypatch):
+    mean, matrix = hard_layer(units, kind, dtype)
+    fast, _ = by_kernels_and_plainly(lambda: [nm.relu_covariance(mean, matrix)], monkeypatch)
+    with monkeypatch.context() as missing:
+        missing.setattr(kernels, "PRESENT", False)
+        exact = nm.relu_covariance(mean.double(), matrix.double())
+    std = matrix.double().diagonal(dim1=1, dim2=2).sqrt()
+    scale = std.unsqueeze(-1) * std.unsqueeze(-2)
+    error = ((fast[0].double() - exact).abs() - KERNEL_TOLERANCE[dtype] * scale).max()
+    assert float(error) <= 1e-20
+    assert torch.equal(fast[0], fast[0].mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["weak", "strong"])
+@pytest.mark.parametrize("units", [7, 130, 500])
+def test_the_kernels_gradients_are_the_plain_ones(units, kind, dtype, monkeypatch):
+    mean, matrix = hard_layer(units, kind, dtype)
+    upstream = torch.randn(2, units, units, dtype=dtype, device="cuda") / units
+
+    def call() -> list[Tensor]:
+        m, s = mean.clone().requires_grad_(), matrix.clone().requires_grad_()
+        return list(torch.autograd.grad(nm.relu_covariance(m, s), (m, s), upstream))
+
+    tolerance = 3e-5 if dtype == torch.float32 else 1e-12
+    for one, other in zip(*by_kernels_and_plainly(call, monkeypatch), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("form", [layer_form, layer_form_diagonal])
+@pytest.mark.parametrize(("units", "kind"), [(7, "strong"), (130, "strong"), (500, "weak"), (256, "strong")])
+def test_the_kernels_forms_are_the_plain_ones(units, kind, form, dtype, monkeypatch):
+    mean, matrix = hard_layer(units, kind, dtype)
+    weights = torch.randn(20, units, dtype=dtype, device="cuda") / units**0.5
+
+    def call() -> list[Tensor]:
+        inputs = [x.clone().requires_grad_() for x in (mean, matrix, weights)]
+        value = form(*inputs)
+        by_mean, by_matrix, by_weights = torch.autograd.grad(value.sin().sum(), inputs)
+        return [value.detach(), by_mean, by_matrix + by_matrix.mT, by_weights]
+
+    tolerance = 3e-5 if dtype == torch.float32 else 1e-12
+    for one, other in zip(*by_kernels_and_plainly(call, monkeypatch), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("moment", ["variance", "covariance"])
+@pytest.mark.parametrize("budget", [None, 2**20])
+def test_the_kernels_moments_of_a_network_are_the_plain_ones(budget, moment, dtype, monkeypatch):
+    """A batch of noises, with a unit that B never uses, in one piece and in strips."""
+    generator = torch.Generator().manual_seed(0)
+    A, B = (torch.randn(*shape, generator=generator).to(dtype).cuda() for shape in ((300, 20), (5, 300)))
+    B[:, 7] = 0
+    images = torch.randn(3, 20, generator=generator).to(dtype).cuda()
+    upstream = torch.randn(3, 5, 5, generator=generator).to(dtype).cuda()
+
+    def call() -> list[Tensor]:
+        x, a, b = (tensor.clone().requires_grad_() for tensor in (images, A, B))
+        network = nm.AffineReluAffine(a, torch.zeros_like(a[:, 0]), b, torch.zeros_like(b[:, 0]))
+        value = getattr(network, moment)(nm.Gaussian(x, std=0.3), memory_budget=budget)
+        grad = upstream if value.dim() == 3 else upstream[..., 0]
+        return [value.detach(), *torch.autograd.grad(value, (x, a, b), grad)]
+
+    for one, other in zip(*by_kernels_and_plainly(call, monkeypatch), strict=True):
+        scale = float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=0, atol=scale * (1e-4 if dtype == torch.float32 else 1e-12))
+
+
+def test_the_kernels_refuse_what_the_plain_version_refuses():
+    mean, matrix = hard_layer(40, "weak", torch.float32)
+    with pytest.raises(ValueError, match="mean of a ReLU layer holds NaN"):
+        nm.relu_covariance(torch.full_like(mean, torch.nan), matrix)
+    with pytest.raises(ValueError, match="diagonal of the covariance"):
+        nm.relu_covariance(mean, matrix - 10 * torch.eye(40, device="cuda"))
+    matrix[1, 4, 2] = matrix[1, 2, 4] = torch.nan
+    assert bool(torch.isnan(nm.relu_covariance(mean, matrix)[1, 4, 2]))
+
+
+@pytest.mark.parametrize("method", ["layerwise", "sketch", "two-stage"])
+def test_a_batch_is_its_images(method):
+    """Images with noise of their own, together and one at a time; float64, so that only rounding differs."""
+    torch.manual_seed(0)
+    net = small("lenet-like").cuda().double().eval()
+    x = torch.randn(5, 1, 12, 12, device="cuda", dtype=torch.float64)
+    std = torch.linspace(0.05, 0.3, 5, device="cuda", dtype=torch.float64)
+    noise = nm.Gaussian(x, nm.Isotropic(std**2, 144), event_ndim=3)
+    together = nm.output_moments(net, noise, method)
+    for place in range(5):
+        alone = nm.Gaussian(x[place : place + 1], nm.Isotropic(std[place : place + 1] ** 2, 144), event_ndim=3)
+        options = {"seed": place} if method == "sketch" else {}
+        found = nm.output_moments(net, alone, method, **options)
+        torch.testing.assert_close(found.mean[0], together.mean[place], rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(found.covariance[0], together.covariance[place], rtol=1e-7, atol=1e-10)

@@ -282,8 +282,7 @@ def test_derivatives_in_the_mean_and_the_weights(name, monkeypatch):
     """Against central differences: exact but for their own error, with all pairs of directions.
 
     With fewer, those that lead follow the scores, and derivatives take them as fixed: see the next test.
-    Windows of more than four inputs choose directions anew at every step: there the value has jumps of 1e-5, so that
-    a difference needs a longer step and is worth less.
+    The lines through windows of nine inputs change their order often, so that a difference needs a longer step there.
     """
     monkeypatch.setattr("netmoments.propagate.spread.PAIRED", 128)
     make, shape = SMALL[name]
@@ -303,14 +302,14 @@ def test_derivatives_in_the_mean_and_the_weights(name, monkeypatch):
                 p.add_(amount * direction)
             return float(value(x))
 
-    step = 1e-2 if "3×3" in name else 1e-4
+    step = 1e-3 if "3×3" in name else 1e-4
     at = x.clone().requires_grad_()
     slope, *by_weight = torch.autograd.grad(value(at), [at, *weights], allow_unused=True)
     with torch.no_grad():
         difference = float(value(x + step * towards) - value(x - step * towards)) / (2 * step)
     along = sum(float((g * d).sum()) for g, d in zip(by_weight, turned, strict=True) if g is not None)
     up, down = nudged(step), nudged(-2 * step)
-    tolerance = 2e-2 if "3×3" in name else 2e-4
+    tolerance = 1e-2 if "3×3" in name else 2e-4
     assert float((slope * towards).sum()) == pytest.approx(difference, rel=tolerance, abs=tolerance)
     assert along == pytest.approx((up - down) / (2 * step), rel=tolerance, abs=tolerance)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from netmoments.propagate.nonlinearity import Local, ThirdCumulants, whitened
 from netmoments.propagate.spread import Rows, weighted_matrices
 
-MOST_DIRECTIONS = 4
-"""Of a window: those of largest curvature; all of a 2×2 window's."""
+MOST_DIRECTIONS = 9
+"""Of a window: those of largest curvature; all of a 3×3 window's."""
 
 
 class ThirdOrder(NamedTuple):

@@ -12,6 +12,7 @@ from torch.autograd import Function
 from netmoments.checks import describe, require_broadcastable, require_float_tensors
 from netmoments.normal import distribution
 from netmoments.precision import full_precision
+from netmoments.relu import fused
 from netmoments.relu.gradient import UnitGradients, refuse_forward_mode, refuse_second_derivative
 from netmoments.relu.marginal import unit_variance, variance_slopes
 from netmoments.relu.pairs import (
@@ -51,7 +52,7 @@ def relu_covariance(mean: Tensor, covariance: Tensor, *, memory_budget: int | No
     mean, covariance = require_float_tensors("relu_covariance", mean=mean, covariance=covariance)
     batch = _layer_batch("relu_covariance", mean, covariance)
     budget = memory_budget_for(mean.device, memory_budget)
-    return _ReluCovariance.apply(*_flat_layer(mean, covariance, batch), budget).reshape(*batch, *covariance.shape[-2:])
+    return _ReluCovariance.apply(*flat_layer(mean, covariance, batch), budget).reshape(*batch, *covariance.shape[-2:])
 
 
 def orthant_probability(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -67,13 +68,13 @@ def orthant_probability(mean: Tensor, covariance: Tensor) -> Tensor:
     """
     mean, covariance = require_float_tensors("orthant_probability", mean=mean, covariance=covariance)
     batch = _layer_batch("orthant_probability", mean, covariance)
-    flat = _flat_layer(mean, covariance, batch)
+    flat = flat_layer(mean, covariance, batch)
     return _OrthantProbability.apply(*flat, memory_budget_for(mean.device, None)).reshape(
         *batch, *covariance.shape[-2:]
     )
 
 
-def _flat_layer(mean: Tensor, covariance: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+def flat_layer(mean: Tensor, covariance: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, variance and covariance with one batch dimension."""
     variance = covariance.diagonal(dim1=-2, dim2=-1)
     return flatten_batch(mean, batch, 1), flatten_batch(variance, batch, 1), flatten_batch(covariance, batch, 2)
@@ -115,6 +116,8 @@ class _ReluCovariance(Function):
 
     @staticmethod
     def forward(mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Tensor:
+        if fused.available(mean):
+            return fused.relu_covariance(mean, variance, covariance, memory_budget)
         images = max(x.shape[0] for x in (mean, variance, covariance))
         units = units_of(mean, variance)
         gate = distribution(units.h)
@@ -147,28 +150,10 @@ class _ReluCovarianceGradient(Function):
 
     @staticmethod
     def forward(grad: Tensor, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Any:
-        images = grad.shape[0]
-        units = units_of(mean, variance)
-        by_mean, by_variance, by_covariance = _separable_gradients(grad, units, mean, variance, covariance)
-        elements = tile_elements(memory_budget, mean.dtype)
-        scratch = scratch_for(mean, elements)
-        for chunk in chunks(active(units), images, elements, shared=covariance.shape[0] == 1):
-            here = chunk.restrict(units)
-            by_unit = UnitGradients(chunk.count, here)
-            for tile in triangle(here.h.shape[1], elements // chunk.count):
-                rows, columns = tile
-                lower, upper = chunk.block(grad, rows, columns), chunk.block(grad, columns, rows).mT
-                weight = torch.add(lower, upper, out=scratch.take("weight", lower.shape))
-                with full_precision():
-                    slopes = tile_gradient(here, tile, chunk.block(covariance, rows, columns), weight, scratch)
-                chunk.add_block(by_covariance, rows, columns, slopes.by_covariance * lower)
-                chunk.add_block(by_covariance, columns, rows, (slopes.by_covariance * upper).mT)
-                by_unit.add_tile(slopes, tile)
-            chunk.add(by_mean, by_unit.by_mean)
-            chunk.add(by_variance, by_unit.by_variance)
+        inputs = (mean, variance, covariance)
+        gradients = _fused_gradients if fused.available(mean) else _plain_gradients
         return tuple(
-            x.sum_to_size(like.shape)
-            for x, like in zip((by_mean, by_variance, by_covariance), (mean, variance, covariance), strict=True)
+            x.sum_to_size(like.shape) for x, like in zip(gradients(grad, *inputs, memory_budget), inputs, strict=True)
         )
 
     @staticmethod
@@ -182,6 +167,46 @@ class _ReluCovarianceGradient(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         return vmap_gradient(_ReluCovarianceGradient, info.batch_size, in_dims, inputs)
+
+
+def _plain_gradients(
+    grad: Tensor, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in mean, variance and covariance for each image, tile by tile."""
+    images = grad.shape[0]
+    units = units_of(mean, variance)
+    by_mean, by_variance, by_covariance = _separable_gradients(grad, units, mean, variance, covariance)
+    elements = tile_elements(memory_budget, mean.dtype)
+    scratch = scratch_for(mean, elements)
+    for chunk in chunks(active(units), images, elements, shared=covariance.shape[0] == 1):
+        here = chunk.restrict(units)
+        by_unit = UnitGradients(chunk.count, here)
+        for tile in triangle(here.h.shape[1], elements // chunk.count):
+            rows, columns = tile
+            lower, upper = chunk.block(grad, rows, columns), chunk.block(grad, columns, rows).mT
+            weight = torch.add(lower, upper, out=scratch.take("weight", lower.shape))
+            with full_precision():
+                slopes = tile_gradient(here, tile, chunk.block(covariance, rows, columns), weight, scratch)
+            chunk.add_block(by_covariance, rows, columns, slopes.by_covariance * lower)
+            chunk.add_block(by_covariance, columns, rows, (slopes.by_covariance * upper).mT)
+            by_unit.add_tile(slopes, tile)
+        chunk.add(by_mean, by_unit.by_mean)
+        chunk.add(by_variance, by_unit.by_variance)
+    return by_mean, by_variance, by_covariance
+
+
+def _fused_gradients(
+    grad: Tensor, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by the GPU's kernels."""
+    parts = []
+    for chunk in fused.image_chunks(len(grad), fused.table_bytes(mean.shape[1], mean.dtype), memory_budget):
+        here = grad[chunk]
+        m, v, s = (fused.part_of(x, chunk) for x in (mean, variance, covariance))
+        found = fused.covariance_gradient(fused.layer_of(m.expand(len(here), -1), v), s, here)
+        parts.append((*found.with_own(here.diagonal(dim1=1, dim2=2), m, v), found.by_covariance))
+    by_mean, by_variance, by_covariance = (x[0] if len(parts) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
+    return by_mean, by_variance, by_covariance
 
 
 class _OrthantProbability(Function):
@@ -240,7 +265,7 @@ def _add_pairs(
     elements = tile_elements(memory_budget, result.dtype)
     scratch = scratch_for(result, elements)
     for chunk in chunks(active(units), result.shape[0], elements, shared=covariance.shape[0] == 1):
-        here = chunk.restrict(units)
+        here = chunk.restrict(units).with_series()
         for tile in triangle(here.h.shape[1], elements // chunk.count):
             rows, columns = tile
             value = of_tile(here, tile, chunk.block(covariance, rows, columns), scratch)

@@ -1,4 +1,4 @@
-"""The quadratic form B N Bᵀ of the nonlinear covariances between units, without ever storing N."""
+"""Quadratic forms: B N Bᵀ of the nonlinear covariances between units, without ever storing N, and B K Bᵀ of all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from netmoments.precision import full_precision
+from netmoments.precision import full_precision, matmul, row_products
+from netmoments.relu import fused, fused_form
+from netmoments.relu.covariance import flat_layer, flatten_batch, relu_covariance, unflatten_batch
 from netmoments.relu.gradient import UnitGradients, refuse_forward_mode, refuse_second_derivative
 from netmoments.relu.pairs import Tile, Units, nonlinear_covariance, tile_gradient
 from netmoments.relu.scratch import scratch_for
@@ -35,6 +37,31 @@ def pairs_form_diagonal(
     return _PairsForm.apply(mean, variance, left, right, weights, True, memory_budget)
 
 
+def layer_form(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
+    """B K Bᵀ, (..., d, d), for K = Cov(relu z), z ~ N(mean, covariance), and weights B (..., d, p).
+
+    On a GPU with Triton K is never stored, nor anything of its size in the backward pass but, if it is wanted, the
+    gradient in the covariance. Elsewhere this is `relu_covariance` and two products.
+    """
+    if fused.available(mean):
+        return _layer_form(mean, covariance, weights, diagonal=False)
+    return matmul(weights, matmul(relu_covariance(mean, covariance), weights.mT))
+
+
+def layer_form_diagonal(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
+    """The diagonal of `layer_form`, (..., d): the variances of B relu(z)."""
+    if fused.available(mean):
+        return _layer_form(mean, covariance, weights, diagonal=True)
+    return row_products(matmul(weights, relu_covariance(mean, covariance)), weights)
+
+
+def _layer_form(mean: Tensor, covariance: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
+    """By the GPU's kernels, with one batch dimension."""
+    batch = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2], weights.shape[:-2])
+    inputs = (*flat_layer(mean, covariance, batch), flatten_batch(weights, batch, 2))
+    return unflatten_batch(fused_form.LayerForm.apply(*inputs, diagonal), batch)
+
+
 class _Layer(NamedTuple):
     """The inputs of one chunk, restricted to the units that matter."""
 
@@ -55,12 +82,22 @@ class _Layer(NamedTuple):
 
 def _times_columns(layer: _Layer, images: int, elements: int) -> Tensor:
     """N Bᵀ, (images, units, d)."""
-    scratch = scratch_for(layer.left, images * elements)
+    scratch, units = scratch_for(layer.left, images * elements), layer.units.with_series()
     product = layer.columns.new_zeros(images, *layer.columns.shape[1:])
     for tile in triangle(product.shape[1], elements):
-        value = nonlinear_covariance(layer.units, tile, layer.covariance(tile), scratch)
+        value = nonlinear_covariance(units, tile, layer.covariance(tile), scratch)
         product[:, tile.rows] += value @ layer.columns[:, tile.columns]
         product[:, tile.columns] += value.mT @ layer.columns[:, tile.rows]
+    return product
+
+
+def _lower_times_columns(layer: _Layer, images: int, elements: int) -> Tensor:
+    """L Bᵀ, (images, units, d), L the part of N below its diagonal: N = L + Lᵀ, so that B N Bᵀ = B L Bᵀ + (B L Bᵀ)ᵀ."""
+    scratch, units = scratch_for(layer.left, images * elements), layer.units.with_series()
+    product = layer.columns.new_zeros(images, *layer.columns.shape[1:])
+    for tile in triangle(product.shape[1], elements):
+        value = nonlinear_covariance(units, tile, layer.covariance(tile), scratch)
+        product[:, tile.rows] += value @ layer.columns[:, tile.columns]
     return product
 
 
@@ -97,6 +134,9 @@ class _PairsForm(Function):
         diagonal: bool,
         memory_budget: int,
     ) -> Tensor:
+        if fused.available(mean):
+            form = fused_form.pairs_form_diagonal if diagonal else fused_form.pairs_form
+            return form(mean, variance, left, right, weights, _live(weights), memory_budget)
         images = max(x.shape[0] for x in (mean, variance, left, right, weights))
         units = units_of(mean, variance)
         outputs = weights.shape[1]
@@ -106,11 +146,12 @@ class _PairsForm(Function):
         with full_precision():
             for chunk in chunks(active(units) & _live(weights), images, elements, shared):
                 layer = _Layer.of(chunk, units, left, right, weights)
-                product = _times_columns(layer, chunk.count, elements // chunk.count)
+                product = _lower_times_columns(layer, chunk.count, elements // chunk.count)
                 if diagonal:
-                    result[chunk.images] = product.mul_(layer.columns).sum(1)
+                    result[chunk.images] = product.mul_(layer.columns).sum(1).mul_(2)
                 else:
-                    result[chunk.images] = layer.columns.mT @ product
+                    half = layer.columns.mT @ product
+                    result[chunk.images] = half + half.mT
         return result
 
     @staticmethod
@@ -150,6 +191,9 @@ class _PairsFormGradient(Function):
         weights_too: bool,
         memory_budget: int,
     ) -> Any:
+        if fused.available(mean):
+            live = None if weights_too else _live(weights)
+            return fused_form.pairs_form_gradients(grad, mean, variance, left, right, weights, live, memory_budget)
         units = units_of(mean, variance)
         relevant = active(units) if weights_too else active(units) & _live(weights)
         results = tuple(torch.zeros_like(x) for x in (mean, variance, left, right, weights.mT))

@@ -20,6 +20,7 @@ from netmoments.normal import density, distribution
 from netmoments.relu.conditional import conditional
 from netmoments.relu.quadrature import nonlinear_part, orthant_excess
 from netmoments.relu.scratch import Scratch, common_shape
+from netmoments.relu.series import SeriesFactors, TileSeries
 
 
 class Units(NamedTuple):
@@ -27,6 +28,11 @@ class Units(NamedTuple):
 
     h: Tensor
     s: Tensor
+    series: SeriesFactors | None = None
+    """Where the nonlinear parts of their pairs are wanted, what the units contribute to the series."""
+
+    def with_series(self) -> Units:
+        return self._replace(series=SeriesFactors(self.h))
 
     def rows(self) -> Units:
         return Units(self.h.unsqueeze(-1), self.s.unsqueeze(-1))
@@ -70,7 +76,8 @@ def correlation(units: Units, tile: Tile, covariance: Tensor, scratch: Scratch) 
 def nonlinear_covariance(units: Units, tile: Tile, covariance: Tensor, scratch: Scratch) -> Tensor:
     """s₁s₂J for a tile of pairs, given their covariances. The result lives in the scratch memory."""
     row, column = units.span(tile.rows).rows(), units.span(tile.columns).columns()
-    value = nonlinear_part(row.h, column.h, correlation(units, tile, covariance, scratch), scratch)
+    series = None if units.series is None else TileSeries(units.series, *tile)
+    value = nonlinear_part(row.h, column.h, correlation(units, tile, covariance, scratch), scratch, series)
     return value.mul_(row.s).mul_(column.s)
 
 

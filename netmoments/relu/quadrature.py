@@ -19,14 +19,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from netmoments.relu.conditional import excess_by_owen
-from netmoments.relu.rules import RULES, Rule
+from netmoments.relu.rules import NONLINEAR_RULES, RULES, SERIES_RULES, Rule, SeriesRule
 from netmoments.relu.scratch import Scratch, common_shape
+from netmoments.relu.series import TileSeries, nonlinear_sum
+
+GEOMETRY_COST = 1
+"""What comes before the first node costs about as much as one."""
+
+SEARCH_COST = 0.5
+"""Looking for the pairs of a block that need a better rule, likewise."""
 
 GATHER_COST = 4
 """Picking a single pair out of a block costs about as much as this many nodes."""
@@ -34,21 +41,34 @@ GATHER_COST = 4
 FEW = 65536
 """Up to this many exponentials are done at once: node by node, the calls would cost more than the arithmetic."""
 
-SURVEY = 4096
+SURVEY = 1024
 """How many pairs of a block are looked at to choose its rule: a matter of speed, every pair gets nodes enough."""
 
 
-def nonlinear_part(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None) -> Tensor:
+def nonlinear_part(
+    h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None, series: TileSeries | None = None
+) -> Tensor:
     """J(h,k;ρ) = Cov(relu z₁, relu z₂) − ρΦ(h)Φ(k) for unit variances: positive, O(ρ²), even under k, ρ → −k, −ρ.
 
     The three broadcast and have equally many dimensions. |ρ| > 1 is an error. The result lives in `scratch`, if given.
+    With the series' factors of the same units, moderate correlations take the series instead of nodes.
     """
-    return _by_correlation(_nonlinear_sum, h, k, rho, scratch or _fresh(h, k, rho))
+    scratch = scratch or _fresh(h, k, rho)
+    rules = NONLINEAR_RULES[rho.dtype]
+    if series is None:
+        return _by_correlation(_nonlinear_sum, rules, (), h, k, rho, scratch)
+
+    def evaluate(rule: Rule | SeriesRule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
+        if isinstance(rule, SeriesRule):
+            return nonlinear_sum(series, rule.terms, rho, scratch)
+        return _nonlinear_sum(rule, h, k, rho, scratch)
+
+    return _by_correlation(evaluate, rules, SERIES_RULES[rho.dtype], h, k, rho, scratch)
 
 
 def orthant_excess(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None) -> Tensor:
     """D(h,k;ρ) = P(z₁>0, z₂>0) − Φ(h)Φ(k) = ∂J/∂ρ, of the sign of ρ. Conventions as for `nonlinear_part`."""
-    return _by_correlation(_excess_sum, h, k, rho, scratch or _fresh(h, k, rho))
+    return _by_correlation(_excess_sum, RULES[rho.dtype], (), h, k, rho, scratch or _fresh(h, k, rho))
 
 
 def nonlinear_part_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
@@ -183,36 +203,54 @@ def _all_nodes(rule: Rule, at: _Geometry) -> _AllNodes:
     return _AllNodes(u, weight, v, heights, spread=torch.addcmul(heights.new_ones(()), at.square, u * u))
 
 
-Evaluation = Callable[[Rule, Tensor, Tensor, Tensor, Scratch], Tensor]
+Evaluation = Callable[[Any, Tensor, Tensor, Tensor, Scratch], Tensor]
 
 
-def _by_correlation(evaluate: Evaluation, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
+def _by_correlation(
+    evaluate: Evaluation,
+    rules: tuple[Rule, ...],
+    series: tuple[SeriesRule, ...],
+    h: Tensor,
+    k: Tensor,
+    rho: Tensor,
+    scratch: Scratch,
+) -> Tensor:
     """Evaluate a block with the rule that suits most of it, then pick out the pairs that need a better one."""
-    size = torch.abs(rho, out=scratch.take("size", rho.shape))
-    largest = float(size.max())
+    low, high = (float(x) for x in torch.aminmax(rho))
+    largest = max(-low, high)
     if not largest <= 1:
         raise ValueError(
             f"correlations must be within [−1, 1], got {largest}: a mean or covariance holds NaN or infinity"
         )
-    rules = RULES[rho.dtype]
     rules = rules[: next(i for i, rule in enumerate(rules) if largest <= rule.limit) + 1]
-    base = _cheapest_base(rules, size)
-    if base == rules[-1]:
+    enough = next((i for i, rule in enumerate(series) if largest <= rule.limit), len(series))
+    base = _cheapest_base(rules, series[: enough + 1], rho, largest)
+    if base.limit >= largest:
         return evaluate(base, h, k, rho, scratch)
-    where = (size > base.limit).expand(common_shape(h, k, rho)).nonzero(as_tuple=True)
+    beyond = torch.abs(rho, out=scratch.take("size", rho.shape)) > base.limit
+    where = beyond.expand(common_shape(h, k, rho)).nonzero(as_tuple=True)
     result = evaluate(base, h, k, rho, scratch)
     picked_h, picked_k, picked_rho = (x.expand(result.shape)[where] for x in (h, k, rho))
     result[where] = evaluate(rules[-1], picked_h, picked_k, picked_rho, _fresh(picked_h, picked_k, picked_rho))
     return result
 
 
-def _cheapest_base(rules: tuple[Rule, ...], size: Tensor) -> Rule:
-    """Which rule to use for the whole block, given that the pairs beyond its limit then get the last one."""
-    if len(rules) == 1:
-        return rules[0]
-    survey = size.flatten()[:: max(1, size.numel() // SURVEY)].contiguous()
-    limits = torch.tensor([rule.limit for rule in rules[:-1]], dtype=size.dtype, device=size.device)
-    counts = torch.bucketize(survey, limits).bincount(minlength=len(rules)).tolist()
+def _cheapest_base(
+    rules: tuple[Rule, ...], series: tuple[SeriesRule, ...], rho: Tensor, largest: float
+) -> Rule | SeriesRule:
+    """Which rule to use for the whole block, given that the pairs beyond its limit then get the last of `rules`."""
+    candidates: tuple[Rule | SeriesRule, ...] = (*series, *rules)
+    if len(candidates) == 1:
+        return candidates[0]
+    survey = rho.flatten()[:: max(1, rho.numel() // SURVEY)].abs().unsqueeze(-1)
+    limits = torch.tensor([rule.limit for rule in candidates], dtype=rho.dtype, device=rho.device)
+    beyond = (survey > limits).sum(0).tolist()
     exception = rules[-1].cost + GATHER_COST
-    costs = [len(survey) * rule.cost + exception * sum(counts[i + 1 :]) for i, rule in enumerate(rules)]
-    return rules[costs.index(min(costs))]
+    costs = [
+        rule.cost
+        + (GEOMETRY_COST if isinstance(rule, Rule) else 0)
+        + (SEARCH_COST if rule.limit < largest else 0)
+        + exception * count / len(survey)
+        for rule, count in zip(candidates, beyond, strict=True)
+    ]
+    return candidates[costs.index(min(costs))]

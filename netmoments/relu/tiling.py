@@ -40,8 +40,9 @@ class Chunk:
         return self.images.stop - self.images.start
 
     def restrict(self, units: Units) -> Units:
-        """The units of this chunk."""
-        return Units(self.pick(units.h), self.pick(units.s))
+        """The units of this chunk; where one is certain, in some image only, s is 1: its covariances are 0 anyway."""
+        s = self.pick(units.s)
+        return Units(self.pick(units.h), torch.where(s > 0, s, 1.0))
 
     def pick(self, tensor: Tensor) -> Tensor:
         """This chunk's part of a tensor whose dimension 0 is images (or 1, shared) and whose dimension 1 is units."""
