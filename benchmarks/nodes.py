@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from netmoments.relu.quadrature import nonlinear_part_by, orthant_excess_by
-from netmoments.relu.rules import RULES, graded
+from netmoments.relu.rules import NONLINEAR_RULES, RULES, graded
 
 
 def steep_points(rho: float, count: int = 4000, closest: float = -4) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,13 +28,13 @@ def steep_points(rho: float, count: int = 4000, closest: float = -4) -> tuple[Te
 
 def main() -> None:
     fine = graded(160, 1.0, steepness=6.0)
-    for dtype, rules in RULES.items():
-        print(dtype)
-        for rule in rules:
-            places = steep_points(rule.limit)
-            nonlinear = (nonlinear_part_by(rule, *places) - nonlinear_part_by(fine, *places)).abs().max()
-            excess = (orthant_excess_by(rule, *places) - orthant_excess_by(fine, *places)).abs().max()
-            print(f"  |ρ| ≤ {rule.limit:<4}  {rule.cost:>2} nodes  J {float(nonlinear):.0e}  D {float(excess):.0e}")
+    for name, every, value in (("J", NONLINEAR_RULES, nonlinear_part_by), ("D", RULES, orthant_excess_by)):
+        for dtype, rules in every.items():
+            print(f"{name}, {dtype}")
+            for rule in rules:
+                places = steep_points(rule.limit)
+                error = float((value(rule, *places) - value(fine, *places)).abs().max())
+                print(f"  |ρ| ≤ {rule.limit:<5}  {rule.cost:>2} nodes  {error:.0e}")
     places = steep_points(1.0, closest=-14)
     by_nodes = orthant_excess_by(graded(96, 0.9999, steepness=12.0), *places)
     error = (by_nodes - orthant_excess_by(fine, *places)).abs().max()
