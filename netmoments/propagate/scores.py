@@ -47,6 +47,7 @@ class BentLayer(NamedTuple):
 
 
 def has_exact_pairs(rule: Nonlinearity) -> bool:
+    """Whether the covariances of all pairs of a layer's units are exact: there is a formula, and it is small enough."""
     return isinstance(rule, PiecewiseLinear | Elementwise) and rule.units <= EXACT_PAIRS
 
 
