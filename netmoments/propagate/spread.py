@@ -159,6 +159,12 @@ def _reflected(rows: Tensor, normal: Tensor) -> Tensor:
 
 def random_signs(rows: int, units: int, place: int, like: Tensor) -> Tensor:
     """(units, rows) of ±1/√rows, the same every time for a place in the network."""
-    generator = torch.Generator().manual_seed(place)
-    signs = torch.randint(0, 2, (units, rows), generator=generator, dtype=torch.int8) * 2 - 1
-    return signs.to(like.device).to(like.dtype) / rows**0.5
+    return _signs(rows, units, place, like.dtype, like.device)
+
+
+@lru_cache(maxsize=16)
+def _signs(rows: int, units: int, place: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        generator = torch.Generator().manual_seed(place)
+        signs = torch.randint(0, 2, (units, rows), generator=generator, dtype=torch.int8) * 2 - 1
+        return signs.to(device).to(dtype) / rows**0.5
