@@ -557,6 +557,18 @@ def test_the_graph_follows_the_weights():
     torch.testing.assert_close(after - before, torch.ones(4, dtype=torch.float64))
 
 
+def test_a_kept_plan_follows_the_weights():
+    """The same plan while nothing changes; another after a change, however made, and where gradients are wanted."""
+    network, x = seeded(leaky), image(12)
+    with torch.no_grad():
+        kept, before = plan_of(network, x, "test"), moments(network, x, isotropic(0.2, x))[0]
+        assert plan_of(network, x, "test") is kept
+        network[-1].bias.data += 1
+        assert plan_of(network, x, "test") is not kept
+        torch.testing.assert_close(moments(network, x, isotropic(0.2, x))[0] - before, torch.ones(4).double())
+    assert plan_of(network, x, "test") is not plan_of(network, x, "test")
+
+
 def test_graphs_say_where_an_operation_is():
     graph = traced_graph(seeded(Residual), image(2, 6, 6), "test")
     places = {graph.where(node) for node in graph.nodes if node in graph.noisy}
