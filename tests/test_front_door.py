@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import netmoments as nm
-from netmoments.propagate import rules
+from netmoments.propagate import known_plans, rules
 from netmoments.propagate.piecewise_linear import relu
 from tests.closeness import assert_close
 from tests.networks import FACTORIES, inputs, network, seeded
@@ -232,6 +232,22 @@ def test_float32(name):
         if method != "sketch":  # its draws differ
             assert_close(single.mean, double.mean, atol=1e-5)
             assert_close(single.variance, double.variance, rtol=1e-3)
+
+
+def test_a_network_is_planned_once_while_nothing_changes(monkeypatch):
+    """Users call with gradients enabled, as torch starts: the plan is kept all the same, and follows the weights."""
+    made = []
+    original = known_plans.planned
+    monkeypatch.setattr(known_plans, "planned", lambda *given: made.append(1) or original(*given))
+    net = deep()
+    before = [nm.output_moments(net, noise(2), "layerwise").mean for _ in range(2)]
+    assert len(made) == 1
+    assert torch.equal(*before)
+    with torch.no_grad():
+        net[-1].bias += 1
+    after = nm.output_moments(net, noise(2), "layerwise").mean
+    assert len(made) == 2
+    assert_close(after, before[0] + 1, atol=1e-12)
 
 
 # gradients, modes, side effects

@@ -351,6 +351,19 @@ def test_leading_directions_reduce_the_chance_error(monkeypatch):
     assert errors[0] < errors[1] / 3
 
 
+def test_windows_of_one_input_are_looked_up():
+    """A pool of one pixel with stride 2 picks pixels: the network is (Affine, ReLU, Affine) of those it picks."""
+    network = seeded(lambda: nn.Sequential(nn.MaxPool2d(1, 2), nn.ReLU(), nn.Flatten(), nn.Linear(4, 3)))
+    x = image(1, 4, 4)
+    mean, covariance = moments(network, x, isotropic(0.5, x))
+    picked = x[0, 0, ::2, ::2].reshape(-1)
+    last = network[-1]
+    exact = nm.AffineReluAffine(torch.eye(4).double(), torch.zeros(4).double(), last.weight, last.bias)
+    noise = nm.Gaussian(picked, std=0.5)
+    torch.testing.assert_close(mean, exact.mean(noise).detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(covariance, exact.covariance(noise).detach(), rtol=0, atol=1e-10)
+
+
 def test_many_images_are_each_their_own():
     """Entries of a batch, with noise of their own, equal those alone."""
     network = seeded(pooled)

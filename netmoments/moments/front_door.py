@@ -118,8 +118,10 @@ def output_moments(
         memory_limit(flat.device, memory_budget)
     asked = Asked(network, noise, flat, found, layer, probes, samples, control, seed, memory_budget)
     plan = None
+    wanted = flat.mean.requires_grad or flat.covariance.variances().requires_grad
+    with_gradients = wanted and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     if method in ("auto", "layerwise", "sketch"):
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
             asked = dataclasses.replace(asked, flat=_outside_inference(flat))
             plan, method, reason = _planned(network, asked.flat, method, reason, memory_budget)
     count = found.output.shape[1]
@@ -127,9 +129,7 @@ def output_moments(
         outputs = LARGEST
     rows = _chosen(network, flat.mean, outputs, count)
     if plan is not None:
-        wanted = flat.mean.requires_grad or flat.covariance.variances().requires_grad
-        allowed = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        with torch.inference_mode(False), torch.set_grad_enabled(allowed and wanted):
+        with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
             result = asked.propagated(plan, method, rows.clone())
     elif bank is not None:
         _require_scores_of(bank, count)

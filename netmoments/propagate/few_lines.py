@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FLOOR = {torch.float32: 1e-6, torch.float64: 1e-12}
-"""Added to the variances of a window, relative to their mean, so that tied inputs have a Cholesky factor."""
+from netmoments.propagate.nonlinearity import FLOOR
+
 MOST_SETS, SET_ELEMENTS = 1024, 2**22
 """Sets of directions, taken in turn by a layer's windows, so that their errors do not add up; numbers in all sets."""
 LINE_ELEMENTS = {"cpu": 2**18, "cuda": 2**27}

@@ -13,12 +13,14 @@ from netmoments.network.graph import Node, shape_of
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
+from netmoments.propagate.elementwise import Elementwise
 from netmoments.propagate.nonlinearity import Local, Nonlinearity, cholesky_root
+from netmoments.propagate.piecewise_linear import PiecewiseLinear
 from netmoments.propagate.plan import Plan, Segment
-from netmoments.propagate.scores import BentLayer, before_gains, bent_layer, score_covariance, score_weights
+from netmoments.propagate.scores import BentLayer, before_layer, bent_layer, score_covariance, score_weights
 from netmoments.propagate.spread import Rows, as_rows, image_rows, random_signs, rows_for, turned_towards
 from netmoments.propagate.third_order import ThirdOrder, third_order
-from netmoments.propagate.transposed import added, before_segment
+from netmoments.propagate.transposed import added
 
 DIRECTION_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 """Numbers in one layer's rows that go through an affine part together."""
@@ -94,8 +96,7 @@ def rough_slopes(plan: Plan, means: dict[Node, Tensor], image: Tensor, outputs: 
         joint.spreads[stage.output] = (local.gain.unsqueeze(-2) @ spread).squeeze(-2).mT
     weights = score_weights(plan, outputs, image)
     for stage, gain in zip(reversed(plan.stages), reversed(gains), strict=True):
-        own = weights.pop(stage.output)
-        weights = added(weights, before_segment(stage.before, before_gains(stage, gain, own)))
+        weights = added(weights, before_layer(stage, gain, weights.pop(stage.output)))
     return weights[plan.image]
 
 
@@ -113,7 +114,7 @@ def _through(joint: Joint, plan: Plan, place: int, rows: Rows, beyond: Beyond) -
     stage, rule = plan.stages[place], plan.stages[place].rule
     mean = rule.gathered(_moved(stage.before, "value", joint.means))
     spread = _at_windows(rule, _spread(joint, stage.before, rows))
-    covariance = window_covariance(rows, spread)
+    covariance = _window_covariance(rows, spread)
     local = rule.local(mean, covariance)
     layer = bent_layer(rows, stage, local, mean, spread, covariance)
     found = None
@@ -142,7 +143,7 @@ def _spread_after(
     return torch.cat([gained[..., : rows.rank], gained[..., rows.rank :] + own], -1)
 
 
-def window_covariance(rows: Rows, spread: Tensor) -> Tensor:
+def _window_covariance(rows: Rows, spread: Tensor) -> Tensor:
     """S of every window, (..., n, w, w), from its spread.
 
     The turns T count to first order, C = FTᵀ + TFᵀ. So that S + C is never negative, it is taken as R(I + M/2)²Rᵀ with
@@ -185,7 +186,7 @@ def _moved(segment: Segment, function: str, given: dict[Node, Tensor]) -> Tensor
 def _at_windows(rule: Nonlinearity, spread: Tensor) -> Tensor:
     """What windows look at, (N, n, w, rows), of spreads (N, rows, p)."""
     by_unit = spread.mT.contiguous()
-    if rule.width == 1:
+    if isinstance(rule, PiecewiseLinear | Elementwise):
         return by_unit.unsqueeze(-2)
     places = rule.windows
     found = by_unit[:, places.clamp(min=0)]

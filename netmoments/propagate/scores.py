@@ -13,7 +13,7 @@ from netmoments.propagate.nonlinearity import Local, Nonlinearity
 from netmoments.propagate.piecewise_linear import PiecewiseLinear
 from netmoments.propagate.plan import Plan, Stage
 from netmoments.propagate.spread import Rows, inner_product_weights, random_signs
-from netmoments.propagate.transposed import added, before_segment
+from netmoments.propagate.transposed import added, before_gains, before_segment
 
 PAIRED = 128
 """Directions of the noise of which all pairs count in the scores' quadratic part; all of them if it has no more."""
@@ -109,7 +109,7 @@ def score_covariance(plan: Plan, layers: list[BentLayer], rows: Rows, spread: Te
         else:
             total = total + own @ layer.pairs @ own.mT
             total = total if alone else total - _half_products(matrices[-1], rows)
-        weights = added(weights, before_segment(layer.stage.before, before_gains(layer.stage, layer.gain, own)))
+        weights = added(weights, before_layer(layer.stage, layer.gain, own))
     if matrices:
         total = total + _half_products(torch.stack(matrices).sum(0), rows)
     return 0.5 * (total + total.mT)
@@ -121,14 +121,10 @@ def score_weights(plan: Plan, outputs: Tensor, like: Tensor) -> dict[Node, Tenso
     return before_segment(plan.last, torch.nn.functional.one_hot(outputs, count).to(like))
 
 
-def before_gains(stage: Stage, gain: Tensor, weights: Tensor) -> Tensor:
-    """Weights (N, k, n) on a layer's output as weights (N, k, p) on its input, for gains (N, n, w)."""
-    spread = (weights.unsqueeze(-1) * gain.unsqueeze(1)).flatten(2)
-    if gain.shape[-1] == 1:
-        return spread
+def before_layer(stage: Stage, gain: Tensor, weights: Tensor) -> dict[Node, Tensor]:
+    """Weights (N, k, n) on a layer's output as weights on what its affine part reads, for gains (N, n, w)."""
     inputs = sum(shape_of(node).numel() for node in stage.before.results)
-    places = stage.rule.windows.clamp(min=0).reshape(-1)
-    return spread.new_zeros(*spread.shape[:2], inputs).index_add(2, places, spread)
+    return before_segment(stage.before, before_gains(stage.rule, gain, weights, inputs=inputs))
 
 
 def _half_products(matrices: Tensor, rows: Rows) -> Tensor:

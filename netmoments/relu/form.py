@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -80,23 +81,26 @@ class _Layer(NamedTuple):
         return self.left[:, tile.rows] @ self.right[:, tile.columns].mT
 
 
+def _lower_tiles(layer: _Layer, images: int, elements: int) -> Iterator[tuple[Tile, Tensor]]:
+    """Tiles of L, the part of N below its diagonal; N = L + Lᵀ. A value lasts until the next is asked for."""
+    scratch, units = scratch_for(layer.left, images * elements), layer.units.with_series()
+    for tile in triangle(layer.columns.shape[1], elements):
+        yield tile, nonlinear_covariance(units, tile, layer.covariance(tile), scratch)
+
+
 def _times_columns(layer: _Layer, images: int, elements: int) -> Tensor:
     """N Bᵀ, (images, units, d)."""
-    scratch, units = scratch_for(layer.left, images * elements), layer.units.with_series()
     product = layer.columns.new_zeros(images, *layer.columns.shape[1:])
-    for tile in triangle(product.shape[1], elements):
-        value = nonlinear_covariance(units, tile, layer.covariance(tile), scratch)
+    for tile, value in _lower_tiles(layer, images, elements):
         product[:, tile.rows] += value @ layer.columns[:, tile.columns]
         product[:, tile.columns] += value.mT @ layer.columns[:, tile.rows]
     return product
 
 
 def _lower_times_columns(layer: _Layer, images: int, elements: int) -> Tensor:
-    """L Bᵀ, (images, units, d), L the part of N below its diagonal: N = L + Lᵀ, so that B N Bᵀ = B L Bᵀ + (B L Bᵀ)ᵀ."""
-    scratch, units = scratch_for(layer.left, images * elements), layer.units.with_series()
+    """L Bᵀ, (images, units, d), which is enough for B N Bᵀ = B L Bᵀ + (B L Bᵀ)ᵀ."""
     product = layer.columns.new_zeros(images, *layer.columns.shape[1:])
-    for tile in triangle(product.shape[1], elements):
-        value = nonlinear_covariance(units, tile, layer.covariance(tile), scratch)
+    for tile, value in _lower_tiles(layer, images, elements):
         product[:, tile.rows] += value @ layer.columns[:, tile.columns]
     return product
 
