@@ -69,8 +69,9 @@ def correlation(units: Units, tile: Tile, covariance: Tensor, scratch: Scratch) 
     An uncorrelated pair has no nonlinear part and no derivatives of it: it contributes nothing.
     """
     row, column = units.span(tile.rows).rows(), units.span(tile.columns).columns()
-    rho = torch.div(covariance, row.s, out=scratch.take("rho", common_shape(row.s, column.s, covariance)))
-    return tile.keep_lower_(rho.div_(column.s).clamp_(-1, 1))
+    rho = scratch.take("rho", common_shape(row.s, column.s, covariance))
+    torch.mul(covariance, row.s.reciprocal(), out=rho)
+    return tile.keep_lower_(rho.mul_(column.s.reciprocal()).clamp_(-1, 1))
 
 
 def nonlinear_covariance(units: Units, tile: Tile, covariance: Tensor, scratch: Scratch) -> Tensor:

@@ -29,11 +29,14 @@ from netmoments.relu.rules import NONLINEAR_RULES, RULES, SERIES_RULES, Rule, Se
 from netmoments.relu.scratch import Scratch, common_shape
 from netmoments.relu.series import TileSeries, nonlinear_sum
 
-GEOMETRY_COST = 1
-"""What comes before the first node costs about as much as one."""
+GEOMETRY_COST = 1.5
+"""What comes before the first node, in nodes."""
 
 SEARCH_COST = 0.5
 """Looking for the pairs of a block that need a better rule, likewise."""
+
+EXCEPTION_COST = 250_000
+"""Treating some pairs apart costs, however few they are, as much as a node for so many pairs: calls, not arithmetic."""
 
 GATHER_COST = 4
 """Picking a single pair out of a block costs about as much as this many nodes."""
@@ -239,18 +242,20 @@ def _cheapest_base(
     rules: tuple[Rule, ...], series: tuple[SeriesRule, ...], rho: Tensor, largest: float
 ) -> Rule | SeriesRule:
     """Which rule to use for the whole block, given that the pairs beyond its limit then get the last of `rules`."""
+    apart, exception = SEARCH_COST + EXCEPTION_COST / rho.numel(), rules[-1].cost + GATHER_COST
     candidates: tuple[Rule | SeriesRule, ...] = (*series, *rules)
-    if len(candidates) == 1:
-        return candidates[0]
+    enough = min((rule for rule in candidates if largest <= rule.limit), key=_block_cost)
+    if _block_cost(enough) <= apart:
+        return enough
     survey = rho.flatten()[:: max(1, rho.numel() // SURVEY)].abs().unsqueeze(-1)
     limits = torch.tensor([rule.limit for rule in candidates], dtype=rho.dtype, device=rho.device)
     beyond = (survey > limits).sum(0).tolist()
-    exception = rules[-1].cost + GATHER_COST
     costs = [
-        rule.cost
-        + (GEOMETRY_COST if isinstance(rule, Rule) else 0)
-        + (SEARCH_COST if rule.limit < largest else 0)
-        + exception * count / len(survey)
+        _block_cost(rule) + (apart if rule.limit < largest else 0) + exception * count / len(survey)
         for rule, count in zip(candidates, beyond, strict=True)
     ]
     return candidates[costs.index(min(costs))]
+
+
+def _block_cost(rule: Rule | SeriesRule) -> float:
+    return rule.cost + (GEOMETRY_COST if isinstance(rule, Rule) else 0)

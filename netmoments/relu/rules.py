@@ -36,7 +36,7 @@ class SeriesRule:
     @property
     def cost(self) -> float:
         """In nodes: a term is two passes over a block, a node twelve and an exponential."""
-        return 0.12 * self.terms
+        return 0.08 * self.terms
 
 
 def plain(count: int, limit: float) -> Rule:

@@ -112,6 +112,7 @@ def triangle(units: int, elements: int) -> Iterator[Tile]:
     """
     width = min(units, WIDEST_TILE, max(1, elements))
     height = max(1, min(elements // width, max(128, -(-units // 4))))
+    height = -(-units // -(-units // height))
     for top in reversed(range(0, units, height)):
         bottom = min(top + height, units)
         for left in range(0, bottom, width):
