@@ -1,9 +1,11 @@
 """The GPU's kernels as ratios to a copy of the matrix, accuracy checked in the same run: `make bench-gpu`.
 
     python -m benchmarks.gpu_kernel                                  # the table
-    python -m benchmarks.gpu_kernel --sweep float32:64,8,128         # other tiles: side, warps, registers
+    python -m benchmarks.gpu_kernel --forward                        # without the backward passes
+    python -m benchmarks.gpu_kernel --sweep float32:32,4,80,4        # other tiles: side, warps, registers, run
+    python -m benchmarks.gpu_kernel --precision ieee                 # float32 products without tensor cores
 
-Needs a CUDA device, torch, numpy and triton only.
+Needs a CUDA device, torch, numpy and triton only; for the LeNet safetensors, and MNIST if it is given by `--data-dir`.
 """
 
 from __future__ import annotations
@@ -13,25 +15,62 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import jacfwd
 
+import netmoments as nm
+from netmoments.precision import full_precision
 from netmoments.relu import fused, kernels
 from netmoments.relu.covariance import relu_covariance
 from netmoments.relu.form import layer_form, layer_form_diagonal
 
 UNITS = 8192
 OUTPUTS = 10
-LAYERS = {"weak": 784, "strong": 8}
+RANKS = {"weak": 784, "strong": 8}
+SIGMA = 0.1
 PROMISED = {torch.float32: 5e-7, torch.float64: 1e-14}
 FORWARD_LIMIT = {torch.float32: 2, torch.float64: 12}
 """Copies of the matrix that the covariance may cost."""
 
+DIAGONAL_LIMIT = {torch.float32: 0.20}
+"""Milliseconds that the diagonal of the form may cost."""
 
-def layer(rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+DIGIT = ("00ca0000", "00egge00", "00dgfa10", "00bgg700", "00047g70", "00004g90", "0054cg40", "009gga00")
+"""A five of scikit-learn's digits, its pixels from 0 to 16 = g."""
+
+
+class Layer(NamedTuple):
+    """Means and covariance of the pre-activations, and weights of a form."""
+
+    mean: Tensor
+    covariance: Tensor
+    weights: Tensor
+
+    def to(self, dtype: torch.dtype) -> Layer:
+        return Layer(*(x.to(dtype) for x in self))
+
+    def exact(self) -> Tensor:
+        """Cov(relu z) by the plain version in float64."""
+        return plain(partial(relu_covariance, self.mean.double(), self.covariance.double()))
+
+    def calls(self) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+        """Of the covariance and of the form's diagonal."""
+        return partial(relu_covariance, self.mean, self.covariance), partial(layer_form_diagonal, *self)
+
+    def errors(self, exact: Tensor) -> tuple[float, float]:
+        """Of the covariance relative to the largest variance, and of the diagonal relative to its largest entry."""
+        covariance, diagonal = (call().double() for call in self.calls())
+        wide = ((self.weights.double() @ exact) * self.weights).sum(1)
+        largest = self.covariance.diagonal().double().max()
+        return float((covariance - exact).abs().max() / largest), float((diagonal - wide).abs().max() / wide.max())
+
+
+def random_layer(rank: int) -> Layer:
     """Means of order 1, a covariance of unit variances and correlations of order 1/√rank, and weights."""
     generator = torch.Generator("cuda").manual_seed(rank)
 
@@ -39,9 +78,46 @@ def layer(rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         return torch.randn(*shape, dtype=torch.float64, device="cuda", generator=generator)
 
     factor = torch.nn.functional.normalize(normal(UNITS, rank), dim=1)
-    covariance = factor @ factor.T
     weights = normal(OUTPUTS, UNITS) / UNITS**0.5
-    return normal(UNITS).to(dtype), covariance.to(dtype), weights.to(dtype)
+    return Layer(normal(UNITS), factor @ factor.T, weights)
+
+
+def lenet_layer(image: Tensor) -> Layer:
+    """The first units of the second convolution of the paper's LeNet under white noise, linearized at an image.
+
+    In units of the average standard deviation, so that the average of the variances is 1; some are 0.
+    """
+    network: Any = nm.zoo.pretrained("lenet").double().to(image.device)
+
+    def pre_activations(x: Tensor) -> Tensor:
+        first = network.relu1(network.pool1(network.conv1(x.unsqueeze(0))))
+        return network.conv2(first).flatten()[:UNITS]
+
+    with full_precision(), torch.no_grad():
+        jacobian = jacfwd(pre_activations)(image).flatten(1)
+        scale = jacobian.square().sum(1).mean().sqrt()
+        mean = pre_activations(image) / (SIGMA * scale)
+        factor = jacobian / scale
+        weights = torch.randn(OUTPUTS, UNITS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return Layer(mean, factor @ factor.T, weights.to(image.device) / UNITS**0.5)
+
+
+def picture(data_dir: str | None) -> Tensor:
+    """1×28×28: MNIST's first test image, or one of scikit-learn's digits made larger."""
+    if data_dir is not None:
+        return nm.data.load("mnist", data_dir=data_dir).images[0].double()
+    digit = torch.tensor([[int(pixel, 17) / 16 for pixel in row] for row in DIGIT], dtype=torch.float64)
+    return torch.nn.functional.interpolate(digit.view(1, 1, 8, 8), size=28, mode="bilinear")[0]
+
+
+def layers(data_dir: str | None) -> dict[str, Layer]:
+    """In float64, on the device."""
+    made = {name: random_layer(rank) for name, rank in RANKS.items()}
+    if find_spec("safetensors"):
+        made["lenet"] = lenet_layer(picture(data_dir).cuda())
+    else:
+        print("without the LeNet: its weights need safetensors")
+    return made
 
 
 def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
@@ -83,24 +159,24 @@ def exponential_milliseconds(dtype: torch.dtype) -> float:
     return milliseconds(lambda: torch.exp(source, out=source))
 
 
-def sweep(candidate: str) -> None:
-    """Times of the covariance and of the form's diagonal with the tiles that the text names."""
-    name, numbers = candidate.split(":")
-    dtype = getattr(torch, name)
-    fused.TILES[dtype] = fused.Shape(*map(int, numbers.split(",")))
-    fused._weak.cache_clear()
-    fused._strong.cache_clear()
-    row = []
-    for rank in LAYERS.values():
-        mean, covariance, weights = layer(rank, dtype)
-        row.append(milliseconds(partial(relu_covariance, mean, covariance), 8))
-        row.append(milliseconds(partial(layer_form_diagonal, mean, covariance, weights), 8))
-    weak, weak_form, strong, strong_form = (f"{x:.3f}" for x in row)
-    print(f"{candidate:22} ms: covariance {weak} weak {strong} strong, diagonal {weak_form}, {strong_form}", flush=True)
-    for name, rank in LAYERS.items():
-        mean, covariance, weights = layer(rank, dtype)
-        calls = (partial(relu_covariance, mean, covariance), partial(layer_form_diagonal, mean, covariance, weights))
-        print(f"    {name}: {', '.join(kernel_microseconds(calls))}", flush=True)
+def sweep(candidates: list[str], made: dict[str, Layer]) -> None:
+    """Times of the covariance and of the form's diagonal, and of their kernels, with the tiles that the texts name."""
+    for dtype in PROMISED:
+        mine = [x for x in candidates if x.startswith(f"{str(dtype)[6:]}:")]
+        for name, layer in made.items() if mine else ():
+            chosen = layer.to(dtype)
+            exact = chosen.exact()
+            for candidate in mine:
+                shape = fused.Shape(*map(int, candidate.split(":")[1].split(",")))
+                fused.TILES[dtype] = fused.DIAGONAL_TILES[dtype] = shape
+                covariance, diagonal = (milliseconds(call, 8) for call in chosen.calls())
+                of_covariance, of_diagonal = chosen.errors(exact)
+                print(
+                    f"{candidate:20} {name:6}  covariance {covariance:.3f} ms, error {of_covariance:.1e}; "
+                    f"diagonal {diagonal:.3f} ms, error {of_diagonal:.1e}; "
+                    f"µs: {', '.join(kernel_microseconds(chosen.calls()))}",
+                    flush=True,
+                )
 
 
 def kernel_microseconds(calls: tuple[Callable[[], object], ...]) -> list[str]:
@@ -112,26 +188,32 @@ def kernel_microseconds(calls: tuple[Callable[[], object], ...]) -> list[str]:
     return [f"{x.key[:28]} {x.device_time:.0f}" for x in profile.key_averages() if x.device_time >= 1]
 
 
-def rows(dtype: torch.dtype, name: str, rank: int, copy: float) -> None:
-    """The covariance of one layer and its forms, forward and backward."""
-    mean, covariance, weights = layer(rank, dtype)
-    exact = plain(partial(relu_covariance, mean.double(), covariance.double()))
-    call = partial(relu_covariance, mean, covariance)
-    error = float((call().double() - exact).abs().max())  # the variances are 1
-    time = show(dtype, name, "covariance", call, copy, f"error {error:.1e} (promised {PROMISED[dtype]:.0e})")
-    reached = error <= PROMISED[dtype] and time <= FORWARD_LIMIT[dtype] * copy
-    print(f"    at most {FORWARD_LIMIT[dtype]} copies: {'reached' if reached else 'NOT REACHED'}")
-    wide = weights.double() @ exact
-    for label, form, value in (
-        ("diag(B K Bᵀ)", layer_form_diagonal, (wide * weights).sum(1)),
-        ("B K Bᵀ", layer_form, wide @ weights.double().T),
-    ):
-        call = partial(form, mean, covariance, weights)
-        error = float((call() - value).abs().max() / value.abs().max())
-        show(dtype, name, label, call, copy, f"relative error {error:.1e}")
-    del exact, wide
-    upstream = torch.randn_like(covariance) / UNITS
-    inputs = [x.requires_grad_() for x in (mean, covariance, weights)]
+def forward_rows(dtype: torch.dtype, name: str, layer: Layer, copy: float) -> None:
+    """The covariance of one layer and its forms."""
+    exact = layer.exact()
+    of_covariance, of_diagonal = layer.errors(exact)
+    covariance, diagonal = layer.calls()
+    promised = PROMISED[dtype]
+    time = show(dtype, name, "covariance", covariance, copy, f"error {of_covariance:.1e} (promised {promised:.0e})")
+    limit = FORWARD_LIMIT[dtype]
+    print(f"    at most {limit} copies: {verdict(of_covariance <= promised and time <= limit * copy)}")
+    time = show(dtype, name, "diag(B K Bᵀ)", diagonal, copy, f"relative error {of_diagonal:.1e}")
+    if dtype in DIAGONAL_LIMIT:
+        print(f"    at most {DIAGONAL_LIMIT[dtype]:.2f} ms: {verdict(time <= DIAGONAL_LIMIT[dtype])}")
+    call = partial(layer_form, *layer)
+    value = layer.weights.double() @ exact @ layer.weights.double().T
+    error = float((call() - value).abs().max() / value.abs().max())
+    show(dtype, name, "B K Bᵀ", call, copy, f"relative error {error:.1e}")
+
+
+def verdict(reached: bool) -> str:
+    return "reached" if reached else "NOT REACHED"
+
+
+def backward_rows(dtype: torch.dtype, name: str, layer: Layer, copy: float) -> None:
+    """The same backward."""
+    upstream = torch.randn_like(layer.covariance) / UNITS
+    inputs = [x.clone().requires_grad_() for x in layer]
     show(dtype, name, "covariance, backward", partial(differentiate, relu_covariance, inputs[:2], upstream), copy)
     for label, form, grad in (
         ("diag(B K Bᵀ), backward", layer_form_diagonal, upstream[0, :OUTPUTS]),
@@ -156,20 +238,27 @@ def show(dtype: torch.dtype, name: str, what: str, call: Callable[[], object], c
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", nargs="*", default=[], help="tiles to try: dtype:side,warps,registers")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", nargs="*", default=[], help="tiles to try: dtype:side,warps,registers,run")
+    parser.add_argument("--precision", choices=("tf32x3", "ieee"), help="of float32 products in the form's diagonal")
+    parser.add_argument("--forward", action="store_true", help="without the backward passes")
+    parser.add_argument("--data-dir", help="where MNIST is")
     chosen = parser.parse_args()
+    if chosen.precision:
+        fused.PRECISION[torch.float32] = chosen.precision
     triton = import_module("triton")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    for candidate in chosen.sweep:
-        sweep(candidate)
+    made = layers(chosen.data_dir)
     if chosen.sweep:
+        sweep(chosen.sweep, made)
         return
     for dtype in PROMISED:
         copy, exponential = copy_milliseconds(dtype), exponential_milliseconds(dtype)
         print(f"{str(dtype)[6:]}, p = {UNITS}: copy {copy:.3f} ms, exp {exponential / copy:.1f} copies")
-        for name, rank in LAYERS.items():
-            rows(dtype, name, rank, copy)
+        for name, layer in made.items():
+            forward_rows(dtype, name, layer.to(dtype), copy)
+            if not chosen.forward:
+                backward_rows(dtype, name, layer.to(dtype), copy)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import netmoments as nm
-from netmoments.relu import fused, kernels
+from netmoments.relu import forward_kernels, fused, kernels
 from netmoments.relu.form import layer_form, layer_form_diagonal, pairs_form, pairs_form_diagonal
 from netmoments.relu.quadrature import nonlinear_part, nonlinear_part_by
 from netmoments.relu.rules import NONLINEAR_RULES, graded, radau
@@ -49,6 +49,14 @@ def plainly(monkeypatch: pytest.MonkeyPatch, call):
     with monkeypatch.context() as missing:
         missing.setattr(kernels, "PRESENT", False)
         return call()
+
+
+def assert_exact(found: Tensor, exact: Tensor, matrix: Tensor) -> None:
+    """To the accuracy promised, relative to the deviations of each pair."""
+    std = matrix.double().diagonal(dim1=1, dim2=2).sqrt()
+    allowed = TOLERANCE[found.dtype] * std.unsqueeze(-1) * std.unsqueeze(-2)
+    assert bool(((found - exact).abs() <= allowed + 1e-20).all())
+    assert torch.equal(found, found.mT)
 
 
 def test_without_triton_or_a_gpu_the_plain_version_is_used(monkeypatch):
@@ -140,11 +148,7 @@ def test_the_recurrence_gives_hermite_polynomials():
 def test_interpreted_covariance_is_the_plain_one(units, rank, dtype, monkeypatch):
     mean, _, matrix = layer(units, rank, dtype)
     exact = plainly(monkeypatch, lambda: nm.relu_covariance(mean.double(), matrix.double()))
-    found = nm.relu_covariance(mean, matrix)
-    std = matrix.double().diagonal(dim1=1, dim2=2).sqrt()
-    allowed = TOLERANCE[dtype] * std.unsqueeze(-1) * std.unsqueeze(-2)
-    assert bool(((found - exact).abs() <= allowed + 1e-20).all())
-    assert torch.equal(found, found.mT)
+    assert_exact(nm.relu_covariance(mean, matrix), exact, matrix)
 
 
 @interpreted
@@ -186,6 +190,138 @@ def test_interpreted_forms_are_the_plain_ones(form, dtype, monkeypatch):
     for one, other in zip(call(), plainly(monkeypatch, call), strict=True):
         tolerance = 3e-5 if dtype == torch.float32 else 1e-12
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def lookup_rows(dtype: torch.dtype, strong: bool) -> list[list[int]]:
+    at = fused.tables(dtype, torch.device("cpu"))
+    return (at.strong if strong else at.weak).tolist()
+
+
+def correlations_between(low: float, high: float, dtype: torch.dtype) -> list[float]:
+    """A fine grid, and numbers at, right below and right above the parts' ends, as the dtype has them."""
+    ends = torch.arange(1, 512, dtype=dtype) / 512
+    every = torch.cat(
+        (
+            torch.linspace(low, high, 20_011, dtype=dtype),
+            ends,
+            torch.nextafter(ends, torch.zeros_like(ends)),
+            torch.nextafter(ends, torch.ones_like(ends)),
+        )
+    ).double()
+    return every[(every >= low) & (every <= high)].tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_series_terms_looked_up_are_enough_and_hardly_more(dtype):
+    at, rows = fused.tables(dtype, torch.device("cpu")), lookup_rows(dtype, strong=False)
+    limits, at_once = nonlinear_limits(fused.TERMS[dtype], dtype), int(kernels.AT_ONCE)
+
+    def rounded_up(terms: int) -> int:
+        return -(-terms // at_once) * at_once
+
+    for rho in correlations_between(0.0, at.series_reach, dtype):
+        terms = rows[int(rho * int(forward_kernels.BINS))][0]
+        assert limits[terms] >= rho
+        assert terms in range(0, fused.TERMS[dtype] + 1, at_once)
+        beyond = min(rho + 1 / int(forward_kernels.BINS), at.series_reach)
+        assert terms <= rounded_up(next(n for n, limit in enumerate(limits) if limit >= beyond))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strong", [False, True])
+def test_the_rules_looked_up_have_nodes_enough_and_hardly_more(strong, dtype):
+    at, rows, rules = fused.tables(dtype, torch.device("cpu")), lookup_rows(dtype, strong), NONLINEAR_RULES[dtype]
+    reach = 1.0 if strong else at.reach
+    starts = at.rules.tolist()
+    for rho in correlations_between(0.0, reach, dtype):
+        _, start, stop = rows[int(rho * int(forward_kernels.BINS))]
+        rule = rules[starts.index(start)]
+        assert stop - start == rule.cost
+        assert rule.limit >= rho
+        beyond = min(rho + 1 / int(forward_kernels.BINS), reach)
+        assert rule.cost <= next(other.cost for other in rules if other.limit >= beyond)
+
+
+def assert_exact_in_both_forms(mean: Tensor, matrix: Tensor, weights: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The covariance, and the diagonal of the form."""
+    exact = plainly(monkeypatch, lambda: nm.relu_covariance(mean.double(), matrix.double()))
+    assert_exact(nm.relu_covariance(mean, matrix), exact, matrix)
+    wide = weights.double() @ exact @ weights.double().mT
+    found = layer_form_diagonal(mean, matrix, weights)
+    size = (weights.double().abs() @ matrix.double().diagonal(dim1=1, dim2=2).sqrt().unsqueeze(-1)).squeeze(-1).square()
+    assert bool(((found - wide.diagonal(dim1=1, dim2=2)).abs() <= 2 * TOLERANCE[mean.dtype] * size).all())
+
+
+def some_weights(outputs: int, units: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(outputs)
+    return torch.randn(2, outputs, units, dtype=torch.float64, generator=generator).to(dtype) / 8
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("units", "side"), [(100, 32), (96, 32), (50, 16)])
+def test_runs_of_tiles_may_pass_a_rows_end_and_the_last_one_be_short(units, side, dtype, monkeypatch):
+    """There are 10, 6 and 10 tiles, of which the second and third run of 4 begin within rows."""
+    monkeypatch.setattr(fused, "RUNS", 1)
+    for shapes in (fused.TILES, fused.DIAGONAL_TILES):
+        monkeypatch.setitem(shapes, dtype, fused.Shape(side, 4, 255, 4))
+    tiles = fused._tiles(-(-units // side))
+    assert fused._run(fused.TILES[dtype], 2 * tiles) == 4
+    assert tiles % 4 == 2
+    mean, _, matrix = layer(units, 12, dtype)
+    assert_exact_in_both_forms(mean, matrix, some_weights(3, units, dtype), monkeypatch)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("side", "group", "dtype"),
+    [
+        (32, 4, torch.float32),
+        (32, 64, torch.float32),
+        (32, 64, torch.float64),
+        (16, 64, torch.float32),
+        (64, 4, torch.float32),
+    ],
+)
+def test_full_and_empty_tiles_may_be_in_a_group(side, group, dtype, monkeypatch):
+    """Of 110 units the first 66 are nearly the same but for their signs, and none of the others like another."""
+    monkeypatch.setattr(fused, "MANY_TILES", 1 if group == fused.GROUPS[1] else 2**30)
+    for shapes in (fused.TILES, fused.DIAGONAL_TILES):
+        monkeypatch.setitem(shapes, dtype, fused.Shape(side, 4, 255, 4))
+    mean, factor, _ = layer(110, 60, dtype)
+    factor[:, :66] = factor[:, :1] * factor[:, :66, :1].sign() + 0.02 * factor[:, :66]
+    matrix = factor @ factor.mT
+    std = matrix[1].diagonal().sqrt()
+    strong = (matrix[1] / (std * std.unsqueeze(-1))).abs() > fused.tables(dtype, torch.device("cpu")).reach
+    assert bool(strong[:66, :66].all())
+    assert not bool(strong[66:].tril(65).any())
+    assert_exact_in_both_forms(mean, matrix, some_weights(3, 110, dtype), monkeypatch)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs", [17, 70])
+def test_many_outputs_are_summed_in_parts(outputs, dtype, monkeypatch):
+    mean, _, matrix = layer(40, 4, dtype)
+    assert_exact_in_both_forms(mean, matrix, some_weights(outputs, 40, dtype), monkeypatch)
+
+
+@interpreted
+def test_products_at_ieee_precision(monkeypatch):
+    monkeypatch.setitem(fused.PRECISION, torch.float32, "ieee")
+    mean, _, matrix = layer(70, 4, torch.float32)
+    assert_exact_in_both_forms(mean, matrix, some_weights(3, 70, torch.float32), monkeypatch)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [4, 60])
+def test_a_covariance_that_is_nan_spoils_no_other(rank, dtype):
+    mean, _, matrix = layer(70, rank, dtype)
+    whole = nm.relu_covariance(mean, matrix)
+    for i, j in ((4, 2), (40, 7), (69, 66)):
+        matrix[1, i, j] = matrix[1, j, i] = whole[1, i, j] = whole[1, j, i] = torch.nan
+    torch.testing.assert_close(nm.relu_covariance(mean, matrix), whole, rtol=0, atol=TOLERANCE[dtype], equal_nan=True)
 
 
 @interpreted

@@ -71,8 +71,20 @@ class Covariance(ABC):
         """(root · basis)ᵀ, (..., r, n), for an orthogonal basis (r, r): another root's rows."""
         return matmul(basis.mT, self.root().mT)
 
+    @property
+    def normals(self) -> int:
+        """How many standard normal numbers make one sample."""
+        return self.size
+
     @abstractmethod
-    def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor: ...
+    def coloured(self, white: Tensor) -> Tensor:
+        """Samples of N(0, Σ), (samples, ..., n), from standard normal numbers (samples, ..., `normals`)."""
+
+    def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
+        """Samples of N(0, Σ), (*shape, n); after the first, the dimensions are those of the batch."""
+        like = self.variances()
+        shape = (*shape, self.normals)
+        return self.coloured(torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator))
 
     def factors(self, matrix: Tensor) -> Factors:
         return Factors(matrix, self.times(matrix))
@@ -165,8 +177,8 @@ class Isotropic(Covariance):
     def turned_root(self, basis: Tensor) -> Tensor:
         return basis.mT * standard_deviation(self.variances()).unsqueeze(-2)
 
-    def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
-        return _standard_normal((*shape, self.dimension), self.variance, generator) * self.variance.sqrt().unsqueeze(-1)
+    def coloured(self, white: Tensor) -> Tensor:
+        return white * self.variance.sqrt().unsqueeze(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,8 +216,8 @@ class Diagonal(Covariance):
     def turned_root(self, basis: Tensor) -> Tensor:
         return basis.mT * standard_deviation(self.variance).unsqueeze(-2)
 
-    def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
-        return _standard_normal((*shape, self.size), self.variance, generator) * self.variance.sqrt()
+    def coloured(self, white: Tensor) -> Tensor:
+        return white * self.variance.sqrt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,14 +287,14 @@ class LowRank(Covariance):
         own = torch.diag_embed(standard_deviation(self._diagonal_tensor()))
         return torch.cat(_same_batch(self.factor, own), -1)
 
-    def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
-        weights = _standard_normal((*shape, self.factor.shape[-1]), self.factor, generator)
-        sample = _combine(self.factor, weights)
-        if self._has_diagonal:
-            sample = (
-                sample + _standard_normal((*shape, self.size), self.factor, generator) * self._diagonal_tensor().sqrt()
-            )
-        return sample
+    @property
+    def normals(self) -> int:
+        return self.rank
+
+    def coloured(self, white: Tensor) -> Tensor:
+        rank = self.factor.shape[-1]
+        sample = _combine(self.factor, white[..., :rank])
+        return sample + white[..., rank:] * self._diagonal_tensor().sqrt() if self._has_diagonal else sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,9 +327,8 @@ class Dense(Covariance):
     def root(self) -> Tensor:
         return square_root(self.matrix) if self.matrix.requires_grad else self._root
 
-    def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
-        weights = _standard_normal((*shape, self.size), self.matrix, generator)
-        return _combine(self._root, weights)
+    def coloured(self, white: Tensor) -> Tensor:
+        return _combine(self._root, white)
 
     @cached_property
     def _root(self) -> Tensor:
@@ -342,7 +353,3 @@ def _combine(root: Tensor, weights: Tensor) -> Tensor:
     """root · weights for weights (samples, ..., r), as one product a batch entry."""
     samples = weights.movedim(0, -2)
     return matmul(samples, root.mT).movedim(-2, 0)
-
-
-def _standard_normal(shape: tuple[int, ...], like: Tensor, generator: Generator | None) -> Tensor:
-    return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)

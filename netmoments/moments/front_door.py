@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +26,14 @@ from netmoments.moments.propagated import (
     LARGEST,
     MANY_SCORES,
     chosen_method,
-    plan_of,
-    sketch_plan_of,
+    recorded_plan,
 )
 from netmoments.moments.result import OutputMoments
 from netmoments.network.cut import find_relu
+from netmoments.network.graph import rechecked
 from netmoments.network.inspection import as_network, inspect, require_derivatives, warn_of_smooth
 from netmoments.precision import full_precision
+from netmoments.propagate.opaque import opaque
 from netmoments.propagate.plan import Plan
 from netmoments.propagate.planner import NoRule
 from netmoments.propagate.sketch import PROBES
@@ -117,45 +119,51 @@ def output_moments(
     if memory_budget is not None:
         memory_limit(flat.device, memory_budget)
     asked = Asked(network, noise, flat, found, layer, probes, samples, control, seed, memory_budget)
-    plan = None
-    wanted = flat.mean.requires_grad or flat.covariance.variances().requires_grad
-    with_gradients = wanted and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     if method in ("auto", "layerwise", "sketch"):
-        with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
-            asked = dataclasses.replace(asked, flat=_outside_inference(flat))
-            plan, method, reason = _planned(network, asked.flat, method, reason, memory_budget)
+        return rechecked(network, flat.mean[:1].detach(), partial(_propagated, asked, method, outputs))
     count = found.output.shape[1]
-    if method == "sketch" and outputs is None and count > MANY_SCORES:
-        outputs = LARGEST
     rows = _chosen(network, flat.mean, outputs, count)
-    if plan is not None:
-        with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
-            result = asked.propagated(plan, method, rows.clone())
-    elif bank is not None:
+    if bank is not None:
         _require_scores_of(bank, count)
         result = by_bank(bank, flat, rows)
     elif method == "sampling":
         result = asked.sampled(rows)
     else:
         result = asked.linearized(method, rows)
-    shaped = _shaped(result, noise.batch_shape, every=outputs is None)
-    return dataclasses.replace(shaped, reason=reason)
+    return dataclasses.replace(_shaped(result, noise.batch_shape, every=outputs is None), reason=reason)
+
+
+def _propagated(asked: Asked, method: str, outputs: Choice) -> OutputMoments:
+    """By propagation through the network's graph."""
+    flat, network = asked.flat, asked.network
+    wanted = flat.mean.requires_grad or flat.covariance.variances().requires_grad
+    with_gradients = wanted and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
+        asked = dataclasses.replace(asked, flat=_outside_inference(flat))
+        plan, method, reason = _planned(network, asked.flat, method, asked.memory_budget)
+    count = asked.found.output.shape[1]
+    if method == "sketch" and outputs is None and count > MANY_SCORES:
+        outputs = LARGEST
+    rows = _chosen(network, flat.mean, outputs, count)
+    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
+        result = asked.propagated(plan, method, rows.clone())
+    return dataclasses.replace(_shaped(result, asked.noise.batch_shape, every=outputs is None), reason=reason)
 
 
 def _planned(
-    network: nn.Module, noise: Gaussian, method: str, reason: str | None, memory_budget: int | None
+    network: nn.Module, noise: Gaussian, method: str, memory_budget: int | None
 ) -> tuple[Plan, str, str | None]:
     """The plan that a method goes by, and for "auto" which method that is, and why."""
     if method == "sketch":
-        return sketch_plan_of(network, noise.mean, CALLER), method, reason
+        return recorded_plan(network, noise.mean, CALLER, opaque), method, None
     try:
-        plan = plan_of(network, noise.mean, CALLER)
+        plan = recorded_plan(network, noise.mean, CALLER)
     except NoRule as error:
         if method != "auto":
             raise
         what = str(error).removeprefix(f"{CALLER}: ").split(" as it is called")[0]
-        return sketch_plan_of(network, noise.mean, CALLER), "sketch", f"there is {what}"
-    return plan, *(chosen_method(plan, noise, memory_budget) if method == "auto" else (method, reason))
+        return recorded_plan(network, noise.mean, CALLER, opaque), "sketch", f"there is {what}"
+    return plan, *(chosen_method(plan, noise, memory_budget) if method == "auto" else (method, None))
 
 
 def _outside_inference(noise: Gaussian) -> Gaussian:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.memory import gigabytes, memory_limit
 from netmoments.moments.result import OutputMoments
-from netmoments.network.graph import graph_of
+from netmoments.network.graph import graph_of, recorded_graph
 from netmoments.progress import Progress
 from netmoments.propagate.budget import Need, layerwise_need
 from netmoments.propagate.known_plans import plan_for
@@ -19,6 +19,7 @@ from netmoments.propagate.layerwise import layerwise
 from netmoments.propagate.opaque import opaque
 from netmoments.propagate.piecewise_linear import PiecewiseLinear
 from netmoments.propagate.plan import Plan
+from netmoments.propagate.planner import Otherwise
 from netmoments.propagate.sketch import Sketched, sketched
 
 MANY_SCORES = 100
@@ -45,6 +46,12 @@ def sketch_plan_of(network: nn.Module, mean: Tensor, caller: str) -> Plan:
     """The same for a sketch, which knows operations without a rule from samples."""
     image = mean[:1].detach()
     return plan_for(graph_of(network, image, caller), network, image, caller, opaque)
+
+
+def recorded_plan(network: nn.Module, mean: Tensor, caller: str, otherwise: Otherwise | None = None) -> Plan:
+    """Either, from a graph that is yet to be checked: see `graph.rechecked`."""
+    image = mean[:1].detach()
+    return plan_for(recorded_graph(network, image, caller), network, image, caller, otherwise)
 
 
 def chosen_method(plan: Plan, noise: Gaussian, memory_budget: int | None) -> Chosen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +20,7 @@ from netmoments.precision import full_precision
 
 Node = fx.Node
 Values = dict[Node, Any]
+Found = TypeVar("Found")
 aten = torch.ops.aten
 _SLICES = {aten.slice.Tensor: 3, aten.slice_scatter.default: 4}
 """Where their argument `end` is, two places after the dimension."""
@@ -106,11 +107,50 @@ def shape_of(node: Node) -> torch.Size:
 
 def graph_of(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph:
     """The graph of a network that `inspect` has looked at, for one image (1, ...); recorded once for inputs alike."""
-    key = (image.shape, image.dtype, image.device, structure_of(network))
-    found = _known.setdefault(network, {})
-    if key not in found or not _reproduces(found[key], network, image):  # an attribute may have changed
+    found = recorded_graph(network, image, caller)
+    if not _reproduces(found, network, image):  # an attribute may have changed
+        _forget(network, image)
+        found = recorded_graph(network, image, caller)
+    return found
+
+
+def recorded_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph:
+    """The same without asking whether the network still does what it did: for what goes through `rechecked`."""
+    found, key = _known.setdefault(network, {}), _key(network, image)
+    if key not in found:
         found[key] = traced_graph(network, image, caller)
     return found[key]
+
+
+def rechecked(network: nn.Module, image: Tensor, compute: Callable[[], Found]) -> Found:
+    """`compute()` from recorded graphs, and once more if it turns out that the network has changed since.
+
+    The check comes last: on a GPU the host is then free for it while the answer is computed.
+    """
+    try:
+        found = compute()
+    except Exception:
+        if _holds(network, image):
+            raise
+    else:
+        if _holds(network, image):
+            return found
+    _forget(network, image)
+    return compute()
+
+
+def _holds(network: nn.Module, image: Tensor) -> bool:
+    """Whether there is no graph for such images, or one that reproduces what the network does."""
+    found = _known.get(network, {}).get(_key(network, image))
+    return found is None or _reproduces(found, network, image)
+
+
+def _forget(network: nn.Module, image: Tensor) -> None:
+    _known.get(network, {}).pop(_key(network, image), None)
+
+
+def _key(network: nn.Module, image: Tensor) -> tuple[Any, ...]:
+    return (image.shape, image.dtype, image.device, structure_of(network))
 
 
 def traced_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph:

@@ -26,7 +26,8 @@ class Quadratics(NamedTuple):
     own: Tensor
     """At a sample and itself, (N, r, K), samples about their mean."""
     across: Tensor
-    """At some of the first samples and as many of the last, (N, r, k, k)."""
+    """At some of the first samples and as many of the last, (N, r, k, k), about any point: the means of rows and
+    columns are not used."""
 
 
 @dataclass(frozen=True, eq=False)

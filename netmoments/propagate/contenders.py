@@ -51,11 +51,15 @@ def largest_of_contenders(rule: Largest, mean: Tensor, covariance: Tensor, probe
         (rule.windows >= 0).mT.repeat(1, images),
         torch.arange(units, device=mean.device).repeat(images),
     )
-    frames = min(max(1, FRAMES // units, probes // 64), MOST_FRAMES)
-    found = _narrowed(windows, frames, rule.with_zero)
+    found = _narrowed(windows, frames_for(units, probes), rule.with_zero)
     gain, curvature = found.gain.mT, rule.sign * found.curvature.permute(2, 0, 1)
     every = (rule.sign * found.mean, gain.contiguous(), curvature.contiguous())
     return LargestMoments(*(x.unflatten(0, (images, units)) for x in every))
+
+
+def frames_for(units: int, probes: int) -> int:
+    """How many frames of lines each of so many windows gets."""
+    return min(max(1, FRAMES // units, probes // 64), MOST_FRAMES)
 
 
 def _in_parts(windows: Windows, frames: int, with_zero: bool) -> LargestMoments:

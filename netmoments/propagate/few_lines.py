@@ -148,8 +148,12 @@ def _radial(t: Tensor, degrees: int) -> tuple[Tensor, Tensor]:
     square = t * t
     bell = torch.exp(-0.5 * square)
     own, next_one = (_odd_chi(t, square, bell, count) for count in (degrees, degrees + 1))
-    average = math.sqrt(2) * math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2))
-    return own.mul_(0.5).add_(0.5), next_one.abs_().sub_(1).mul_(-0.5 * average)
+    return own.mul_(0.5).add_(0.5), next_one.abs_().sub_(1).mul_(-0.5 * average_radius(degrees))
+
+
+def average_radius(degrees: int) -> float:
+    """E χ_w."""
+    return math.sqrt(2) * math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2))
 
 
 def _odd_chi(t: Tensor, square: Tensor, bell: Tensor, degrees: int) -> Tensor:

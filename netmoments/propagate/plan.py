@@ -41,14 +41,19 @@ class Segment:
         values |= {node: self.constants[node] for node in self.results if node in self.constants}
         for step in self.steps:
             values[step.node] = step.value(values)
-        return torch.cat([values[node].reshape(-1) for node in self.results])
+        return self._flat(values)
 
     def linear(self, sources: Mapping[Node, Tensor]) -> Tensor:
         """Its linear part, for directions (1, ...): (p,)."""
         values: Values = {node: sources[node] for node in self.sources}
         for step in self.steps:
             values[step.node] = step.linear(values)
-        return torch.cat([values[node].reshape(-1) for node in self.results])
+        return self._flat(values)
+
+    def _flat(self, values: Values) -> Tensor:
+        """The results end to end; one alone is not copied."""
+        parts = [values[node].reshape(-1) for node in self.results]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def batched(self, function: str, sources: Mapping[Node, Tensor], together: int) -> Tensor:
         """`value` or `linear` of flat sources (B, n): (B, p), some at a time. Missing sources are zero."""
@@ -61,7 +66,16 @@ class Segment:
             result: Tensor = getattr(self, function)(zeros | shaped)
             return result
 
-        return torch.func.vmap(one, chunk_size=together)(*(sources[node] for node in given))
+        return for_each(one, together)(*(sources[node] for node in given))
+
+
+def for_each(function: Callable[..., Any], together: int) -> Callable[..., Any]:
+    """`torch.func.vmap`, at most so many at a time; not in chunks, which are copied once more, where one would do."""
+
+    def mapped(*batches: Tensor) -> Any:
+        return torch.func.vmap(function, chunk_size=together if len(batches[0]) > together else None)(*batches)
+
+    return mapped
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,12 @@ from netmoments.linearize.memory import memory_limit
 from netmoments.network.graph import Node, shape_of
 from netmoments.precision import full_precision, matmul, matvec
 from netmoments.progress import Progress
+from netmoments.propagate import fused_sketch
 from netmoments.propagate.bent import LEAST_SAMPLES, BentUnits, Quadratics, bent_units, nonlinear_covariance
+from netmoments.propagate.fused_sketch import FusedBent
 from netmoments.propagate.opaque import Opaque
 from netmoments.propagate.plan import Plan, Segment, Stage
+from netmoments.propagate.replayed import replayed
 from netmoments.propagate.sampled_windows import centred
 from netmoments.propagate.sketched_units import moments_of_units, seen
 from netmoments.propagate.transposed import added, before_gains, before_segment
@@ -26,6 +29,8 @@ PROBE_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
 """Numbers in one layer's probes that go through an affine part together."""
 IMAGE_ELEMENTS = {"cpu": 2**21, "cuda": 2**29}
 """Numbers in the largest layer's probes of all images that go together: on a CPU more than one image is not faster."""
+REPLAYED_BYTES = 4 * 2**30
+"""A recording keeps its memory: work that takes more is not recorded, and is not a matter of launches either."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,22 +98,50 @@ def sketched(
 
 
 def images_together(plan: Plan, mean: Tensor, probes: int, scores: int, memory_budget: int | None) -> int:
-    """How many images go at a time: on a CPU as many as its caches like, on a GPU as the memory allows, at least one.
+    """How many images go at a time: on a CPU as many as its caches like, on a GPU as the memory allows; at least 1."""
+    inputs, outputs = _layer_sizes(plan)
+    fitting = memory_limit(mean.device, memory_budget) // _bytes_each(plan, mean, probes, scores)
+    wanted = IMAGE_ELEMENTS.get(mean.device.type, IMAGE_ELEMENTS["cpu"])
+    return max(1, min(fitting, wanted // (probes * max(*inputs, *outputs, mean[0].numel()))))
 
-    An image keeps its probes at the input of every nonlinear layer; in work are a few copies of the largest of them.
-    """
+
+def _layer_sizes(plan: Plan) -> tuple[list[int], list[int]]:
+    """Numbers that go in and come out of each nonlinear layer."""
     inputs = [sum(shape_of(node).numel() for node in stage.before.results) for stage in plan.stages] or [0]
-    outputs = [shape_of(stage.output).numel() for stage in plan.stages] or [0]
+    return inputs, [shape_of(stage.output).numel() for stage in plan.stages] or [0]
+
+
+def _bytes_each(plan: Plan, mean: Tensor, probes: int, scores: int) -> int:
+    """Memory for an image: its probes at the input of every nonlinear layer, and a few copies of the largest."""
+    inputs, outputs = _layer_sizes(plan)
     largest = max(*inputs, *outputs, mean[0].numel())
-    kept = probes * (sum(inputs) + max(outputs) + 4 * largest) + 4 * scores * largest
-    fitting = memory_limit(mean.device, memory_budget) // (mean.dtype.itemsize * kept)
-    wanted = IMAGE_ELEMENTS.get(mean.device.type, IMAGE_ELEMENTS["cpu"]) // (probes * largest)
-    return max(1, min(fitting, wanted))
+    return mean.dtype.itemsize * (probes * (sum(inputs) + max(outputs) + 4 * largest) + 4 * scores * largest)
 
 
 def _sketched(plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor, probes: int, seed: int) -> Sketched:
     """The same for images that go together."""
-    deviations = _drawn(covariance, len(mean), probes, seed, mean.device)
+    deviations = _drawn(covariance, len(mean), probes, seed, mean)
+    if _can_be_replayed(plan, mean, deviations, rows.shape[1]):
+        found = replayed(plan, partial(_followed, plan), mean, deviations, rows)
+    else:
+        found = _followed(plan, mean, deviations, rows)
+    scores, correction, nonlinear, slopes = found
+    with torch.no_grad():
+        return Sketched(scores, correction, covariance.push(slopes) + nonlinear, slopes)
+
+
+def _can_be_replayed(plan: Plan, mean: Tensor, deviations: Tensor, scores: int) -> bool:
+    """Whether all layers go by kernels that ask nothing of the host, and a recording would not take much memory."""
+    if not mean.is_cuda or torch.is_grad_enabled():
+        return False
+    if not all(fused_sketch.available(stage.rule, mean, deviations) for stage in plan.stages):
+        return False
+    return len(mean) * _bytes_each(plan, mean, deviations.shape[1], scores) <= REPLAYED_BYTES
+
+
+def _followed(plan: Plan, mean: Tensor, deviations: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores' means, their correction, the nonlinear part of their covariance, and slopes, from the probes."""
+    probes = deviations.shape[1]
     means = {plan.image: mean.flatten(1)}
     samples = {plan.image: means[plan.image].unsqueeze(1) + deviations}
     layers = []
@@ -121,21 +154,23 @@ def _sketched(plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor, pr
         scores = _at(plan.last, means).gather(1, rows)
         with torch.no_grad():
             sampled = _at(plan.last, samples).mT.gather(1, rows.unsqueeze(-1).expand(-1, -1, probes))
-            chosen = torch.nn.functional.one_hot(rows, shape_of(plan.last.results[0]).numel()).to(mean.dtype)
+            chosen = mean.new_zeros(*rows.shape, shape_of(plan.last.results[0]).numel())
+            chosen.scatter_(-1, rows.unsqueeze(-1), 1.0)
             slopes, quadratics = _backward(plan, layers, chosen, probes, progress)
             deviations = deviations.detach()
             remainders = centred(sampled, -1) - matmul(slopes, centred(deviations, 1).mT)
             nonlinear = nonlinear_covariance(remainders.double(), quadratics).to(mean.dtype)
             correction = sampled.mean(-1) - matvec(slopes, deviations.mean(1)) - scores.detach()
-            every = covariance.push(slopes) + nonlinear
-    return Sketched(scores, correction, every, slopes)
+    return scores, correction, nonlinear, slopes
 
 
-def _drawn(covariance: Covariance, images: int, probes: int, seed: int, device: torch.device) -> Tensor:
-    """Deviations (N, K, n) of the probes of every image, each by its own generator."""
-    own = [covariance.entries(place) for place in range(images)]
-    generators = [torch.Generator(device).manual_seed(seed + place) for place in range(images)]
-    return torch.stack([one.draw((probes,), generator) for one, generator in zip(own, generators, strict=True)])
+def _drawn(covariance: Covariance, images: int, probes: int, seed: int, like: Tensor) -> Tensor:
+    """Deviations (N, K, n) of the probes of every image, whose numbers have its own seed."""
+    white = like.new_empty(images, probes, covariance.normals)
+    generator = torch.Generator(like.device)
+    for place, own in enumerate(white):
+        torch.randn(own.shape, generator=generator.manual_seed(seed + place), out=own)
+    return covariance.coloured(white.transpose(0, 1)).transpose(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +179,7 @@ class _Layer:
 
     back: Callable[[Tensor], Tensor]
     """Weights (N, k, n) on its output as weights (N, k, p) on its input, by the expected slopes."""
-    bent: BentUnits | None
+    bent: BentUnits | FusedBent | None
 
 
 def _through(stage: Stage, means: dict[Node, Tensor], samples: dict[Node, Tensor]) -> _Layer:
@@ -153,10 +188,14 @@ def _through(stage: Stage, means: dict[Node, Tensor], samples: dict[Node, Tensor
     mean, z = _at(stage.before, means), _at(stage.before, samples)
     if isinstance(rule, Opaque):
         return _through_opaque(stage, rule, mean, z, means, samples)
-    found = seen(rule, z)
-    units = moments_of_units(rule, mean, found.covariance, z.shape[1])
-    means[stage.output], samples[stage.output] = units.mean, found.values
-    bent = bent_units(rule, units.curvature, found.covariance.detach(), found.samples.detach())
+    bent: BentUnits | FusedBent | None
+    if fused_sketch.available(rule, mean, z):
+        values, units, bent = fused_sketch.layer(rule, mean, z)
+    else:
+        found = seen(rule, z)
+        values, units = found.values, moments_of_units(rule, mean, found.covariance, z.shape[1])
+        bent = bent_units(rule, units.curvature, found.covariance.detach(), found.samples.detach())
+    means[stage.output], samples[stage.output] = units.mean, values
     return _Layer(partial(before_gains, rule, units.gain, inputs=z.shape[-1]), bent)
 
 

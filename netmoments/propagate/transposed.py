@@ -11,7 +11,7 @@ from netmoments.network.graph import Node, shape_of
 from netmoments.propagate.elementwise import Elementwise
 from netmoments.propagate.nonlinearity import Nonlinearity
 from netmoments.propagate.piecewise_linear import PiecewiseLinear
-from netmoments.propagate.plan import Segment
+from netmoments.propagate.plan import Segment, for_each
 
 WEIGHT_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 """Numbers in one tensor's weights that go back through an affine part, or a layer's gains, together."""
@@ -26,7 +26,7 @@ def before_segment(segment: Segment, weights: Tensor) -> dict[Node, Tensor]:
 
     back = torch.func.vjp(linear, *zeros)[1]
     largest = max(shape_of(node).numel() for node in (*segment.sources, *segment.results))
-    found = torch.func.vmap(back, chunk_size=_together(weights, largest))(weights.flatten(0, 1))
+    found = for_each(back, _together(weights, largest))(weights.flatten(0, 1))
     parts = (part.reshape(*weights.shape[:2], -1) for part in found)
     return dict(zip(segment.sources, parts, strict=True))
 

@@ -1,4 +1,4 @@
-"""The exact covariance of a layer of ReLUs on a GPU: launches the kernels of `kernels`, image by image side by side.
+"""The exact covariance of a layer of ReLUs on a GPU: launches `kernels` and `forward_kernels`, the images side by side.
 
 Dimension 0 of every input is images, or 1 where they share it. The plain versions in `covariance` and `form` say what
 is computed and stand in where Triton is missing.
@@ -6,7 +6,7 @@ is computed and stand in where Triton is missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from netmoments.normal import gauss_legendre, standard_deviation
-from netmoments.relu import kernels
+from netmoments.relu import forward_kernels, kernels
 from netmoments.relu.marginal import standardize, variance_slopes
 from netmoments.relu.pairs import Units, gate_slopes, saturation
-from netmoments.relu.rules import NONLINEAR_RULES
+from netmoments.relu.rules import NONLINEAR_RULES, Rule
 from netmoments.relu.series import excess_limits, nonlinear_limits, recurrence
 
 TERMS = {torch.float32: 24, torch.float64: 80}
@@ -34,25 +34,41 @@ OWEN_NODES = {torch.float32: 7, torch.float64: 14}
 
 
 class Shape(NamedTuple):
-    """Tiles of side×side pairs, each by one program of so many warps, whose threads use so many registers at most."""
+    """Tiles of side×side pairs, up to `run` of them one after the other by one program.
+
+    A program has so many warps, whose threads use so many registers at most.
+    """
 
     side: int
     warps: int
     registers: int
+    run: int = 1
 
     def options(self) -> dict[str, int]:
         """What Triton's compiler is told."""
         return {"SIDE": self.side, "num_warps": self.warps, "maxnreg": self.registers}
 
 
-TILES = {torch.float32: Shape(32, 4, 64), torch.float64: Shape(32, 4, 255)}
+TILES = {torch.float32: Shape(32, 4, 96, 4), torch.float64: Shape(32, 4, 168, 8)}
+DIAGONAL_TILES = {torch.float32: Shape(16, 1, 128, 16), torch.float64: Shape(32, 4, 168, 8)}
+WIDE_TILES = {torch.float32: Shape(32, 4, 168, 8), torch.float64: Shape(32, 4, 255, 8)}
+"""Of the diagonal of a form with more than a few outputs."""
+
 PRODUCT_TILES = {torch.float32: Shape(32, 4, 255), torch.float64: Shape(32, 4, 255)}
 GRADIENT_TILES = {torch.float32: Shape(32, 4, 255), torch.float64: Shape(32, 8, 255)}
-GROUP = 4
-"""So many tiles' strongly correlated pairs go together."""
+FEW, MANY = 16, 64
+"""Outputs of a form's diagonal that a program sums: if there are no more than a few, and else."""
 
-TOGETHER = 16
-"""So many outputs of a form are summed at a time."""
+PRECISION = {torch.float32: "tf32x3", torch.float64: "ieee"}
+"""Of the products of a tile with the weights of a form: see `forward_kernels.full_product`."""
+
+GROUPS = (4, 64)
+"""Tiles whose strongly correlated pairs go together: in all fewer than MANY_TILES of them, and else."""
+
+MANY_TILES = 32768
+
+RUNS = 2048
+"""Runs of tiles are shorter where there would be fewer of them."""
 
 PROGRAMS = 1024
 """Work is split until there are at least about so many programs, to fill a GPU."""
@@ -76,6 +92,10 @@ class Tables(NamedTuple):
     series_limits: Tensor
     excess_limits: Tensor
     owen: Tensor
+    weak: Tensor
+    """What is `enough`, by correlation, up to `reach`."""
+    strong: Tensor
+    """What is `enough`, by correlation."""
     series_reach: float
     """Up to this correlation the series is cheaper than nodes."""
     reach: float
@@ -93,6 +113,8 @@ def tables(dtype: torch.dtype, device: torch.device) -> Tables:
     for rule in rules:
         starts.append(starts[-1] + rule.cost)
     owen = [(u * u, w) for u, w in zip(*gauss_legendre(OWEN_NODES[dtype]), strict=True)]
+    series_reach = series[CHEAP[dtype]]
+    reach = max(series_reach, MODERATE[dtype])
     with torch.inference_mode(False):
         return Tables(
             steps=torch.tensor(recurrence(terms), dtype=torch.float64, device=device),
@@ -102,11 +124,31 @@ def tables(dtype: torch.dtype, device: torch.device) -> Tables:
             series_limits=_padded(series[:-1], dtype, device),
             excess_limits=_padded(excess[:-1], dtype, device),
             owen=torch.tensor(owen, dtype=dtype, device=device),
-            series_reach=series[CHEAP[dtype]],
-            reach=max(series[CHEAP[dtype]], MODERATE[dtype]),
+            weak=torch.tensor(enough(series, rules, series_reach, reach), dtype=torch.int32, device=device),
+            strong=torch.tensor(enough(series, rules, series_reach, 1.0), dtype=torch.int32, device=device),
+            series_reach=series_reach,
+            reach=reach,
             last_reach=series[-1],
             excess_reach=excess[-1],
         )
+
+
+def enough(
+    series: Sequence[float], rules: Sequence[Rule], series_reach: float, reach: float
+) -> list[tuple[int, int, int]]:
+    """Terms of the series, first and last node of a rule, good for all correlations of a part of [0, 1].
+
+    A row for each of the parts, and one for 1 itself. Correlations are cut to `series_reach`, and for rules to `reach`.
+    """
+    parts, at_once = int(forward_kernels.BINS), int(kernels.AT_ONCE)
+    rows = []
+    for part in range(parts + 1):
+        largest = min((part + 1) / parts, reach)
+        terms = sum(limit < min(largest, series_reach) for limit in series[:-1])
+        nth = sum(rule.limit < largest for rule in rules[:-1])
+        start = sum(rule.cost for rule in rules[:nth])
+        rows.append((-(-terms // at_once) * at_once, start, start + rules[nth].cost))
+    return rows
 
 
 def _padded(limits: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -204,92 +246,96 @@ def part_of(tensor: Tensor, images: slice) -> Tensor:
 
 def table_bytes(units: int, dtype: torch.dtype) -> int:
     """About the memory that one image's table and notes take."""
-    blocks = -(-units // TILES[dtype].side)
-    return ((int(kernels.FIRST) + TERMS[dtype]) * units + blocks * blocks) * dtype.itemsize
+    return (int(kernels.FIRST) + TERMS[dtype]) * units * dtype.itemsize + units * units // 8
 
 
-class _Strong(NamedTuple):
-    """How many strongly correlated pairs each tile has, and where: from the kernels that leave them out, for theirs."""
+class _Marks(NamedTuple):
+    """Which tiles have strongly correlated pairs, and, a bit for each pair, which.
 
-    counts: Tensor
-    places: Tensor
+    From the kernels that leave these pairs out for those that evaluate them, which count them in `running`.
+    """
+
+    marked: Tensor
+    marks: Tensor
+    running: Tensor
 
     @classmethod
-    def none(cls, like: Tensor, tiles: int) -> _Strong:
-        room = _room(like.dtype)
-        return cls(
-            torch.zeros(tiles, dtype=torch.int32, device=like.device),
-            torch.empty(tiles * room, dtype=torch.int16, device=like.device),
-        )
+    def unknown(cls, tiles: int, side: int, device: torch.device) -> _Marks:
+        words = tiles * side * side // min(side, 32)
+        return cls(*(torch.empty(count, dtype=torch.int32, device=device) for count in (tiles, words, words)))
 
 
-def _room(dtype: torch.dtype) -> int:
-    """Of a tile's pairs so many are listed."""
-    return TILES[dtype].side ** 2 // 16
+def _tiles(blocks: int) -> int:
+    """How many tiles the lower triangle of so many blocks has."""
+    return blocks * (blocks + 1) // 2
+
+
+def _run(shape: Shape, tiles: int) -> int:
+    """How many tiles one program takes, where there are so many in all."""
+    return min(shape.run, max(1, tiles // RUNS))
+
+
+def _group(tiles: int) -> int:
+    """How many tiles' strongly correlated pairs go together, where there are so many in all."""
+    return GROUPS[tiles >= MANY_TILES]
 
 
 @cache
-def _weak(dtype: torch.dtype, device: torch.device, even: bool) -> dict[str, Any]:
+def _weak(shape: Shape, dtype: torch.dtype, device: torch.device, even: bool) -> dict[str, Any]:
     """The arguments of the kernels that evaluate all but the strongly correlated pairs of a layer."""
     at = tables(dtype, device)
     return {
-        "series_limits": at.series_limits,
+        "lookup": at.weak,
         "series_reach": at.series_reach,
         "nodes": at.nodes,
-        "rules": at.rules,
-        "node_limits": at.node_limits,
         "reach": at.reach,
         "TERMS": TERMS[dtype],
-        "LIMITS": len(at.series_limits),
-        "NODE_LIMITS": len(at.node_limits),
         "BY_NODES": at.series_reach < at.reach,
-        "ROOM": _room(dtype),
         "EVEN": even,
-        **TILES[dtype].options(),
+        "num_stages": 1,  # the kernels themselves ask for covariances ahead
+        **shape.options(),
     }
 
 
 @cache
-def _strong(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def _strong(side: int, group: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """The arguments of the kernels that evaluate the strongly correlated pairs."""
     at = tables(dtype, device)
     return {
+        "lookup": at.strong,
         "nodes": at.nodes,
-        "rules": at.rules,
-        "node_limits": at.node_limits,
-        "reach": at.reach,
         "TERMS": TERMS[dtype],
-        "NODE_LIMITS": len(at.node_limits),
-        "ROOM": _room(dtype),
-        "GROUP": GROUP,
-        "SIDE": TILES[dtype].side,
-        "num_warps": GROUP,
+        "GROUP": group,
+        "SIDE": side,
+        "num_warps": int(forward_kernels.LANES) // 32,
     }
 
 
 def relu_covariance(mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Tensor:
     """Cov(relu z), (images, units, units); of the covariance, taken as symmetric, the lower triangle is read."""
-    units, dtype = mean.shape[1], mean.dtype
+    units, dtype, device = mean.shape[1], mean.dtype, mean.device
     images = max(x.shape[0] for x in (mean, variance, covariance))
-    blocks = -(-units // TILES[dtype].side)
-    tiles = blocks * (blocks + 1) // 2
+    shape = TILES[dtype]
+    tiles = _tiles(-(-units // shape.side))
     covariance = _rows(covariance)
     result = covariance.new_empty(images, units, units)
-    fault = torch.zeros(1, dtype=torch.int32, device=mean.device)
+    fault = torch.zeros(1, dtype=torch.int32, device=device)
     verdict: Verdict | None = None
     for chunk in image_chunks(images, table_bytes(units, dtype), memory_budget):
         here = result[chunk]
         layer = layer_of(part_of(mean, chunk).expand(len(here), -1), part_of(variance, chunk), fault)
         verdict = Verdict(fault)
         source = part_of(covariance, chunk)
+        run, group = _run(shape, tiles * len(here)), _group(tiles * len(here))
+        numbers = {"units": units, "covariance_by_image": _by_image(source), "tiles": tiles}
         with torch.cuda.device_of(result):
-            arguments = (layer.table, source, here, *_Strong.none(mean, tiles * len(here)))
-            numbers = {"units": units, "covariance_by_image": _by_image(source)}
-            kernels.covariance_kernel[(tiles, len(here))](
-                *arguments, **numbers, **_weak(dtype, mean.device, units % TILES[dtype].side == 0)
-            )
-            kernels.strong_covariance_kernel[(-(-tiles // GROUP), len(here))](
-                *arguments, **numbers, tiles=tiles, **_strong(dtype, mean.device)
+            marks = _Marks.unknown(tiles * len(here), shape.side, device)
+            forward_kernels.covariance_kernel[(-(-tiles // run), len(here))](
+                layer.table, source, here, marks.marked, marks.marks,
+                **numbers, run=run, **_weak(shape, dtype, device, units % shape.side == 0),
+            )  # fmt: skip
+            forward_kernels.strong_covariance_kernel[(-(-tiles // group), len(here))](
+                layer.table, source, here, *marks, **numbers, **_strong(shape.side, group, dtype, device)
             )
     if verdict is not None:
         verdict.check()
@@ -309,34 +355,38 @@ class Strip(NamedTuple):
 
 def form_diagonal(layer: Layer, strip: Strip, weights: Tensor) -> Tensor:
     """What the pairs of a strip (each row i with all columns j ≤ i) and their mirror images add to diag(B K Bᵀ)."""
-    side, outputs = TILES[weights.dtype].side, weights.shape[1]
-    first, last = strip.start // side, -(-strip.stop // side)
-    tiles = last * (last + 1) // 2 - first * (first + 1) // 2
-    programs = -(-tiles // GROUP)
-    rounded, padded = -(-outputs // TOGETHER) * TOGETHER, 1 << (outputs - 1).bit_length()
+    dtype, device, images, outputs = weights.dtype, weights.device, layer.images, weights.shape[1]
+    shape, together = (DIAGONAL_TILES[dtype], FEW) if outputs <= FEW else (WIDE_TILES[dtype], MANY)
+    first, last = strip.start // shape.side, -(-strip.stop // shape.side)
+    tiles = _tiles(last) - _tiles(first)
+    run, group = _run(shape, tiles * images), _group(tiles * images)
+    programs, strong_programs, parts = -(-tiles // run), -(-tiles // group), -(-outputs // together)
     weights, covariance = _rows(weights), _rows(strip.covariance)
-    weak = weights.new_empty(layer.images, tiles, rounded, dtype=torch.float64)
-    strong = weights.new_empty(layer.images, programs, padded, dtype=torch.float64)
-    found = _Strong.none(weights, layer.images * tiles)
+    sums = weights.new_empty(images, programs + strong_programs, parts * together, dtype=torch.float64)
+    marks = _Marks.unknown(images * tiles, shape.side, device)
     numbers = {
         "units": layer.units,
         "outputs": outputs,
-        "first": first * (first + 1) // 2,
+        "first_tile": _tiles(first),
         "origin": strip.start,
         "covariance_by_image": _by_image(covariance),
         "covariance_by_row": covariance.stride(1),
         "weights_by_image": _by_image(weights),
+        "sums_by_image": sums.stride(0),
+        "sums_by_program": sums.stride(1),
+        "tiles": tiles,
     }
-    with torch.cuda.device_of(weak):
-        kernels.diagonal_kernel[(tiles, layer.images)](
-            layer.table, covariance, weights, weak, *found,
-            **numbers, **_weak(weights.dtype, weights.device, layer.units % side == 0), OUTPUTS=TOGETHER,
+    with torch.cuda.device_of(sums):
+        forward_kernels.diagonal_kernel[(programs, images, parts)](
+            layer.table, covariance, weights, sums, marks.marked, marks.marks,
+            **numbers, run=run, OUTPUTS=together, PRECISION=PRECISION[dtype],
+            **_weak(shape, dtype, device, layer.units % shape.side == 0),
         )  # fmt: skip
-        kernels.strong_diagonal_kernel[(programs, layer.images)](
-            layer.table, covariance, weights, strong, *found,
-            **numbers, tiles=tiles, **_strong(weights.dtype, weights.device), OUTPUTS=padded,
+        forward_kernels.strong_diagonal_kernel[(strong_programs, images, -(-outputs // FEW))](
+            layer.table, covariance, weights, sums[:, programs:], *marks,
+            **numbers, OUTPUTS=FEW, **_strong(shape.side, group, dtype, device),
         )  # fmt: skip
-    return (weak.sum(1)[:, :outputs] + strong.sum(1)[:, :outputs]).to(weights.dtype)
+    return sums.sum(1)[:, :outputs].to(dtype)
 
 
 class _Parts(NamedTuple):

@@ -11,7 +11,6 @@ from torch.autograd import Function
 
 from netmoments.precision import full_precision
 from netmoments.relu.fused import (
-    TILES,
     Layer,
     Strip,
     Verdict,
@@ -25,6 +24,7 @@ from netmoments.relu.fused import (
     table_bytes,
 )
 from netmoments.relu.gradient import refuse_forward_mode, refuse_second_derivative
+from netmoments.relu.kernels import BLOCK
 from netmoments.relu.vmapping import vmap_forward, vmap_gradient
 
 
@@ -41,13 +41,14 @@ class _Pairs(NamedTuple):
     def strips(self, memory_budget: int, squares: int, lower: bool) -> Iterator[Strip]:
         """Covariances of the pre-activations, as many rows at a time as fit `squares` times into the budget.
 
-        With all columns, or, if only the lower triangle is wanted, up to the strip's last row.
+        With all columns, or, if only the lower triangle is wanted, up to the strip's last row. Strips start with a
+        block of units, and so with a tile.
         """
-        units, side = self.layer.units, TILES[self.left.dtype].side
+        units, block = self.layer.units, int(BLOCK)
         images = max(self.left.shape[0], self.right.shape[0])
-        rows = memory_budget // (squares * images * units * self.left.dtype.itemsize) // side * side
-        for start in range(0, units, max(side, rows)):
-            stop = min(start + max(side, rows), units)
+        rows = memory_budget // (squares * images * units * self.left.dtype.itemsize) // block * block
+        for start in range(0, units, max(block, rows)):
+            stop = min(start + max(block, rows), units)
             yield Strip(self.left[:, start:stop] @ self.right[:, : stop if lower else units].mT, start)
 
 

@@ -3,7 +3,8 @@
 A layer is described by a table, a row a quantity and a column a unit (`units_kernel`). Tiles of SIDE×SIDE pairs
 are then evaluated on their own. Most pairs get J from the series of `series`, with as many terms as the largest of the
 tile's correlations needs. Those beyond the series' reach, few in most tiles, are gathered and evaluated together by the
-nodes of `quadrature`: by a kernel of its own where that makes the first one faster.
+nodes of `quadrature`. Here are what all kernels share, and those that need whole rows: products and gradients. Those
+that need the lower triangle only are in `forward_kernels`.
 
 The plain versions in `covariance` and `form` define what these kernels compute. Without Triton this module can be
 imported and not used.
@@ -24,6 +25,7 @@ if PRESENT:
     tl: Any = import_module("triton.language")
     jit, constexpr = triton.jit, tl.constexpr
 else:
+    tl: Any = None
     jit, constexpr = (lambda kernel: kernel), int
 
 INTERPRETED = constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -110,15 +112,6 @@ def quantity(column, row):
 
 
 @jit
-def tile_position(index):
-    """Block row and block column of a tile of the lower triangle, counted row by row."""
-    row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
-    row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
-    return row, index - row * (row + 1) // 2
-
-
-@jit
 def reciprocal(x):
     """1/x; in float32 to two units in the last place and for x between 1e-37 and 1e37, in one instruction."""
     if INTERPRETED or x.dtype == tl.float64:
@@ -142,16 +135,10 @@ def how_many(limits, largest, LENGTH: constexpr):
 
 
 @jit
-def covariances_of_tile(corner, by_row, units, i, j, SIDE: constexpr, EVEN: constexpr):
-    """The covariances of a tile that starts at `corner` of a matrix whose rows are `by_row` apart; 0 outside.
-
-    EVEN says that the tiles divide the layer, so that nothing is outside.
-    """
+def covariances_of_tile(corner, by_row, units, i, j, SIDE: constexpr):
+    """The covariances of a tile that starts at `corner` of a matrix whose rows are `by_row` apart; 0 outside."""
     at = corner + tl.arange(0, SIDE)[:, None] * by_row + tl.arange(0, SIDE)[None, :]
-    if EVEN:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=(i < units)[:, None] & (j < units)[None, :], other=0)
+    return tl.load(at, mask=(i < units)[:, None] & (j < units)[None, :], other=0)
 
 
 @jit
@@ -172,10 +159,12 @@ def whole_covariance(c, nonlinear, row, column):
 def nonlinear_series(rho, row, column, terms):
     """J by the first terms of the series, Horner's way; AT_ONCE terms are loaded together."""
     total = tl.zeros_like(rho)
-    for last in range(terms - 1, -1, -AT_ONCE):
+    for rest in range(terms - AT_ONCE, -1, -AT_ONCE):
+        row_rest = row + (FIRST + rest) * BLOCK
+        column_rest = column + (FIRST + rest) * BLOCK
         for back in tl.static_range(AT_ONCE):
-            a = quantity(row, FIRST + last - back)
-            b = quantity(column, FIRST + last - back)
+            a = quantity(row_rest, AT_ONCE - 1 - back)
+            b = quantity(column_rest, AT_ONCE - 1 - back)
             total = total * rho + a[:, None] * b[None, :]
     return total * rho * rho
 
@@ -289,248 +278,6 @@ def rule_for(largest, node_limits, rules, LENGTH: constexpr):
 
 
 @jit
-def moderate_nodes(rho, row, column, nodes, start, stop):
-    """J by quadrature where 1 − τ² loses nothing, |ρ| ≤ 0.9 say: fewer operations than `nonlinear_nodes`.
-
-    With τ = uT and s = (1+τ²)/(1−τ²) the exponent is s·(−(h²+k²)s/2 + 2hkτ/(1−τ²)).
-    """
-    h = quantity(row, MEAN)[:, None]
-    k = quantity(column, MEAN)[None, :]
-    extent = rho * reciprocal(1 + tl.sqrt(1 - rho * rho))
-    square = extent * extent
-    even = (h * h + k * k) * -0.7213475204444817
-    odd = h * k * extent * 2.8853900817779268
-    total = tl.zeros_like(rho)
-    for n in range(start, stop):
-        u = tl.load(nodes + 3 * n)
-        weight = tl.load(nodes + 3 * n + 1)
-        plus = 1 + square * (u * u)
-        minus = 1 - square * (u * u)
-        inverse = reciprocal(plus * minus)
-        over_minus = inverse * plus
-        over_plus = inverse * minus
-        s = plus * over_minus
-        height = tl.exp2(s * (even * s + odd * u * over_minus))
-        total += weight * (1 - square * u) * over_plus * over_plus * height
-    return total * square * reciprocal(1 + square) * 0.6366197723675814
-
-
-@jit
-def weak_part(
-    rho, row, column, series_limits, series_reach, nodes, rules, node_limits, reach, counts, places, program,
-    LIMITS: constexpr, NODE_LIMITS: constexpr, BY_NODES: constexpr, ROOM: constexpr, SIDE: constexpr,
-):  # fmt: skip
-    """J of the pairs of a tile with |ρ| ≤ `reach`, 0 for the others, whose number is added to `counts`.
-
-    Up to `series_reach` the series is cheapest, beyond, if BY_NODES, quadrature. The places in the tile of the strongly
-    correlated pairs, if there are no more than ROOM, are listed in `places`.
-    """
-    size = tl.abs(rho)
-    largest = tl.max(tl.max(size, 1), 0)
-    if largest > reach:
-        beyond = size > reach
-        place = tl.arange(0, SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
-        slot = tl.atomic_add(counts + program + place * 0, 1, mask=beyond, sem="relaxed")
-        tl.store(places + program * ROOM + slot, place.to(tl.int16), mask=beyond & (slot < ROOM))
-    largest = tl.minimum(largest, reach)
-    if BY_NODES:
-        if largest > series_reach:
-            start, stop = rule_for(largest, node_limits, rules, NODE_LIMITS)
-            value = moderate_nodes(rho, row, column, nodes, start, stop)
-        else:
-            value = nonlinear_series(rho, row, column, terms_for(series_limits, largest, LIMITS))
-    else:
-        value = nonlinear_series(rho, row, column, terms_for(series_limits, largest, LIMITS))
-    return tl.where(size > reach, 0.0, value)
-
-
-@jit
-def strong_pairs(
-    table, image, covariance, by_row, origin, units, first, tiles, counts, places, reach,
-    nodes, rules, node_limits, lane, done,
-    TERMS: constexpr, NODE_LIMITS: constexpr, ROOM: constexpr, SIDE: constexpr,
-):  # fmt: skip
-    """Strongly correlated pairs of some tiles, 32 lanes a tile: the pairs number `done` and on of their lists.
-
-    A tile with more than ROOM of them has no list: there all places are gone through. Returns the units i > j, which
-    lanes have such a pair, and its covariances ΦΦc and s₁s₂J.
-    """
-    tile = tl.program_id(0) * (lane.shape[0] // 32) + lane // 32
-    program = image.to(tl.int64) * tiles + tile
-    count = tl.load(counts + program, mask=tile < tiles, other=0)
-    entry = done + lane % 32
-    listed = entry < tl.where(count > ROOM, SIDE * SIDE, count)
-    place = tl.load(places + program * ROOM + entry, mask=listed & (count <= ROOM), other=0).to(tl.int32)
-    place = tl.where(count > ROOM, entry, place)
-    block_row, block_column = tile_position(first + tile)
-    i = block_row * SIDE + place // SIDE
-    j = block_column * SIDE + place % SIDE
-    listed = listed & (i < units) & (j < i)
-    i = tl.where(listed, i, 0)
-    j = tl.where(listed, j, 0)
-    c = tl.load(covariance + (i - origin).to(tl.int64) * by_row + j, mask=listed, other=0)
-    row = columns_of(table, image, i, units, TERMS)
-    column = columns_of(table, image, j, units, TERMS)
-    rho = c * quantity(row, INVERSE) * quantity(column, INVERSE)
-    rho = tl.minimum(tl.maximum(rho, -1.0), 1.0)
-    strong = listed & (tl.abs(rho) > reach)
-    rho = tl.where(strong, rho, 0.0)
-    start, stop = rule_for(tl.max(tl.abs(rho), 0), node_limits, rules, NODE_LIMITS)
-    nonlinear = nonlinear_nodes(quantity(row, MEAN), quantity(column, MEAN), rho, nodes, start, stop)
-    separable = c * quantity(row, GATE) * quantity(column, GATE)
-    return i, j, strong, separable, nonlinear * quantity(row, DEVIATION) * quantity(column, DEVIATION)
-
-
-@jit
-def most_listed(image, tiles, counts, GROUP: constexpr, ROOM: constexpr, SIDE: constexpr):
-    """The longest list of a group of tiles; all of a tile's places where that has no list."""
-    tile = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    count = tl.max(tl.load(counts + image.to(tl.int64) * tiles + tile, mask=tile < tiles, other=0), 0)
-    return tl.where(count > ROOM, SIDE * SIDE, count)
-
-
-@jit
-def covariance_kernel(
-    table, covariance, result, counts, places, series_limits, series_reach, nodes, rules, node_limits, reach,
-    units, covariance_by_image,
-    TERMS: constexpr, LIMITS: constexpr, NODE_LIMITS: constexpr, BY_NODES: constexpr, ROOM: constexpr,
-    SIDE: constexpr, EVEN: constexpr,
-):  # fmt: skip
-    """Cov(relu z) of a layer but for the nonlinear parts of strongly correlated pairs: each tile of the lower triangle,
-    and its mirror image."""
-    tile = tl.program_id(0)
-    image = tl.program_id(1)
-    block_row, block_column = tile_position(tile)
-    top = block_row * SIDE
-    left = block_column * SIDE
-    i = top + tl.arange(0, SIDE)
-    j = left + tl.arange(0, SIDE)
-    row = columns_of(table, image, i, units, TERMS)
-    column = columns_of(table, image, j, units, TERMS)
-    corner = top.to(tl.int64) * units + left
-    c = covariances_of_tile(
-        covariance + image.to(tl.int64) * covariance_by_image + corner, units, units, i, j, SIDE, EVEN
-    )
-    rho = correlations(c, row, column)
-    if top == left:
-        rho = tl.where(i[:, None] > j[None, :], rho, 0.0)
-    nonlinear = weak_part(
-        rho, row, column, series_limits, series_reach, nodes, rules, node_limits, reach,
-        counts, places, image.to(tl.int64) * tl.num_programs(0) + tile,
-        LIMITS, NODE_LIMITS, BY_NODES, ROOM, SIDE,
-    )  # fmt: skip
-    value = whole_covariance(c, nonlinear, row, column)
-    square = result + image.to(tl.int64) * units * units
-    inner = tl.arange(0, SIDE)[:, None] * units + tl.arange(0, SIDE)[None, :]
-    here = square + corner + inner
-    opposite = square + left.to(tl.int64) * units + top + inner
-    if top == left:
-        value = tl.where(i[:, None] == j[None, :], quantity(row, OWN)[:, None], value)
-        lower = (i[:, None] >= j[None, :]) & (i < units)[:, None]
-        tl.store(here, value, mask=lower)
-        tl.store(opposite, tl.trans(value), mask=tl.trans(lower))
-    elif EVEN:
-        tl.store(here, value)
-        tl.store(opposite, tl.trans(value))
-    else:
-        inside = (i < units)[:, None] & (j < units)[None, :]
-        tl.store(here, value, mask=inside)
-        tl.store(opposite, tl.trans(value), mask=tl.trans(inside))
-
-
-@jit
-def strong_covariance_kernel(
-    table, covariance, result, counts, places, nodes, rules, node_limits, reach, units, covariance_by_image, tiles,
-    TERMS: constexpr, NODE_LIMITS: constexpr, ROOM: constexpr, GROUP: constexpr, SIDE: constexpr,
-):  # fmt: skip
-    """What `covariance_kernel` left out: the covariances of the pairs beyond `reach`, GROUP tiles a program."""
-    image = tl.program_id(1)
-    source = covariance + image.to(tl.int64) * covariance_by_image
-    square = result + image.to(tl.int64) * units * units
-    lane = tl.arange(0, 32 * GROUP)
-    for done in range(0, most_listed(image, tiles, counts, GROUP, ROOM, SIDE), 32):
-        i, j, strong, separable, nonlinear = strong_pairs(
-            table, image, source, units, 0, units, 0, tiles, counts, places, reach,
-            nodes, rules, node_limits, lane, done, TERMS, NODE_LIMITS, ROOM, SIDE,
-        )  # fmt: skip
-        tl.store(square + i.to(tl.int64) * units + j, separable + nonlinear, mask=strong)
-        tl.store(square + j.to(tl.int64) * units + i, separable + nonlinear, mask=strong)
-
-
-@jit
-def diagonal_kernel(
-    table, covariance, weights, sums, counts, places, series_limits, series_reach, nodes, rules, node_limits, reach,
-    units, outputs, first, origin, covariance_by_image, covariance_by_row, weights_by_image,
-    TERMS: constexpr, LIMITS: constexpr, NODE_LIMITS: constexpr, BY_NODES: constexpr, ROOM: constexpr,
-    SIDE: constexpr, EVEN: constexpr, OUTPUTS: constexpr,
-):  # fmt: skip
-    """What each tile of the lower triangle, and its mirror image, adds to the diagonal of B K Bᵀ, but for the nonlinear
-    parts of strongly correlated pairs: `sums` (images, tiles, outputs rounded up to a multiple of OUTPUTS).
-
-    `covariance` holds the rows from `origin` on only, and `first` is the tile they start with.
-    """
-    image = tl.program_id(1)
-    program = image.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    block_row, block_column = tile_position(first + tl.program_id(0))
-    top = block_row * SIDE
-    left = block_column * SIDE
-    i = top + tl.arange(0, SIDE)
-    j = left + tl.arange(0, SIDE)
-    row = columns_of(table, image, i, units, TERMS)
-    column = columns_of(table, image, j, units, TERMS)
-    corner = covariance + image.to(tl.int64) * covariance_by_image
-    corner += (top - origin).to(tl.int64) * covariance_by_row + left
-    c = covariances_of_tile(corner, covariance_by_row, units, i, j, SIDE, EVEN)
-    rho = correlations(c, row, column)
-    if top == left:
-        rho = tl.where(i[:, None] > j[None, :], rho, 0.0)
-    nonlinear = weak_part(
-        rho, row, column, series_limits, series_reach, nodes, rules, node_limits, reach, counts, places, program,
-        LIMITS, NODE_LIMITS, BY_NODES, ROOM, SIDE,
-    )  # fmt: skip
-    value = 2 * whole_covariance(c, nonlinear, row, column)
-    if top == left:
-        own = tl.where(i[:, None] == j[None, :], quantity(row, OWN)[:, None], 0.0)
-        value = tl.where(i[:, None] > j[None, :], value, own)
-    rounded = (outputs + OUTPUTS - 1) // OUTPUTS * OUTPUTS
-    value = value.to(tl.float64)
-    for start in range(0, outputs, OUTPUTS):
-        d = start + tl.arange(0, OUTPUTS)
-        at = weights + image.to(tl.int64) * weights_by_image + d[None, :] * units
-        b_i = tl.load(at + i[:, None], mask=(i < units)[:, None] & (d < outputs)[None, :], other=0)
-        b_j = tl.load(at + j[:, None], mask=(j < units)[:, None] & (d < outputs)[None, :], other=0)
-        product = tl.dot(value, b_j.to(tl.float64), out_dtype=tl.float64)
-        tl.store(sums + program * rounded + d, tl.sum(product * b_i, 0))
-
-
-@jit
-def strong_diagonal_kernel(
-    table, covariance, weights, sums, counts, places, nodes, rules, node_limits, reach,
-    units, outputs, first, origin, covariance_by_image, covariance_by_row, weights_by_image, tiles,
-    TERMS: constexpr, NODE_LIMITS: constexpr, ROOM: constexpr, GROUP: constexpr, SIDE: constexpr, OUTPUTS: constexpr,
-):  # fmt: skip
-    """What `diagonal_kernel` left out: `sums` (images, groups of tiles, OUTPUTS)."""
-    image = tl.program_id(1)
-    source = covariance + image.to(tl.int64) * covariance_by_image
-    lane = tl.arange(0, 32 * GROUP)
-    output = tl.arange(0, OUTPUTS)
-    total = tl.zeros((OUTPUTS,), tl.float64)
-    for done in range(0, most_listed(image, tiles, counts, GROUP, ROOM, SIDE), 32):
-        i, j, strong, _, nonlinear = strong_pairs(
-            table, image, source, covariance_by_row, origin, units, first, tiles, counts, places, reach,
-            nodes, rules, node_limits, lane, done, TERMS, NODE_LIMITS, ROOM, SIDE,
-        )  # fmt: skip
-        value = tl.where(strong, 2 * nonlinear, 0.0).to(tl.float64)
-        for d in range(outputs):
-            at = weights + image.to(tl.int64) * weights_by_image + d * units
-            b_i = tl.load(at + i, mask=strong, other=0)
-            b_j = tl.load(at + j, mask=strong, other=0)
-            total += tl.where(output == d, tl.sum(value * b_i * b_j, 0), 0.0)
-    program = image.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(sums + program * OUTPUTS + output, total)
-
-
-@jit
 def write_list(patch, rho, beyond, SIDE: constexpr):
     """List the chosen pairs of a tile, their places and correlations, in `patch`, memory for 2·SIDE² numbers.
 
@@ -584,7 +331,7 @@ def product_kernel(
         j = left + tl.arange(0, SIDE)
         column = columns_of(table, image, j, units, TERMS)
         apart = i[:, None] != j[None, :]
-        c = covariances_of_tile(strip + left, covariance_by_row, units, i, j, SIDE, False)
+        c = covariances_of_tile(strip + left, covariance_by_row, units, i, j, SIDE)
         rho = tl.where(apart, correlations(c, row, column), 0.0)
         largest = tl.max(tl.max(tl.abs(rho), 1), 0)
         nonlinear = nonlinear_series(rho, row, column, terms_for(series_limits, tl.minimum(largest, reach), LIMITS))
@@ -640,7 +387,7 @@ def gradient_kernel(
         j = left + tl.arange(0, SIDE)
         inside = (i < units)[:, None] & (j < units)[None, :]
         apart = inside & (i[:, None] != j[None, :])
-        c = covariances_of_tile(strip + left, covariance_by_row, units, i, j, SIDE, False)
+        c = covariances_of_tile(strip + left, covariance_by_row, units, i, j, SIDE)
         column = columns_of(table, image, j, units, TERMS)
         rho = tl.where(apart, correlations(c, row, column), 0.0)
         wanted = rho != 0

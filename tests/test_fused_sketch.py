@@ -1,0 +1,144 @@
+"""The GPU's kernels for sketches: in Triton's interpreter, equal to the plain versions, which stand in elsewhere.
+
+`TRITON_INTERPRET=1 pytest tests/test_fused_sketch.py` where Triton is installed; on a GPU see `test_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import netmoments as nm
+from netmoments.propagate import contenders, fused_sketch
+from netmoments.propagate.bent import BentUnits
+from netmoments.propagate.contenders import Windows, _in_parts, frames_for
+from netmoments.propagate.largest import Largest
+from netmoments.propagate.piecewise_linear import PiecewiseLinear, between, one_kink, relu
+from netmoments.propagate.pooling import pooling_windows
+from netmoments.propagate.sketched_units import moments_of_units, seen
+from netmoments.relu import kernels
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")  # by Triton's interpreter
+
+interpreted = pytest.mark.skipif(
+    not (kernels.PRESENT and bool(kernels.INTERPRETED)), reason="needs Triton and TRITON_INTERPRET=1"
+)
+DTYPES = [torch.float32, torch.float64]
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
+"""Of sums over K samples or n units of numbers of order 1, and of what a Cholesky factor magnifies."""
+
+
+def drawn(images: int, count: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Means and samples about them, neighbours correlated; one input certain, one far above 0 and one far below."""
+    generator = torch.Generator().manual_seed(inputs)
+    noise = torch.randn(images, count, inputs + 2, dtype=torch.float64, generator=generator)
+    mean = torch.randn(images, inputs, dtype=torch.float64, generator=generator)
+    mean[:, 3], mean[:, 4] = 60.0, -60.0
+    smooth = noise[..., :-2] + 0.7 * noise[..., 1:-1] + 0.3 * noise[..., 2:]
+    smooth[..., 5] = 0
+    return mean.to(dtype), (mean.unsqueeze(1) + smooth).to(dtype)
+
+
+def pooled(shape: tuple[int, int], kernel: int, stride: int, padding: int) -> Tensor:
+    sizes = [(side + 2 * padding - kernel) // stride + 1 for side in shape]
+    pair = lambda x: (x, x)  # noqa: E731
+    return pooling_windows(1, shape, sizes, pair(kernel), pair(stride), pair(padding), (1, 1))
+
+
+def without_means(across: Tensor) -> Tensor:
+    """The forms less the means of their rows and columns, which is all that is made of them."""
+    forms = across - across.mean(-1, keepdim=True)
+    return forms - forms.mean(-2, keepdim=True)
+
+
+def layers(dtype: torch.dtype) -> dict[str, PiecewiseLinear]:
+    like = torch.zeros((), dtype=dtype)
+    return {
+        "relu": relu(70, like),
+        "leaky": one_kink(torch.full((70,), 0.1, dtype=dtype), torch.full((70,), 0.9, dtype=dtype)),
+        "hardtanh": between(-1.0, 0.5, 70, like),
+    }
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["relu", "leaky", "hardtanh"])
+@pytest.mark.parametrize("count", [4, 20])
+def test_single_inputs(dtype, name, count):
+    rule = layers(dtype)[name]
+    mean, samples = drawn(2, count, 70, dtype)
+    values, units, bent = fused_sketch.layer(rule, mean, samples)
+    found = seen(rule, samples)
+    plain = moments_of_units(rule, mean, found.covariance, count)
+    close = {"rtol": 20 * TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(values, found.values, **close)
+    for own, other in zip(units, plain, strict=True):
+        torch.testing.assert_close(own, other, **close)
+    weights = torch.randn(2, 3, 70, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    expected = BentUnits(torch.arange(rule.units), rule.windows, samples, plain.curvature).quadratics(weights)
+    found = bent.quadratics(weights)
+    torch.testing.assert_close(found.own, expected.own, **close)
+    torch.testing.assert_close(without_means(found.across), without_means(expected.across), **close)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(2, 2, 0), (3, 2, 0), (3, 2, 1)])
+@pytest.mark.parametrize(("with_zero", "sign"), [(False, 1), (True, 1), (False, -1)])
+def test_windows(monkeypatch, dtype, kernel, stride, padding, with_zero, sign):
+    monkeypatch.setattr(contenders, "MOST_FRAMES", 2)
+    rule = Largest(pooled((9, 8), kernel, stride, padding), with_zero, sign)
+    mean, samples = drawn(2, 20, 72, dtype)
+    values, units, bent = fused_sketch.layer(rule, mean, samples)
+    found = seen(rule, samples)
+    close = {"rtol": 20 * TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(values, found.values, **close)
+    windows = Windows(
+        sign * rule.gathered(mean).flatten(0, 1).mT,
+        found.covariance.flatten(0, 1).permute(1, 2, 0).contiguous(),
+        (rule.windows >= 0).mT.repeat(1, 2),
+        torch.arange(rule.units).repeat(2),
+    )
+    plain = _in_parts(windows, frames_for(rule.units, 20), with_zero)
+    torch.testing.assert_close(units.mean.flatten(), sign * plain.mean, **close)
+    torch.testing.assert_close(units.gain.flatten(0, 1), plain.gain.mT, **close)
+    # the curvature divides by a Cholesky factor, whose smallest pivots are the root of FLOOR
+    curvature = sign * plain.curvature.permute(2, 0, 1)
+    scale = float(curvature.abs().max())
+    torch.testing.assert_close(units.curvature.flatten(0, 1), curvature, rtol=0, atol=100 * TOLERANCE[dtype] * scale)
+    weights = torch.randn(2, 11, rule.units, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    expected = BentUnits(torch.arange(rule.units), rule.windows, samples, units.curvature).quadratics(weights)
+    found = bent.quadratics(weights)
+    close = {"rtol": 0, "atol": 100 * TOLERANCE[dtype] * float(expected.across.abs().max())}
+    torch.testing.assert_close(found.own, expected.own, **close)
+    torch.testing.assert_close(without_means(found.across), without_means(expected.across), **close)
+
+
+@interpreted
+def test_a_sketch_by_the_kernels_is_that_without(monkeypatch):
+    """Pools take other lines, but the covariance of scores has the same sampled spread."""
+    monkeypatch.setattr(contenders, "MOST_FRAMES", 4)
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 3, 3), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Flatten(), torch.nn.Linear(27, 4)
+    ).eval()
+    noise = nm.Gaussian(torch.randn(2, 1, 8, 8), std=0.3)
+    fused = nm.output_moments(network, noise, "sketch", probes=16)
+    monkeypatch.setattr(kernels, "PRESENT", False)
+    plain = nm.output_moments(network, noise, "sketch", probes=16)
+    torch.testing.assert_close(fused.mean, plain.mean, rtol=0, atol=0.02)
+    torch.testing.assert_close(fused.variance, plain.variance, rtol=0.1, atol=0)
+
+
+def test_kernels_are_not_for_derivatives_wide_windows_or_many_samples(monkeypatch):
+    monkeypatch.setattr(kernels, "PRESENT", True)
+    monkeypatch.setattr(kernels, "INTERPRETED", True)
+    rule, mean, samples = relu(3, torch.zeros(())), torch.zeros(1, 3), torch.zeros(1, 4, 3)
+    assert fused_sketch.available(rule, mean, samples)
+    assert not fused_sketch.available(rule, mean.clone().requires_grad_(), samples)
+    assert not fused_sketch.available(rule, mean, torch.zeros(1, fused_sketch.MOST_SAMPLES + 1, 3))
+    wide = Largest(torch.arange(16).reshape(1, 16), with_zero=False)
+    assert not fused_sketch.available(wide, torch.zeros(1, 16), torch.zeros(1, 4, 16))
+    monkeypatch.setattr(kernels, "PRESENT", False)
+    assert not fused_sketch.available(rule, mean, samples)
