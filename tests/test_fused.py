@@ -274,18 +274,18 @@ def test_runs_of_tiles_may_pass_a_rows_end_and_the_last_one_be_short(units, side
 
 @interpreted
 @pytest.mark.parametrize(
-    ("side", "group", "dtype"),
+    ("side", "many", "dtype"),
     [
-        (32, 4, torch.float32),
-        (32, 64, torch.float32),
-        (32, 64, torch.float64),
-        (16, 64, torch.float32),
-        (64, 4, torch.float32),
+        (32, False, torch.float32),
+        (32, True, torch.float32),
+        (32, True, torch.float64),
+        (16, True, torch.float32),
+        (64, False, torch.float32),
     ],
 )
-def test_full_and_empty_tiles_may_be_in_a_group(side, group, dtype, monkeypatch):
+def test_full_and_empty_tiles_may_be_in_a_group(side, many, dtype, monkeypatch):
     """Of 110 units the first 66 are nearly the same but for their signs, and none of the others like another."""
-    monkeypatch.setattr(fused, "MANY_TILES", 1 if group == fused.GROUPS[1] else 2**30)
+    monkeypatch.setattr(fused, "MANY_PAIRS", 1 if many else 2**40)
     for shapes in (fused.TILES, fused.DIAGONAL_TILES):
         monkeypatch.setitem(shapes, dtype, fused.Shape(side, 4, 255, 4))
     mean, factor, _ = layer(110, 60, dtype)

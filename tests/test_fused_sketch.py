@@ -13,6 +13,7 @@ import netmoments as nm
 from netmoments.propagate import contenders, fused_sketch
 from netmoments.propagate.bent import BentUnits
 from netmoments.propagate.contenders import Windows, _in_parts, frames_for
+from netmoments.propagate.fused_sketch import FusedBent
 from netmoments.propagate.largest import Largest
 from netmoments.propagate.piecewise_linear import PiecewiseLinear, between, one_kink, relu
 from netmoments.propagate.pooling import pooling_windows
@@ -29,7 +30,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
 """Of sums over K samples or n units of numbers of order 1, and of what a Cholesky factor magnifies."""
 
 
-def drawn(images: int, count: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def drawn(images: int, count: int, inputs: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Means and samples about them, neighbours correlated; one input certain, one far above 0 and one far below."""
     generator = torch.Generator().manual_seed(inputs)
     noise = torch.randn(images, count, inputs + 2, dtype=torch.float64, generator=generator)
@@ -37,7 +38,7 @@ def drawn(images: int, count: int, inputs: int, dtype: torch.dtype) -> tuple[Ten
     mean[:, 3], mean[:, 4] = 60.0, -60.0
     smooth = noise[..., :-2] + 0.7 * noise[..., 1:-1] + 0.3 * noise[..., 2:]
     smooth[..., 5] = 0
-    return mean.to(dtype), (mean.unsqueeze(1) + smooth).to(dtype)
+    return mean.to(device, dtype), (mean.unsqueeze(1) + smooth).to(device, dtype)
 
 
 def pooled(shape: tuple[int, int], kernel: int, stride: int, padding: int) -> Tensor:
@@ -52,22 +53,18 @@ def without_means(across: Tensor) -> Tensor:
     return forms - forms.mean(-2, keepdim=True)
 
 
-def layers(dtype: torch.dtype) -> dict[str, PiecewiseLinear]:
-    like = torch.zeros((), dtype=dtype)
+def layers(dtype: torch.dtype, device: str = "cpu") -> dict[str, PiecewiseLinear]:
+    like = torch.zeros((), dtype=dtype, device=device)
     return {
         "relu": relu(70, like),
-        "leaky": one_kink(torch.full((70,), 0.1, dtype=dtype), torch.full((70,), 0.9, dtype=dtype)),
+        "leaky": one_kink(like.new_full((70,), 0.1), like.new_full((70,), 0.9)),
         "hardtanh": between(-1.0, 0.5, 70, like),
     }
 
 
-@interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["relu", "leaky", "hardtanh"])
-@pytest.mark.parametrize("count", [4, 20])
-def test_single_inputs(dtype, name, count):
-    rule = layers(dtype)[name]
-    mean, samples = drawn(2, count, 70, dtype)
+def assert_single_inputs(name: str, count: int, dtype: torch.dtype, device: str) -> None:
+    rule = layers(dtype, device)[name]
+    mean, samples = drawn(2, count, 70, dtype, device)
     values, units, bent = fused_sketch.layer(rule, mean, samples)
     found = seen(rule, samples)
     plain = moments_of_units(rule, mean, found.covariance, count)
@@ -75,44 +72,62 @@ def test_single_inputs(dtype, name, count):
     torch.testing.assert_close(values, found.values, **close)
     for own, other in zip(units, plain, strict=True):
         torch.testing.assert_close(own, other, **close)
-    weights = torch.randn(2, 3, 70, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    expected = BentUnits(torch.arange(rule.units), rule.windows, samples, plain.curvature).quadratics(weights)
-    found = bent.quadratics(weights)
-    torch.testing.assert_close(found.own, expected.own, **close)
-    torch.testing.assert_close(without_means(found.across), without_means(expected.across), **close)
+    every = BentUnits(torch.arange(rule.units, device=device), rule.windows, samples, plain.curvature)
+    assert_same_forms(bent, every, TOLERANCE[dtype])
 
 
-@interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kernel", "stride", "padding"), [(2, 2, 0), (3, 2, 0), (3, 2, 1)])
-@pytest.mark.parametrize(("with_zero", "sign"), [(False, 1), (True, 1), (False, -1)])
-def test_windows(monkeypatch, dtype, kernel, stride, padding, with_zero, sign):
-    monkeypatch.setattr(contenders, "MOST_FRAMES", 2)
-    rule = Largest(pooled((9, 8), kernel, stride, padding), with_zero, sign)
-    mean, samples = drawn(2, 20, 72, dtype)
+def assert_windows(rule: Largest, dtype: torch.dtype, device: str) -> None:
+    mean, samples = drawn(2, 20, 72, dtype, device)
     values, units, bent = fused_sketch.layer(rule, mean, samples)
     found = seen(rule, samples)
     close = {"rtol": 20 * TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     torch.testing.assert_close(values, found.values, **close)
     windows = Windows(
-        sign * rule.gathered(mean).flatten(0, 1).mT,
+        rule.sign * rule.gathered(mean).flatten(0, 1).mT,
         found.covariance.flatten(0, 1).permute(1, 2, 0).contiguous(),
         (rule.windows >= 0).mT.repeat(1, 2),
-        torch.arange(rule.units).repeat(2),
+        torch.arange(rule.units, device=device).repeat(2),
     )
-    plain = _in_parts(windows, frames_for(rule.units, 20), with_zero)
-    torch.testing.assert_close(units.mean.flatten(), sign * plain.mean, **close)
+    plain = _in_parts(windows, frames_for(rule.units, 20), rule.with_zero)
+    torch.testing.assert_close(units.mean.flatten(), rule.sign * plain.mean, **close)
     torch.testing.assert_close(units.gain.flatten(0, 1), plain.gain.mT, **close)
     # the curvature divides by a Cholesky factor, whose smallest pivots are the root of FLOOR
-    curvature = sign * plain.curvature.permute(2, 0, 1)
+    curvature = rule.sign * plain.curvature.permute(2, 0, 1)
     scale = float(curvature.abs().max())
     torch.testing.assert_close(units.curvature.flatten(0, 1), curvature, rtol=0, atol=100 * TOLERANCE[dtype] * scale)
-    weights = torch.randn(2, 11, rule.units, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    expected = BentUnits(torch.arange(rule.units), rule.windows, samples, units.curvature).quadratics(weights)
-    found = bent.quadratics(weights)
-    close = {"rtol": 0, "atol": 100 * TOLERANCE[dtype] * float(expected.across.abs().max())}
-    torch.testing.assert_close(found.own, expected.own, **close)
-    torch.testing.assert_close(without_means(found.across), without_means(expected.across), **close)
+    every = BentUnits(torch.arange(rule.units, device=device), rule.windows, samples, units.curvature)
+    assert_same_forms(bent, every, TOLERANCE[dtype])
+
+
+def assert_same_forms(found: FusedBent, expected: BentUnits, tolerance: float) -> None:
+    """For more scores than go together; the tolerance is relative to the largest form."""
+    shape = (2, fused_sketch.SCORES + 2, len(expected.units))
+    weights = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    own, across = found.quadratics(weights.to(expected.samples))
+    other = expected.quadratics(weights.to(expected.samples))
+    for one, another in ((own, other.own), (without_means(across), without_means(other.across))):
+        torch.testing.assert_close(one, another, rtol=0, atol=tolerance * float(another.abs().max()))
+
+
+WINDOWS = [(2, 2, 0), (3, 2, 0), (3, 2, 1)]
+KINDS = [(False, 1), (True, 1), (False, -1)]
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["relu", "leaky", "hardtanh"])
+@pytest.mark.parametrize("count", [4, 20])
+def test_single_inputs(dtype, name, count):
+    assert_single_inputs(name, count, dtype, "cpu")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kernel", "stride", "padding"), WINDOWS)
+@pytest.mark.parametrize(("with_zero", "sign"), KINDS)
+def test_windows(monkeypatch, dtype, kernel, stride, padding, with_zero, sign):
+    monkeypatch.setattr(contenders, "MOST_FRAMES", 2)
+    assert_windows(Largest(pooled((9, 8), kernel, stride, padding), with_zero, sign), dtype, "cpu")
 
 
 @interpreted

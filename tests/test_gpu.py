@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -22,11 +23,13 @@ from netmoments.moments.winners import winning_probabilities
 from netmoments.network.training import RECIPES, train
 from netmoments.network.weights import read_tensors
 from netmoments.precision import full_precision
+from netmoments.propagate.largest import Largest
 from netmoments.relu import kernels
 from netmoments.relu.form import layer_form, layer_form_diagonal
 from netmoments.report.conduct import study
 from netmoments.report.study import StudyConfig
 from tests.closeness import assert_close, assert_within_standard_errors
+from tests.test_fused_sketch import KINDS, WINDOWS, assert_single_inputs, assert_windows, pooled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -527,3 +530,41 @@ def test_a_batch_is_its_images(method):
         found = nm.output_moments(net, alone, method, **options)
         torch.testing.assert_close(found.mean[0], together.mean[place], rtol=1e-8, atol=1e-10)
         torch.testing.assert_close(found.covariance[0], together.covariance[place], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["relu", "leaky", "hardtanh"])
+@pytest.mark.parametrize("count", [4, 20])
+def test_the_kernels_of_a_sketch_for_single_inputs(name, count, dtype):
+    assert_single_inputs(name, count, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("kernel", "stride", "padding"), WINDOWS)
+@pytest.mark.parametrize(("with_zero", "sign"), KINDS)
+def test_the_kernels_of_a_sketch_for_windows(kernel, stride, padding, with_zero, sign, dtype):
+    windows = pooled((9, 8), kernel, stride, padding).cuda()
+    assert_windows(Largest(windows, with_zero, sign), dtype, "cuda")
+
+
+def test_a_replayed_sketch_is_the_same_sketch(lenet, monkeypatch):
+    """Done, recorded, replayed; replayed for another image; and after the weights have changed."""
+    network = copy.deepcopy(lenet)
+    images = torch.rand(2, 1, 28, 28, generator=torch.Generator().manual_seed(0)).cuda()
+    first, second = (nm.Gaussian(image, std=0.05) for image in images.split(1))
+
+    def sketch(noise: nm.Gaussian) -> Tensor:
+        return nm.output_moments(network, noise, "sketch").covariance
+
+    done, recorded, again, other = (sketch(noise) for noise in (first, first, first, second))
+    with torch.no_grad():
+        next(network.parameters()).mul_(1.5)
+    changed = sketch(second)
+    monkeypatch.setattr("netmoments.propagate.sketch.REPLAYED_BYTES", 0)
+    stronger = sketch(second)
+    with torch.no_grad():
+        next(network.parameters()).div_(1.5)
+    for found, expected in ((recorded, done), (again, done), (other, sketch(second)), (changed, stronger)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(other, done, rtol=0.01)
+    assert not torch.allclose(changed, other, rtol=0.01)

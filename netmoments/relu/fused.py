@@ -23,7 +23,7 @@ from netmoments.relu.series import excess_limits, nonlinear_limits, recurrence
 TERMS = {torch.float32: 24, torch.float64: 80}
 """Terms of the series at most, to be had where nodes cost more."""
 
-CHEAP = {torch.float32: 8, torch.float64: 80}
+CHEAP = {torch.float32: 12, torch.float64: 80}
 """Up to this many terms are cheaper than the nodes that would do as well."""
 
 MODERATE = {torch.float32: 0.87, torch.float64: 0.0}
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 
 
 TILES = {torch.float32: Shape(32, 4, 96, 4), torch.float64: Shape(32, 4, 168, 8)}
-DIAGONAL_TILES = {torch.float32: Shape(16, 1, 128, 16), torch.float64: Shape(32, 4, 168, 8)}
+DIAGONAL_TILES = {torch.float32: Shape(16, 1, 128, 8), torch.float64: Shape(32, 4, 168, 8)}
 WIDE_TILES = {torch.float32: Shape(32, 4, 168, 8), torch.float64: Shape(32, 4, 255, 8)}
 """Of the diagonal of a form with more than a few outputs."""
 
@@ -62,10 +62,10 @@ FEW, MANY = 16, 64
 PRECISION = {torch.float32: "tf32x3", torch.float64: "ieee"}
 """Of the products of a tile with the weights of a form: see `forward_kernels.full_product`."""
 
-GROUPS = (4, 64)
-"""Tiles whose strongly correlated pairs go together: in all fewer than MANY_TILES of them, and else."""
+GROUPS = (2**12, 2**16)
+"""Pairs whose strongly correlated ones go together, in tiles: of fewer than MANY_PAIRS in all, and else."""
 
-MANY_TILES = 32768
+MANY_PAIRS = 2**25
 
 RUNS = 2048
 """Runs of tiles are shorter where there would be fewer of them."""
@@ -275,9 +275,10 @@ def _run(shape: Shape, tiles: int) -> int:
     return min(shape.run, max(1, tiles // RUNS))
 
 
-def _group(tiles: int) -> int:
+def _group(shape: Shape, tiles: int) -> int:
     """How many tiles' strongly correlated pairs go together, where there are so many in all."""
-    return GROUPS[tiles >= MANY_TILES]
+    pairs = shape.side * shape.side
+    return GROUPS[tiles * pairs >= MANY_PAIRS] // pairs
 
 
 @cache
@@ -326,7 +327,7 @@ def relu_covariance(mean: Tensor, variance: Tensor, covariance: Tensor, memory_b
         layer = layer_of(part_of(mean, chunk).expand(len(here), -1), part_of(variance, chunk), fault)
         verdict = Verdict(fault)
         source = part_of(covariance, chunk)
-        run, group = _run(shape, tiles * len(here)), _group(tiles * len(here))
+        run, group = _run(shape, tiles * len(here)), _group(shape, tiles * len(here))
         numbers = {"units": units, "covariance_by_image": _by_image(source), "tiles": tiles}
         with torch.cuda.device_of(result):
             marks = _Marks.unknown(tiles * len(here), shape.side, device)
@@ -359,7 +360,7 @@ def form_diagonal(layer: Layer, strip: Strip, weights: Tensor) -> Tensor:
     shape, together = (DIAGONAL_TILES[dtype], FEW) if outputs <= FEW else (WIDE_TILES[dtype], MANY)
     first, last = strip.start // shape.side, -(-strip.stop // shape.side)
     tiles = _tiles(last) - _tiles(first)
-    run, group = _run(shape, tiles * images), _group(tiles * images)
+    run, group = _run(shape, tiles * images), _group(shape, tiles * images)
     programs, strong_programs, parts = -(-tiles // run), -(-tiles // group), -(-outputs // together)
     weights, covariance = _rows(weights), _rows(strip.covariance)
     sums = weights.new_empty(images, programs + strong_programs, parts * together, dtype=torch.float64)
