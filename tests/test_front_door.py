@@ -248,6 +248,8 @@ def test_a_network_is_planned_once_while_nothing_changes(monkeypatch):
     after = nm.output_moments(net, noise(2), "layerwise").mean
     assert len(made) == 2
     assert_close(after, before[0] + 1, atol=1e-12)
+    net[-1].bias.data += 1  # which torch does not count as a change
+    assert_close(nm.output_moments(net, noise(2), "layerwise").mean, before[0] + 2, atol=1e-12)
 
 
 # gradients, modes, side effects
@@ -740,6 +742,22 @@ def test_a_changed_attribute_is_seen():
     net[1].negative_slope = 0.9
     fresh = nn.Sequential(net[0], nn.LeakyReLU(0.9), net[2]).eval()
     assert_same(nm.output_moments(net, given), nm.output_moments(fresh, given))
+
+
+def test_a_changed_attribute_is_seen_where_what_was_recorded_is_refused():
+    class Either(nn.Module):
+        shrinks = True
+
+        def forward(self, y: Tensor) -> Tensor:
+            return functional.hardshrink(y, 0.2) if self.shrinks else functional.relu(y)
+
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Either(), nn.Linear(4, 2)))
+    given = nm.Gaussian(torch.zeros(4, dtype=torch.float64), std=0.3)
+    with pytest.raises(ValueError, match="no rule for"):
+        nm.output_moments(net, given, "layerwise")
+    net[1].shrinks = False
+    plain = nn.Sequential(net[0], nn.ReLU(), net[2]).eval()
+    assert_same(nm.output_moments(net, given, "layerwise"), nm.output_moments(plain, given, "layerwise"))
 
 
 @pytest.mark.parametrize("function", [nn.Hardshrink(0.2), lambda y: functional.relu(y).to(torch.bfloat16).double()])

@@ -26,13 +26,13 @@ from netmoments.moments.propagated import (
     LARGEST,
     MANY_SCORES,
     chosen_method,
-    recorded_plan,
+    unchecked_plan_of,
 )
 from netmoments.moments.result import OutputMoments
 from netmoments.network.cut import find_relu
-from netmoments.network.graph import rechecked
 from netmoments.network.inspection import as_network, inspect, require_derivatives, warn_of_smooth
 from netmoments.precision import full_precision
+from netmoments.propagate.known_plans import rechecked
 from netmoments.propagate.opaque import opaque
 from netmoments.propagate.plan import Plan
 from netmoments.propagate.planner import NoRule
@@ -155,14 +155,14 @@ def _planned(
 ) -> tuple[Plan, str, str | None]:
     """The plan that a method goes by, and for "auto" which method that is, and why."""
     if method == "sketch":
-        return recorded_plan(network, noise.mean, CALLER, opaque), method, None
+        return unchecked_plan_of(network, noise.mean, CALLER, opaque), method, None
     try:
-        plan = recorded_plan(network, noise.mean, CALLER)
+        plan = unchecked_plan_of(network, noise.mean, CALLER)
     except NoRule as error:
         if method != "auto":
             raise
         what = str(error).removeprefix(f"{CALLER}: ").split(" as it is called")[0]
-        return recorded_plan(network, noise.mean, CALLER, opaque), "sketch", f"there is {what}"
+        return unchecked_plan_of(network, noise.mean, CALLER, opaque), "sketch", f"there is {what}"
     return plan, *(chosen_method(plan, noise, memory_budget) if method == "auto" else (method, None))
 
 

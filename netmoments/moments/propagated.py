@@ -14,7 +14,7 @@ from netmoments.moments.result import OutputMoments
 from netmoments.network.graph import graph_of, recorded_graph
 from netmoments.progress import Progress
 from netmoments.propagate.budget import Need, layerwise_need
-from netmoments.propagate.known_plans import plan_for
+from netmoments.propagate.known_plans import plan_for, recorded_plan
 from netmoments.propagate.layerwise import layerwise
 from netmoments.propagate.opaque import opaque
 from netmoments.propagate.piecewise_linear import PiecewiseLinear
@@ -48,10 +48,10 @@ def sketch_plan_of(network: nn.Module, mean: Tensor, caller: str) -> Plan:
     return plan_for(graph_of(network, image, caller), network, image, caller, opaque)
 
 
-def recorded_plan(network: nn.Module, mean: Tensor, caller: str, otherwise: Otherwise | None = None) -> Plan:
-    """Either, from a graph that is yet to be checked: see `graph.rechecked`."""
+def unchecked_plan_of(network: nn.Module, mean: Tensor, caller: str, otherwise: Otherwise | None = None) -> Plan:
+    """Either, as it was recorded: for what goes through `rechecked`."""
     image = mean[:1].detach()
-    return plan_for(recorded_graph(network, image, caller), network, image, caller, otherwise)
+    return recorded_plan(recorded_graph(network, image, caller), network, image, caller, otherwise)
 
 
 def chosen_method(plan: Plan, noise: Gaussian, memory_budget: int | None) -> Chosen:

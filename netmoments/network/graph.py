@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +20,6 @@ from netmoments.precision import full_precision
 
 Node = fx.Node
 Values = dict[Node, Any]
-Found = TypeVar("Found")
 aten = torch.ops.aten
 _SLICES = {aten.slice.Tensor: 3, aten.slice_scatter.default: 4}
 """Where their argument `end` is, two places after the dimension."""
@@ -108,44 +107,37 @@ def shape_of(node: Node) -> torch.Size:
 def graph_of(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph:
     """The graph of a network that `inspect` has looked at, for one image (1, ...); recorded once for inputs alike."""
     found = recorded_graph(network, image, caller)
-    if not _reproduces(found, network, image):  # an attribute may have changed
-        _forget(network, image)
+    if not holds(found, network, image):  # an attribute may have changed
+        forget_graph(network, image)
         found = recorded_graph(network, image, caller)
     return found
 
 
 def recorded_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph:
-    """The same without asking whether the network still does what it did: for what goes through `rechecked`."""
+    """The same without asking whether the network still does what it did."""
     found, key = _known.setdefault(network, {}), _key(network, image)
     if key not in found:
         found[key] = traced_graph(network, image, caller)
     return found[key]
 
 
-def rechecked(network: nn.Module, image: Tensor, compute: Callable[[], Found]) -> Found:
-    """`compute()` from recorded graphs, and once more if it turns out that the network has changed since.
-
-    The check comes last: on a GPU the host is then free for it while the answer is computed.
-    """
-    try:
-        found = compute()
-    except Exception:
-        if _holds(network, image):
-            raise
-    else:
-        if _holds(network, image):
-            return found
-    _forget(network, image)
-    return compute()
+def holds(graph: NetworkGraph, network: nn.Module, image: Tensor) -> bool:
+    """Whether what was recorded is what the network does."""
+    with torch.no_grad(), full_precision():
+        try:
+            values = graph.values(graph.constants(network), image.detach())
+        except (RuntimeError, IndexError, KeyError):
+            return False
+        return same_values(values[graph.output], network(image.detach().clone()))
 
 
-def _holds(network: nn.Module, image: Tensor) -> bool:
-    """Whether there is no graph for such images, or one that reproduces what the network does."""
-    found = _known.get(network, {}).get(_key(network, image))
-    return found is None or _reproduces(found, network, image)
+def known_graph(network: nn.Module, image: Tensor) -> NetworkGraph | None:
+    """The one that was recorded for such images, if any."""
+    return _known.get(network, {}).get(_key(network, image))
 
 
-def _forget(network: nn.Module, image: Tensor) -> None:
+def forget_graph(network: nn.Module, image: Tensor) -> None:
+    """The next one asked for is recorded anew."""
     _known.get(network, {}).pop(_key(network, image), None)
 
 
@@ -261,22 +253,12 @@ def _replace_later(graph: fx.Graph, old: Node, new: Node) -> None:
 
 def _require_same(graph: NetworkGraph, network: nn.Module, image: Tensor, caller: str) -> None:
     """The graph must give what the network gives, for another image than it was recorded with."""
-    if not _reproduces(graph, network, another_image(image.detach())):
+    if not holds(graph, network, another_image(image.detach())):
         raise ValueError(
             f"{caller}: the network does other operations for other images (shapes or choices that depend on what it "
             f"computes), or changes tensors in place in a way that cannot be recorded, so it has no fixed graph; take "
             f"that out, or use method='two-stage' or 'sampling'"
         )
-
-
-def _reproduces(graph: NetworkGraph, network: nn.Module, image: Tensor) -> bool:
-    """Whether the graph's scores are the network's."""
-    with torch.no_grad(), full_precision():
-        try:
-            values = graph.values(graph.constants(network), image.detach())
-        except (RuntimeError, IndexError, KeyError):
-            return False
-        return same_values(values[graph.output], network(image.detach().clone()))
 
 
 def _reached(nodes: Iterable[Node], start: Node) -> set[Node]:

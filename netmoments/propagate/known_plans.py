@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from netmoments.network.graph import NetworkGraph
+from netmoments.network.graph import NetworkGraph, forget_graph, holds, known_graph
 from netmoments.propagate.plan import Plan
 from netmoments.propagate.planner import Otherwise, planned, planned_with
 from netmoments.propagate.rules import registered_rules
+
+Found = TypeVar("Found")
 
 
 class _Known(NamedTuple):
     plan: Plan
     weights: Tensor
+    versions: tuple[tuple[int, int], ...]
     rules: tuple[object, ...]
 
 
@@ -32,13 +36,66 @@ def plan_for(
     rules are the same, and where no derivative in them is wanted. Anything else that changes what a network computes
     changes its graph.
     """
+    if not _same_weights(graph, network):
+        del _known[graph]
+    return recorded_plan(graph, network, like, caller, otherwise)
+
+
+def recorded_plan(
+    graph: NetworkGraph, network: nn.Module, like: Tensor, caller: str, otherwise: Otherwise | None = None
+) -> Plan:
+    """The same where torch's counters of changes say that the weights are what they were: for `rechecked`."""
     if torch.is_grad_enabled():
         return _made(graph, network, like, caller, otherwise)
-    weights, rules = _weights(network), registered_rules()
-    found = _known.setdefault(graph, {}).get(otherwise)
-    if found is None or found.rules != rules or not torch.equal(found.weights, weights):
-        found = _known[graph][otherwise] = _Known(_made(graph, network, like, caller, otherwise), weights, rules)
+    rules, versions, plans = registered_rules(), _versions(network), _known.setdefault(graph, {})
+    found = plans.get(otherwise)
+    if found is None or found.rules != rules or found.versions != versions:
+        weights = _weights(network)
+        if found is not None and found.rules == rules and torch.equal(found.weights, weights):
+            plan = found.plan
+        else:
+            plan = _made(graph, network, like, caller, otherwise)
+        found = plans[otherwise] = _Known(plan, weights, versions, rules)
     return found.plan
+
+
+def rechecked(network: nn.Module, image: Tensor, compute: Callable[[], Found]) -> Found:
+    """`compute()` from recorded graphs and plans, and once more if the network turns out to have changed since.
+
+    The check comes last: on a GPU the host is then free for it while the answer is computed.
+    """
+    try:
+        found = compute()
+    except Exception:
+        if not _forgotten(network, image):
+            raise
+    else:
+        if not _forgotten(network, image):
+            return found
+    return compute()
+
+
+def _forgotten(network: nn.Module, image: Tensor) -> bool:
+    """Whether something known of a network for such images was out of date; it is forgotten then."""
+    graph = known_graph(network, image)
+    if graph is None:
+        return False
+    if not holds(graph, network, image):
+        forget_graph(network, image)
+    elif not _same_weights(graph, network):
+        del _known[graph]
+    else:
+        return False
+    return True
+
+
+def _same_weights(graph: NetworkGraph, network: nn.Module) -> bool:
+    """Whether the plans made from a graph are for the present weights."""
+    plans = _known.get(graph)
+    if not plans:
+        return True
+    now = _weights(network)
+    return all(torch.equal(known.weights, now) for known in plans.values())
 
 
 def _made(graph: NetworkGraph, network: nn.Module, like: Tensor, caller: str, otherwise: Otherwise | None) -> Plan:
@@ -51,3 +108,9 @@ def _weights(network: nn.Module) -> Tensor:
     """A copy of all parameters and buffers, end to end."""
     given = [x.detach().flatten() for x in (*network.parameters(), *network.buffers())]
     return torch.cat(given) if given else torch.zeros(0)
+
+
+def _versions(network: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Where they are, and how often torch knows them to have changed: not by way of `.data`, nor in inference mode."""
+    given = (*network.parameters(), *network.buffers())
+    return tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in given)
