@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+SETTLED = 0.5
+"""Seconds of repeats at least: the first few of short work wait for threads and clocks."""
+
 
 def seconds(work: Callable[[], object], repeats: int = 9, patience: float = 4.0) -> float:
     """Median time of `work` after two warm-up calls; fewer repeats (at least three) once `patience` is used up."""
@@ -21,7 +24,7 @@ def seconds(work: Callable[[], object], repeats: int = 9, patience: float = 4.0)
     work()
     work()
     taken: list[float] = []
-    while len(taken) < repeats and (len(taken) < 3 or time.perf_counter() - begun < patience):
+    while (len(taken) < repeats or sum(taken) < SETTLED) and (len(taken) < 3 or time.perf_counter() - begun < patience):
         start = time.perf_counter()
         work()
         taken.append(time.perf_counter() - start)

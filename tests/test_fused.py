@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import netmoments as nm
-from netmoments.relu import forward_kernels, fused, kernels
+from netmoments.relu import forward_kernels, fused, kernel_tables, kernels
 from netmoments.relu.form import layer_form, layer_form_diagonal, pairs_form, pairs_form_diagonal
 from netmoments.relu.quadrature import nonlinear_part, nonlinear_part_by
 from netmoments.relu.rules import NONLINEAR_RULES, graded, radau
@@ -193,7 +193,7 @@ def test_interpreted_forms_are_the_plain_ones(form, dtype, monkeypatch):
 
 
 def lookup_rows(dtype: torch.dtype, strong: bool) -> list[list[int]]:
-    at = fused.tables(dtype, torch.device("cpu"))
+    at = kernel_tables.tables(dtype, torch.device("cpu"))
     return (at.strong if strong else at.weak).tolist()
 
 
@@ -213,8 +213,8 @@ def correlations_between(low: float, high: float, dtype: torch.dtype) -> list[fl
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_series_terms_looked_up_are_enough_and_hardly_more(dtype):
-    at, rows = fused.tables(dtype, torch.device("cpu")), lookup_rows(dtype, strong=False)
-    limits, at_once = nonlinear_limits(fused.TERMS[dtype], dtype), int(kernels.AT_ONCE)
+    at, rows = kernel_tables.tables(dtype, torch.device("cpu")), lookup_rows(dtype, strong=False)
+    limits, at_once = nonlinear_limits(kernel_tables.TERMS[dtype], dtype), int(kernels.AT_ONCE)
 
     def rounded_up(terms: int) -> int:
         return -(-terms // at_once) * at_once
@@ -222,7 +222,7 @@ def test_the_series_terms_looked_up_are_enough_and_hardly_more(dtype):
     for rho in correlations_between(0.0, at.series_reach, dtype):
         terms = rows[int(rho * int(forward_kernels.BINS))][0]
         assert limits[terms] >= rho
-        assert terms in range(0, fused.TERMS[dtype] + 1, at_once)
+        assert terms in range(0, kernel_tables.TERMS[dtype] + 1, at_once)
         beyond = min(rho + 1 / int(forward_kernels.BINS), at.series_reach)
         assert terms <= rounded_up(next(n for n, limit in enumerate(limits) if limit >= beyond))
 
@@ -230,7 +230,11 @@ def test_the_series_terms_looked_up_are_enough_and_hardly_more(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strong", [False, True])
 def test_the_rules_looked_up_have_nodes_enough_and_hardly_more(strong, dtype):
-    at, rows, rules = fused.tables(dtype, torch.device("cpu")), lookup_rows(dtype, strong), NONLINEAR_RULES[dtype]
+    at, rows, rules = (
+        kernel_tables.tables(dtype, torch.device("cpu")),
+        lookup_rows(dtype, strong),
+        NONLINEAR_RULES[dtype],
+    )
     reach = 1.0 if strong else at.reach
     starts = at.rules.tolist()
     for rho in correlations_between(0.0, reach, dtype):
@@ -292,7 +296,7 @@ def test_full_and_empty_tiles_may_be_in_a_group(side, many, dtype, monkeypatch):
     factor[:, :66] = factor[:, :1] * factor[:, :66, :1].sign() + 0.02 * factor[:, :66]
     matrix = factor @ factor.mT
     std = matrix[1].diagonal().sqrt()
-    strong = (matrix[1] / (std * std.unsqueeze(-1))).abs() > fused.tables(dtype, torch.device("cpu")).reach
+    strong = (matrix[1] / (std * std.unsqueeze(-1))).abs() > kernel_tables.tables(dtype, torch.device("cpu")).reach
     assert bool(strong[:66, :66].all())
     assert not bool(strong[66:].tril(65).any())
     assert_exact_in_both_forms(mean, matrix, some_weights(3, 110, dtype), monkeypatch)

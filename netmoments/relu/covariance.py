@@ -13,6 +13,7 @@ from netmoments.checks import describe, require_broadcastable, require_float_ten
 from netmoments.normal import distribution
 from netmoments.precision import full_precision
 from netmoments.relu import fused
+from netmoments.relu.fused_strips import covariance_gradient
 from netmoments.relu.gradient import UnitGradients, refuse_forward_mode, refuse_second_derivative
 from netmoments.relu.marginal import unit_variance, variance_slopes
 from netmoments.relu.pairs import (
@@ -203,7 +204,7 @@ def _fused_gradients(
     for chunk in fused.image_chunks(len(grad), fused.table_bytes(mean.shape[1], mean.dtype), memory_budget):
         here = grad[chunk]
         m, v, s = (fused.part_of(x, chunk) for x in (mean, variance, covariance))
-        found = fused.covariance_gradient(fused.layer_of(m.expand(len(here), -1), v), s, here)
+        found = covariance_gradient(fused.layer_of(m.expand(len(here), -1), v), s, here)
         parts.append((*found.with_own(here.diagonal(dim1=1, dim2=2), m, v), found.by_covariance))
     by_mean, by_variance, by_covariance = (x[0] if len(parts) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
     return by_mean, by_variance, by_covariance

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Triton kernels for the lower triangle of a layer's covariance, stored with its mirror image or summed into a form.
 
 A program takes a run of tiles, row by row, and asks for the covariances of the next tile before it evaluates the one it

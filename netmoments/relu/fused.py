@@ -6,31 +6,16 @@ is computed and stand in where Triton is missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from netmoments.normal import gauss_legendre, standard_deviation
 from netmoments.relu import forward_kernels, kernels
-from netmoments.relu.marginal import standardize, variance_slopes
-from netmoments.relu.pairs import Units, gate_slopes, saturation
-from netmoments.relu.rules import NONLINEAR_RULES, Rule
-from netmoments.relu.series import excess_limits, nonlinear_limits, recurrence
-
-TERMS = {torch.float32: 24, torch.float64: 80}
-"""Terms of the series at most, to be had where nodes cost more."""
-
-CHEAP = {torch.float32: 12, torch.float64: 80}
-"""Up to this many terms are cheaper than the nodes that would do as well."""
-
-MODERATE = {torch.float32: 0.87, torch.float64: 0.0}
-"""Up to this correlation a whole tile is evaluated by the nodes that its largest one needs."""
-
-OWEN_NODES = {torch.float32: 7, torch.float64: 14}
-"""As many as `normal.owen_t` takes."""
+from netmoments.relu.kernel_tables import TERMS, tables
+from netmoments.relu.pairs import saturation
 
 
 class Shape(NamedTuple):
@@ -54,8 +39,6 @@ DIAGONAL_TILES = {torch.float32: Shape(16, 1, 128, 8), torch.float64: Shape(32, 
 WIDE_TILES = {torch.float32: Shape(32, 4, 168, 8), torch.float64: Shape(32, 4, 255, 8)}
 """Of the diagonal of a form with more than a few outputs."""
 
-PRODUCT_TILES = {torch.float32: Shape(32, 4, 255), torch.float64: Shape(32, 4, 255)}
-GRADIENT_TILES = {torch.float32: Shape(32, 4, 255), torch.float64: Shape(32, 8, 255)}
 FEW, MANY = 16, 64
 """Outputs of a form's diagonal that a program sums: if there are no more than a few, and else."""
 
@@ -70,9 +53,6 @@ MANY_PAIRS = 2**25
 RUNS = 2048
 """Runs of tiles are shorter where there would be fewer of them."""
 
-PROGRAMS = 1024
-"""Work is split until there are at least about so many programs, to fill a GPU."""
-
 MOST_IMAGES = 65535
 """Images in one launch: CUDA's limit."""
 
@@ -80,81 +60,6 @@ MOST_IMAGES = 65535
 def available(tensor: Tensor) -> bool:
     """Whether the kernels can be used for this tensor: Triton is installed, and the tensor on a CUDA device."""
     return kernels.PRESENT and (tensor.is_cuda or bool(kernels.INTERPRETED))
-
-
-class Tables(NamedTuple):
-    """The constants of the kernels on a device: rules for the nodes, limits for the series."""
-
-    steps: Tensor
-    nodes: Tensor
-    rules: Tensor
-    node_limits: Tensor
-    series_limits: Tensor
-    excess_limits: Tensor
-    owen: Tensor
-    weak: Tensor
-    """What is `enough`, by correlation, up to `reach`."""
-    strong: Tensor
-    """What is `enough`, by correlation."""
-    series_reach: float
-    """Up to this correlation the series is cheaper than nodes."""
-    reach: float
-    """Beyond this correlation pairs are evaluated apart from the others."""
-    last_reach: float
-    excess_reach: float
-
-
-@cache
-def tables(dtype: torch.dtype, device: torch.device) -> Tables:
-    """Made once for each dtype and device."""
-    terms, rules = TERMS[dtype], NONLINEAR_RULES[dtype]
-    series, excess = nonlinear_limits(terms, dtype), excess_limits(terms, dtype)
-    starts = [0]
-    for rule in rules:
-        starts.append(starts[-1] + rule.cost)
-    owen = [(u * u, w) for u, w in zip(*gauss_legendre(OWEN_NODES[dtype]), strict=True)]
-    series_reach = series[CHEAP[dtype]]
-    reach = max(series_reach, MODERATE[dtype])
-    with torch.inference_mode(False):
-        return Tables(
-            steps=torch.tensor(recurrence(terms), dtype=torch.float64, device=device),
-            nodes=torch.tensor([(u, w * v, v) for rule in rules for u, w, v in rule.nodes], dtype=dtype, device=device),
-            rules=torch.tensor(starts, dtype=torch.int32, device=device),
-            node_limits=_padded([rule.limit for rule in rules[:-1]], dtype, device),
-            series_limits=_padded(series[:-1], dtype, device),
-            excess_limits=_padded(excess[:-1], dtype, device),
-            owen=torch.tensor(owen, dtype=dtype, device=device),
-            weak=torch.tensor(enough(series, rules, series_reach, reach), dtype=torch.int32, device=device),
-            strong=torch.tensor(enough(series, rules, series_reach, 1.0), dtype=torch.int32, device=device),
-            series_reach=series_reach,
-            reach=reach,
-            last_reach=series[-1],
-            excess_reach=excess[-1],
-        )
-
-
-def enough(
-    series: Sequence[float], rules: Sequence[Rule], series_reach: float, reach: float
-) -> list[tuple[int, int, int]]:
-    """Terms of the series, first and last node of a rule, good for all correlations of a part of [0, 1].
-
-    A row for each of the parts, and one for 1 itself. Correlations are cut to `series_reach`, and for rules to `reach`.
-    """
-    parts, at_once = int(forward_kernels.BINS), int(kernels.AT_ONCE)
-    rows = []
-    for part in range(parts + 1):
-        largest = min((part + 1) / parts, reach)
-        terms = sum(limit < min(largest, series_reach) for limit in series[:-1])
-        nth = sum(rule.limit < largest for rule in rules[:-1])
-        start = sum(rule.cost for rule in rules[:nth])
-        rows.append((-(-terms // at_once) * at_once, start, start + rules[nth].cost))
-    return rows
-
-
-def _padded(limits: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """To a power of two, with a limit that no correlation exceeds."""
-    length = 1 << (len(limits) - 1).bit_length()
-    return torch.tensor([*limits, *[2.0] * (length - len(limits))], dtype=dtype, device=device)
 
 
 class Layer(NamedTuple):
@@ -188,18 +93,18 @@ def layer_of(mean: Tensor, variance: Tensor, fault: Tensor | None = None) -> Lay
     with torch.cuda.device_of(table):
         kernels.units_kernel[(table.shape[1], images)](
             mean, variance, table, fault, tables(mean.dtype, mean.device).steps,
-            units, _by_image(mean), mean.stride(1), _by_image(variance), variance.stride(1), saturation(mean.dtype),
+            units, by_image(mean), mean.stride(1), by_image(variance), variance.stride(1), saturation(mean.dtype),
             TERMS=terms, num_warps=2,
         )  # fmt: skip
     return Layer(table, units, fault)
 
 
-def _by_image(tensor: Tensor) -> int:
+def by_image(tensor: Tensor) -> int:
     """How far apart images are in memory; 0 where they share."""
     return 0 if tensor.shape[0] == 1 else tensor.stride(0)
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def dense_rows(tensor: Tensor) -> Tensor:
     """The tensor with its last dimension dense in memory, and the one before it dense upon that."""
     return tensor if tensor[0].is_contiguous() else tensor.contiguous()
 
@@ -318,7 +223,7 @@ def relu_covariance(mean: Tensor, variance: Tensor, covariance: Tensor, memory_b
     images = max(x.shape[0] for x in (mean, variance, covariance))
     shape = TILES[dtype]
     tiles = _tiles(-(-units // shape.side))
-    covariance = _rows(covariance)
+    covariance = dense_rows(covariance)
     result = covariance.new_empty(images, units, units)
     fault = torch.zeros(1, dtype=torch.int32, device=device)
     verdict: Verdict | None = None
@@ -328,7 +233,7 @@ def relu_covariance(mean: Tensor, variance: Tensor, covariance: Tensor, memory_b
         verdict = Verdict(fault)
         source = part_of(covariance, chunk)
         run, group = _run(shape, tiles * len(here)), _group(shape, tiles * len(here))
-        numbers = {"units": units, "covariance_by_image": _by_image(source), "tiles": tiles}
+        numbers = {"units": units, "covariance_by_image": by_image(source), "tiles": tiles}
         with torch.cuda.device_of(result):
             marks = _Marks.unknown(tiles * len(here), shape.side, device)
             forward_kernels.covariance_kernel[(-(-tiles // run), len(here))](
@@ -362,7 +267,7 @@ def form_diagonal(layer: Layer, strip: Strip, weights: Tensor) -> Tensor:
     tiles = _tiles(last) - _tiles(first)
     run, group = _run(shape, tiles * images), _group(shape, tiles * images)
     programs, strong_programs, parts = -(-tiles // run), -(-tiles // group), -(-outputs // together)
-    weights, covariance = _rows(weights), _rows(strip.covariance)
+    weights, covariance = dense_rows(weights), dense_rows(strip.covariance)
     sums = weights.new_empty(images, programs + strong_programs, parts * together, dtype=torch.float64)
     marks = _Marks.unknown(images * tiles, shape.side, device)
     numbers = {
@@ -370,9 +275,9 @@ def form_diagonal(layer: Layer, strip: Strip, weights: Tensor) -> Tensor:
         "outputs": outputs,
         "first_tile": _tiles(first),
         "origin": strip.start,
-        "covariance_by_image": _by_image(covariance),
+        "covariance_by_image": by_image(covariance),
         "covariance_by_row": covariance.stride(1),
-        "weights_by_image": _by_image(weights),
+        "weights_by_image": by_image(weights),
         "sums_by_image": sums.stride(0),
         "sums_by_program": sums.stride(1),
         "tiles": tiles,
@@ -388,100 +293,3 @@ def form_diagonal(layer: Layer, strip: Strip, weights: Tensor) -> Tensor:
             **numbers, OUTPUTS=FEW, **_strong(shape.side, group, dtype, device),
         )  # fmt: skip
     return sums.sum(1)[:, :outputs].to(dtype)
-
-
-class _Parts(NamedTuple):
-    """Columns split into parts, each of so many blocks, so that there are programs enough."""
-
-    rows: int
-    parts: int
-    blocks: int
-
-    @classmethod
-    def of(cls, layer: Layer, strip: Strip, side: int, numbers: int) -> _Parts:
-        """`numbers` is how many each part writes for a unit and image."""
-        rows, columns = -(-strip.covariance.shape[1] // side), -(-layer.units // side)
-        most = max(1, 2**24 // max(1, layer.images * layer.units * numbers))
-        parts = min(columns, most, -(-PROGRAMS // (rows * layer.images)))
-        blocks = -(-columns // parts)
-        return cls(rows, -(-columns // blocks), blocks)
-
-
-def form_product(layer: Layer, strip: Strip, weights: Tensor) -> Tensor:
-    """K Bᵀ of the units of a strip of full rows, as (images, outputs, units): 0 for the other units."""
-    outputs = weights.shape[1]
-    weights, covariance = _rows(weights), _rows(strip.covariance)
-    shape = PRODUCT_TILES[weights.dtype]
-    split = _Parts.of(layer, strip, shape.side, outputs)
-    product = weights.new_zeros(split.parts, layer.images, outputs, layer.units)
-    at = tables(weights.dtype, weights.device)
-    with torch.cuda.device_of(product):
-        kernels.product_kernel[(split.rows, split.parts, layer.images)](
-            layer.table, covariance, weights, product,
-            units=layer.units, outputs=outputs, origin=strip.start, stop=strip.stop, blocks=split.blocks,
-            covariance_by_image=_by_image(covariance), covariance_by_row=covariance.stride(1),
-            weights_by_image=_by_image(weights),
-            patches=weights.new_empty(2 * split.rows * split.parts * layer.images * shape.side**2),
-            nodes=at.nodes, rules=at.rules, node_limits=at.node_limits, series_limits=at.series_limits,
-            reach=at.last_reach, TERMS=TERMS[weights.dtype], NODE_LIMITS=len(at.node_limits),
-            LIMITS=len(at.series_limits), LANES=32 * shape.warps, **shape.options(),
-        )  # fmt: skip
-    return product.sum(0)
-
-
-class Gradients(NamedTuple):
-    """Derivatives of a weighted sum of covariances of pairs of different units.
-
-    Of their nonlinear parts in each unit's mean and variance, of their separable parts in its gate, each (images,
-    units), and of both in the covariance of each pair's pre-activations, (images, rows of the strip, units).
-    """
-
-    by_mean: Tensor
-    by_variance: Tensor
-    by_gate: Tensor
-    by_covariance: Tensor | None
-
-    def with_own(self, own: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """Derivatives in means and variances, gates and the units' own variances (weighted by `own`) included."""
-        std = standard_deviation(variance)
-        gate_by_mean, gate_by_variance = gate_slopes(Units(standardize(mean, std), std))
-        own_by_mean, own_by_variance = variance_slopes(mean, variance)
-        return (
-            self.by_mean + self.by_gate * gate_by_mean + own * own_by_mean,
-            self.by_variance + self.by_gate * gate_by_variance + own * own_by_variance,
-        )
-
-
-def covariance_gradient(layer: Layer, covariance: Tensor, grad: Tensor) -> Gradients:
-    """The derivatives of Σ gradᵢⱼKᵢⱼ, with grad (images, units, units)."""
-    strip, grad = Strip(_rows(covariance), 0), _rows(grad)
-    by_covariance = grad.new_empty(layer.images, layer.units, layer.units)
-    return _gradients(layer, strip, grad, grad, by_covariance, factored=False)
-
-
-def form_gradient(layer: Layer, strip: Strip, pull: Tensor, weights: Tensor, with_covariance: bool) -> Gradients:
-    """The derivatives of ½Σ (pullᵢ·bⱼ)Kᵢⱼ for a strip of full rows, with pull and B (images or 1, outputs, units)."""
-    by_covariance = None
-    if with_covariance:
-        by_covariance = weights.new_empty(layer.images, strip.covariance.shape[1], layer.units)
-    return _gradients(layer, strip, _rows(pull), _rows(weights), by_covariance, factored=True)
-
-
-def _gradients(
-    layer: Layer, strip: Strip, weights: Tensor, partners: Tensor, by_covariance: Tensor | None, factored: bool
-) -> Gradients:
-    dtype, covariance = weights.dtype, _rows(strip.covariance)
-    at, shape = tables(dtype, weights.device), GRADIENT_TILES[dtype]
-    split = _Parts.of(layer, strip, shape.side, 3)
-    sums = weights.new_zeros(3, split.parts, layer.images, layer.units)
-    with torch.cuda.device_of(sums):
-        kernels.gradient_kernel[(split.rows, split.parts, layer.images)](
-            layer.table, covariance, weights, partners, by_covariance, sums, at.owen, at.excess_limits, at.excess_reach,
-            units=layer.units, outputs=weights.shape[1], origin=strip.start, stop=strip.stop, blocks=split.blocks,
-            covariance_by_image=_by_image(covariance), covariance_by_row=covariance.stride(1),
-            weights_by_image=_by_image(weights), partners_by_image=_by_image(partners),
-            TERMS=TERMS[dtype], LIMITS=len(at.excess_limits), OWEN=len(at.owen), FACTORED=factored,
-            **shape.options(),
-        )  # fmt: skip
-    by_mean, by_variance, by_gate = sums.sum(1)
-    return Gradients(by_mean, by_variance, by_gate, by_covariance)

@@ -15,14 +15,13 @@ from netmoments.relu.fused import (
     Strip,
     Verdict,
     form_diagonal,
-    form_gradient,
-    form_product,
     image_chunks,
     layer_of,
     part_of,
     refuse,
     table_bytes,
 )
+from netmoments.relu.fused_strips import form_gradient, form_product
 from netmoments.relu.gradient import refuse_forward_mode, refuse_second_derivative
 from netmoments.relu.kernels import BLOCK
 from netmoments.relu.vmapping import vmap_forward, vmap_gradient
