@@ -250,6 +250,10 @@ def test_a_network_is_planned_once_while_nothing_changes(monkeypatch):
     assert_close(after, before[0] + 1, atol=1e-12)
     net[-1].bias.data += 1  # which torch does not count as a change
     assert_close(nm.output_moments(net, noise(2), "layerwise").mean, before[0] + 2, atol=1e-12)
+    assert len(made) == 3
+    net[-1].bias.data = net[-1].bias.data.clone()  # the same, elsewhere: what was recorded would read the old place
+    assert_close(nm.output_moments(net, noise(2), "layerwise").mean, before[0] + 2, atol=1e-12)
+    assert len(made) == 4
 
 
 # gradients, modes, side effects

@@ -15,12 +15,13 @@ from netmoments.propagate.planner import Otherwise, planned, planned_with
 from netmoments.propagate.rules import registered_rules
 
 Found = TypeVar("Found")
+Versions = tuple[tuple[int, int], ...]
 
 
 class _Known(NamedTuple):
     plan: Plan
     weights: Tensor
-    versions: tuple[tuple[int, int], ...]
+    versions: Versions
     rules: tuple[object, ...]
 
 
@@ -49,13 +50,14 @@ def recorded_plan(
         return _made(graph, network, like, caller, otherwise)
     rules, versions, plans = registered_rules(), _versions(network), _known.setdefault(graph, {})
     found = plans.get(otherwise)
-    if found is None or found.rules != rules or found.versions != versions:
+    if found is None or found.rules != rules or not _same_places(found.versions, versions):
+        found = _Known(_made(graph, network, like, caller, otherwise), _weights(network), versions, rules)
+    elif found.versions != versions:
         weights = _weights(network)
-        if found is not None and found.rules == rules and torch.equal(found.weights, weights):
-            plan = found.plan
-        else:
-            plan = _made(graph, network, like, caller, otherwise)
-        found = plans[otherwise] = _Known(plan, weights, versions, rules)
+        same = torch.equal(found.weights, weights)
+        plan = found.plan if same else _made(graph, network, like, caller, otherwise)
+        found = _Known(plan, weights, versions, rules)
+    plans[otherwise] = found
     return found.plan
 
 
@@ -110,7 +112,12 @@ def _weights(network: nn.Module) -> Tensor:
     return torch.cat(given) if given else torch.zeros(0)
 
 
-def _versions(network: nn.Module) -> tuple[tuple[int, int], ...]:
+def _same_places(before: Versions, now: Versions) -> bool:
+    """Whether the weights are where they were: a recording of a plan's work reads them there."""
+    return [place for place, _ in before] == [place for place, _ in now]
+
+
+def _versions(network: nn.Module) -> Versions:
     """Where they are, and how often torch knows them to have changed: not by way of `.data`, nor in inference mode."""
     given = (*network.parameters(), *network.buffers())
     return tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in given)
