@@ -30,7 +30,8 @@ PROBE_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
 IMAGE_ELEMENTS = {"cpu": 2**21, "cuda": 2**29}
 """Numbers in the largest layer's probes of all images that go together: on a CPU more than one image is not faster."""
 REPLAYED_BYTES = 4 * 2**30
-"""A recording keeps its memory: work that takes more is not recorded, and is not a matter of launches either."""
+"""A recording keeps its memory: work that takes more (or an eighth of the device's) is not recorded, and is not a
+matter of launches either."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +137,8 @@ def _can_be_replayed(plan: Plan, mean: Tensor, deviations: Tensor, scores: int) 
         return False
     if not all(fused_sketch.available(stage.rule, mean, deviations) for stage in plan.stages):
         return False
-    return len(mean) * _bytes_each(plan, mean, deviations.shape[1], scores) <= REPLAYED_BYTES
+    most = min(REPLAYED_BYTES, torch.cuda.get_device_properties(mean.device).total_memory // 8)
+    return len(mean) * _bytes_each(plan, mean, deviations.shape[1], scores) <= most
 
 
 def _followed(plan: Plan, mean: Tensor, deviations: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
