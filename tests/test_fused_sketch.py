@@ -146,12 +146,28 @@ def test_a_sketch_by_the_kernels_is_that_without(monkeypatch):
     torch.testing.assert_close(fused.variance, plain.variance, rtol=0.1, atol=0)
 
 
+@interpreted
+def test_a_sample_that_is_no_number_stays_none():
+    mean, samples = drawn(1, 4, 72, torch.float32)
+    samples[0, 1, 20] = torch.nan
+    rule = Largest(pooled((9, 8), 2, 2, 0), with_zero=True)
+    values, units, _ = fused_sketch.layer(rule, mean, samples)
+    torch.testing.assert_close(values, seen(rule, samples).values, equal_nan=True)
+    touched = (rule.windows == 20).any(-1)
+    assert bool(units.mean[0, touched].isnan().all())
+    assert not bool(units.mean[0, ~touched].isnan().any())
+    single = fused_sketch.layer(relu(72, torch.zeros(())), mean, samples)
+    assert single[0].isnan().sum() == single[1].mean.isnan().sum() == 1
+
+
 def test_kernels_are_not_for_derivatives_wide_windows_or_many_samples(monkeypatch):
     monkeypatch.setattr(kernels, "PRESENT", True)
     monkeypatch.setattr(kernels, "INTERPRETED", True)
     rule, mean, samples = relu(3, torch.zeros(())), torch.zeros(1, 3), torch.zeros(1, 4, 3)
     assert fused_sketch.available(rule, mean, samples)
     assert not fused_sketch.available(rule, mean.clone().requires_grad_(), samples)
+    learned = one_kink(torch.zeros(3).requires_grad_(), torch.ones(3))
+    assert not fused_sketch.available(learned, mean, samples)
     assert not fused_sketch.available(rule, mean, torch.zeros(1, fused_sketch.MOST_SAMPLES + 1, 3))
     wide = Largest(torch.arange(16).reshape(1, 16), with_zero=False)
     assert not fused_sketch.available(wide, torch.zeros(1, 16), torch.zeros(1, 4, 16))

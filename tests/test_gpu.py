@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import netmoments as nm
 from netmoments.attacks import PixelSupport, SparseSmooth, Targeted
@@ -568,3 +568,33 @@ def test_a_replayed_sketch_is_the_same_sketch(lenet, monkeypatch):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     assert not torch.allclose(other, done, rtol=0.01)
     assert not torch.allclose(changed, other, rtol=0.01)
+
+
+class Reordered(nn.Module):
+    """Looks up an order that lies on the host, which no recording can do."""
+
+    order = torch.tensor([2, 0, 1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, self.order]
+
+
+def test_what_cannot_be_recorded_is_done_and_leaves_the_stream_as_it_was():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), Reordered(), nn.Linear(3, 2)).cuda().eval()
+    noise, before = nm.Gaussian(torch.zeros(1, 4, device="cuda"), std=0.3), torch.cuda.current_stream()
+    found = [nm.output_moments(net, noise, "sketch").covariance for _ in range(4)]
+    assert torch.cuda.current_stream() == before
+    for again in found[1:]:
+        torch.testing.assert_close(again, found[0])
+
+
+def test_a_recording_made_in_inference_mode_serves_outside(lenet):
+    noise = nm.Gaussian(torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0)).cuda(), std=0.05)
+    outputs = list(range(10))
+    with torch.inference_mode():
+        for _ in range(2):
+            nm.output_moments(lenet, noise, "sampling", outputs, samples=100, control="sketch")
+    found = [nm.output_moments(lenet, noise, "sketch", outputs).covariance for _ in range(3)]
+    for again in found[1:]:
+        torch.testing.assert_close(again, found[0])

@@ -39,7 +39,8 @@ PRECISION = {torch.float32: "tf32x3", torch.float64: "ieee"}
 
 def available(rule: Nonlinearity, mean: Tensor, samples: Tensor) -> bool:
     """Whether a layer with such means (N, ·) and samples (N, K, ·) can go by the kernels."""
-    differentiated = torch.is_grad_enabled() and (mean.requires_grad or samples.requires_grad)
+    own = (rule.offset, rule.slope, rule.bends, rule.kinks) if isinstance(rule, PiecewiseLinear) else ()
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (mean, samples, *own))
     if differentiated or not kernels_available(samples) or samples.shape[1] > MOST_SAMPLES:
         return False
     if isinstance(rule, PiecewiseLinear):

@@ -38,7 +38,7 @@ def plan_for(
     changes its graph.
     """
     if not _same_weights(graph, network):
-        del _known[graph]
+        _known.pop(graph, None)
     return recorded_plan(graph, network, like, caller, otherwise)
 
 
@@ -85,7 +85,7 @@ def _forgotten(network: nn.Module, image: Tensor) -> bool:
     if not holds(graph, network, image):
         forget_graph(network, image)
     elif not _same_weights(graph, network):
-        del _known[graph]
+        _known.pop(graph, None)
     else:
         return False
     return True

@@ -28,10 +28,17 @@ class _Recording:
 
     @classmethod
     def of(cls, work: Work, inputs: tuple[Tensor, ...]) -> _Recording:
-        own = tuple(x.clone() for x in inputs)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            outputs = work(*own)
+        """On a stream of its own, of the inputs' device; if it fails, the caller's stream is the current one again."""
+        device = inputs[0].device
+        before = torch.cuda.current_stream(device)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        with torch.inference_mode(False), torch.no_grad():  # else callers outside inference mode could not use it
+            own = tuple(x.clone() for x in inputs)
+            try:
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    outputs = work(*own)
+            finally:
+                torch.cuda.set_stream(before)
         return cls(graph, own, outputs)
 
     def replay(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -39,6 +46,7 @@ class _Recording:
         stream.wait_event(self.used)  # of a caller on another stream
         for own, given in zip(self.inputs, inputs, strict=True):
             own.copy_(given)
+            own.record_stream(stream)
         self.graph.replay()
         found = tuple(x.clone() for x in self.outputs)
         self.used.record(stream)
@@ -46,36 +54,40 @@ class _Recording:
 
 
 @dataclass(eq=False)
-class _History:
-    """What an owner's work was last asked for, and the recording of it; None if there is none, or can be none."""
+class _Shapes:
+    """Work that was asked for with inputs of some shapes: its recording, or that there can be none."""
 
-    key: Any = None
     recording: _Recording | None = None
     refused: bool = False
 
 
+KEPT = 2
+"""Shapes that are remembered: those of a batch's parts, and of its last."""
+
 _lock = threading.Lock()
-_histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, dict[Any, _Shapes]] = WeakKeyDictionary()
 
 
 def replayed(owner: Any, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
     """`work(*inputs)`, which must depend on nothing but these and `owner`, and never make the host wait.
 
-    It is done as it is the first time that inputs of these shapes come in a row, recorded the second time, and replayed
-    from then on. A recording lives as long as its owner, or until other shapes come.
+    It is done as it is the first time that inputs of these shapes come, recorded the second time, and replayed from
+    then on. A recording lives as long as its owner, or until others have come.
     """
     if torch.cuda.is_current_stream_capturing():
         return work(*inputs)
     key = tuple((x.shape, x.dtype, x.device) for x in inputs)
     with _lock, torch.cuda.device_of(inputs[0]):
-        history = _histories.setdefault(owner, _History())
-        if history.key != key:
-            history.key, history.recording, history.refused = key, None, False
-        elif history.recording is None and not history.refused:
+        every = _known.setdefault(owner, {})
+        found = every.pop(key, None)
+        every[key] = found or _Shapes()  # the latest last
+        if len(every) > KEPT:
+            del every[next(iter(every))]
+        if found is not None and found.recording is None and not found.refused:
             try:
-                history.recording = _Recording.of(work, inputs)
+                found.recording = _Recording.of(work, inputs)
             except RuntimeError:  # something in it cannot be recorded
-                history.refused = True
-        if history.recording is not None:
-            return history.recording.replay(inputs)
+                found.refused = True
+        if found is not None and found.recording is not None:
+            return found.recording.replay(inputs)
     return work(*inputs)

@@ -15,14 +15,16 @@ from netmoments.network.graph import Node, shape_of
 from netmoments.precision import full_precision, matmul, matvec
 from netmoments.progress import Progress
 from netmoments.propagate import fused_sketch
-from netmoments.propagate.bent import LEAST_SAMPLES, BentUnits, Quadratics, bent_units, nonlinear_covariance
+from netmoments.propagate.bent import LEAST_SAMPLES, BentUnits, Quadratics, bent_units, nonlinear_covariance, paired
 from netmoments.propagate.fused_sketch import FusedBent
+from netmoments.propagate.largest import Largest
 from netmoments.propagate.opaque import Opaque
 from netmoments.propagate.plan import Plan, Segment, Stage
 from netmoments.propagate.replayed import replayed
 from netmoments.propagate.sampled_windows import centred
 from netmoments.propagate.sketched_units import moments_of_units, seen
 from netmoments.propagate.transposed import added, before_gains, before_segment
+from netmoments.relu.fused import MOST_IMAGES
 
 PROBES = 64
 PROBE_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
@@ -101,7 +103,7 @@ def sketched(
 def images_together(plan: Plan, mean: Tensor, probes: int, scores: int, memory_budget: int | None) -> int:
     """How many images go at a time: on a CPU as many as its caches like, on a GPU as the memory allows; at least 1."""
     inputs, outputs = _layer_sizes(plan)
-    fitting = memory_limit(mean.device, memory_budget) // _bytes_each(plan, mean, probes, scores)
+    fitting = min(MOST_IMAGES, memory_limit(mean.device, memory_budget) // _bytes_each(plan, mean, probes, scores))
     wanted = IMAGE_ELEMENTS.get(mean.device.type, IMAGE_ELEMENTS["cpu"])
     return max(1, min(fitting, wanted // (probes * max(*inputs, *outputs, mean[0].numel()))))
 
@@ -113,10 +115,15 @@ def _layer_sizes(plan: Plan) -> tuple[list[int], list[int]]:
 
 
 def _bytes_each(plan: Plan, mean: Tensor, probes: int, scores: int) -> int:
-    """Memory for an image: its probes at the input of every nonlinear layer, and a few copies of the largest."""
+    """Memory for an image: its probes at the input of every nonlinear layer, and a few copies of the largest.
+
+    And those of its windows that are paired, where there are windows.
+    """
     inputs, outputs = _layer_sizes(plan)
     largest = max(*inputs, *outputs, mean[0].numel())
-    return mean.dtype.itemsize * (probes * (sum(inputs) + max(outputs) + 4 * largest) + 4 * scores * largest)
+    windows = max((stage.rule.windows.numel() for stage in plan.stages if isinstance(stage.rule, Largest)), default=0)
+    sampled = probes * (sum(inputs) + max(outputs) + 4 * largest) + paired(probes) * windows
+    return mean.dtype.itemsize * (sampled + 4 * scores * largest)
 
 
 def _sketched(plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor, probes: int, seed: int) -> Sketched:

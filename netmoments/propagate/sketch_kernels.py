@@ -50,7 +50,8 @@ def single_inputs_kernel(
         away = z - origin
         total += away
         squares += away * away
-    s = tl.sqrt(tl.maximum(squares - total * total / COUNT, 0.0) / (COUNT - 1))
+    variance = (squares - total * total / COUNT) / (COUNT - 1)
+    s = tl.sqrt(tl.where(variance < 0, 0.0, variance))  # NaN stays NaN
     m = tl.load(mean + image * units + unit, mask=inside, other=0)
     gate, bell = gate_and_bell(m - kink, s)
     found = base + tilt * m + bend * ((m - kink) * gate + s * bell)
@@ -81,6 +82,7 @@ def window_samples_kernel(
     extreme = tl.max(tl.where(seen, sign * z, float("-inf")), 0)
     if WITH_ZERO:
         extreme = tl.maximum(extreme, 0.0)
+    extreme = tl.where(tl.max((z != z).to(tl.int32), 0) > 0, float("nan"), extreme)
     tl.store(values + unit * COUNT + every, sign * extreme, mask=every < COUNT)
     z = tl.where(seen, z - (tl.sum(z, 1) / COUNT)[:, None], 0.0)
     products = tl.dot(z, tl.trans(z), input_precision=PRECISION, out_dtype=z.dtype)
