@@ -40,7 +40,8 @@ def layer(units: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
     if units > 20:
         factor[0, 3] = 0
         factor[1, 5], factor[1, 6] = factor[1, 4], -factor[1, 4]
-        mean[0, 10:13] = torch.tensor([40.0, -40.0, 8.0])
+        mean[0, 10:14] = torch.tensor([40.0, -40.0, 8.0, -8.0])
+        mean[0, 3] = 0
     factor = factor.to(dtype)
     return mean.to(dtype), factor, factor @ factor.mT
 

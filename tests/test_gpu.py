@@ -28,6 +28,7 @@ from netmoments.relu import kernels
 from netmoments.relu.form import layer_form, layer_form_diagonal
 from netmoments.report.conduct import study
 from netmoments.report.study import StudyConfig
+from tests import test_fused
 from tests.closeness import assert_close, assert_within_standard_errors
 from tests.test_fused_sketch import KINDS, WINDOWS, assert_single_inputs, assert_windows, pooled
 
@@ -404,19 +405,8 @@ def small(name: str) -> torch.nn.Module:
 
 def hard_layer(units: int, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Two images: weak, strong or ±1 correlations, with certain, linear, dead and repeated units among them."""
-    generator = torch.Generator().manual_seed(units)
-    rank = {"weak": 400, "strong": 6, "one": 1}[kind]
-    factor = torch.nn.functional.normalize(
-        torch.randn(2, units, rank, dtype=torch.float64, generator=generator), dim=-1
-    )
-    factor *= 0.2 + torch.rand(2, units, 1, dtype=torch.float64, generator=generator)
-    mean = torch.randn(2, units, dtype=torch.float64, generator=generator)
-    if units > 20:
-        factor[0, 3] = 0
-        factor[1, 5], factor[1, 6] = factor[1, 4], -factor[1, 4]
-        mean[0, 10:14] = torch.tensor([40.0, -40.0, 8.0, -8.0])
-        mean[0, 3] = 0
-    return mean.to(dtype).cuda(), (factor @ factor.mT).to(dtype).cuda()
+    mean, _, matrix = test_fused.layer(units, {"weak": 400, "strong": 6, "one": 1}[kind], dtype)
+    return mean.cuda(), matrix.cuda()
 
 
 def by_kernels_and_plainly(call, monkeypatch) -> tuple[list[Tensor], list[Tensor]]:
