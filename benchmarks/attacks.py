@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.measure import machine
 from netmoments import Gaussian, data, monte_carlo
-from netmoments.attacks import AttackResult, SparseSmooth
-from netmoments.data import LabelledImages
-from netmoments.data.images import evenly_spread
+from netmoments.attacks.result import AttackResult
+from netmoments.attacks.sparse_smooth import SparseSmooth
+from netmoments.data.images import LabelledImages, evenly_spread
 from netmoments.network import zoo
 
 TIMED, JUDGED, SAMPLES = 64, 100, 1000

@@ -16,8 +16,8 @@ from torch import Tensor
 import netmoments as nm
 from benchmarks.measure import in_a_process_of_its_own, machine, seconds
 from benchmarks.memory import METHODS, problem
-from netmoments.experiments.engine import random_network
-from netmoments.experiments.figure_2 import cross_moment
+from reproduction.engine import random_network
+from reproduction.grid_errors import cross_moment
 
 SIZES = (64, 256, 1024, 4096)
 INPUTS = 784

@@ -25,9 +25,10 @@ from torch.func import jacfwd
 
 import netmoments as nm
 from netmoments.precision import full_precision
-from netmoments.relu import fused, kernels
 from netmoments.relu.covariance import relu_covariance
-from netmoments.relu.form import layer_form, layer_form_diagonal
+from netmoments.relu.quadratic_form import layer_form, layer_form_diagonal
+from netmoments.relu.triton import kernels
+from netmoments.relu.triton import launch as fused
 
 UNITS = 8192
 OUTPUTS = 10

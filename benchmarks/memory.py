@@ -15,8 +15,8 @@ from torch import Tensor
 
 import netmoments as nm
 from benchmarks.measure import extra_mebibytes
-from netmoments.experiments.engine import random_network
-from netmoments.gaussian import Covariance
+from netmoments.covariance import Covariance
+from reproduction.engine import random_network
 
 OUTPUTS = 10
 METHODS: dict[str, Callable[[nm.AffineReluAffine, nm.Gaussian], Tensor]] = {

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from netmoments.relu.quadrature import nonlinear_part_by, orthant_excess_by
-from netmoments.relu.rules import NONLINEAR_RULES, RULES, graded
+from netmoments.relu.bivariate import nonlinear_part_by, orthant_excess_by
+from netmoments.relu.quadrature_rules import NONLINEAR_RULES, RULES, graded
 
 
 def steep_points(rho: float, count: int = 4000, closest: float = -4) -> tuple[Tensor, Tensor, Tensor]:

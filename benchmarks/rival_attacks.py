@@ -16,7 +16,8 @@ from torch import Tensor
 from benchmarks.measure import machine
 from benchmarks.rivals import RIVALS, Problem
 from netmoments import data
-from netmoments.attacks import ExpectedLogits, SparseSmooth
+from netmoments.attacks.expected_logits import ExpectedLogits
+from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.network import zoo
 
 GREY = 1 / 255

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 import netmoments as nm
 from benchmarks.measure import machine, seconds
-from netmoments.experiments import figure_5
-from netmoments.experiments.covariances import random_factor
-from netmoments.experiments.settings import Settings
-from netmoments.gaussian import Isotropic, LowRank
-from netmoments.moments.peak import measured
+from benchmarks.peak_memory import measured
+from netmoments.covariance import Isotropic, LowRank
 from netmoments.sweep.local import LocalEngine
+from reproduction import figure_5
+from reproduction.covariances import random_factor
+from reproduction.settings import Settings
 
 SIGMAS = (0.001, 0.01, 0.05, 0.1)
 SAMPLES = 10_000

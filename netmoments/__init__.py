@@ -11,69 +11,87 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from netmoments import attacks, data, paper, propagate
+    from netmoments import attacks, data, paper, propagate, rules
     from netmoments.affine_relu_affine import AffineReluAffine
     from netmoments.attacks.expected_logits import ExpectedLogits
-    from netmoments.gaussian import Dense, Diagonal, Gaussian, Isotropic, LowRank
+    from netmoments.covariance import Dense, Diagonal, Isotropic, LowRank
+    from netmoments.gaussian import Gaussian
     from netmoments.linearize.bank import LinearizationBank
-    from netmoments.linearize.maps import two_stage_maps
+    from netmoments.linearize.matrix_free import two_stage_maps
     from netmoments.linearize.two_stage import two_stage
-    from netmoments.moments.front_door import output_moments
+    from netmoments.moments.methods import Auto, Layerwise, Linear, Sampling, Sketch, TwoStage
+    from netmoments.moments.output_moments import output_moments
     from netmoments.moments.result import OutputMoments
     from netmoments.moments.tightness import Tightness, tightness
     from netmoments.network import zoo
-    from netmoments.network.inspection import relus
     from netmoments.network.loading import load_network
-    from netmoments.propagate.rules import register_rule
-    from netmoments.relu import orthant_probability, relu_covariance, relu_mean, relu_variance
-    from netmoments.sampling import SampledMoments, monte_carlo, relative_difference
+    from netmoments.network.model import NetworkModel, relus
+    from netmoments.relu.covariance import orthant_probability, relu_covariance
+    from netmoments.relu.marginal import relu_mean, relu_variance
+    from netmoments.rules.registry import register_rule
+    from netmoments.sampling.monte_carlo import SampledMoments, monte_carlo, relative_difference
 
 _HOME = {
     "AffineReluAffine": "netmoments.affine_relu_affine",
-    "Dense": "netmoments.gaussian",
-    "Diagonal": "netmoments.gaussian",
+    "Auto": "netmoments.moments.methods",
+    "Dense": "netmoments.covariance",
+    "Diagonal": "netmoments.covariance",
     "ExpectedLogits": "netmoments.attacks.expected_logits",
     "Gaussian": "netmoments.gaussian",
-    "Isotropic": "netmoments.gaussian",
+    "Isotropic": "netmoments.covariance",
+    "Layerwise": "netmoments.moments.methods",
+    "Linear": "netmoments.moments.methods",
     "LinearizationBank": "netmoments.linearize.bank",
-    "LowRank": "netmoments.gaussian",
+    "LowRank": "netmoments.covariance",
+    "NetworkModel": "netmoments.network.model",
     "OutputMoments": "netmoments.moments.result",
-    "SampledMoments": "netmoments.sampling",
+    "SampledMoments": "netmoments.sampling.monte_carlo",
+    "Sampling": "netmoments.moments.methods",
+    "Sketch": "netmoments.moments.methods",
     "Tightness": "netmoments.moments.tightness",
+    "TwoStage": "netmoments.moments.methods",
     "load_network": "netmoments.network.loading",
-    "monte_carlo": "netmoments.sampling",
-    "output_moments": "netmoments.moments.front_door",
-    "orthant_probability": "netmoments.relu",
-    "relative_difference": "netmoments.sampling",
-    "relu_covariance": "netmoments.relu",
-    "relu_mean": "netmoments.relu",
-    "relu_variance": "netmoments.relu",
-    "register_rule": "netmoments.propagate.rules",
-    "relus": "netmoments.network.inspection",
+    "monte_carlo": "netmoments.sampling.monte_carlo",
+    "output_moments": "netmoments.moments.output_moments",
+    "orthant_probability": "netmoments.relu.covariance",
+    "relative_difference": "netmoments.sampling.monte_carlo",
+    "relu_covariance": "netmoments.relu.covariance",
+    "relu_mean": "netmoments.relu.marginal",
+    "relu_variance": "netmoments.relu.marginal",
+    "register_rule": "netmoments.rules.registry",
+    "relus": "netmoments.network.model",
     "tightness": "netmoments.moments.tightness",
     "two_stage": "netmoments.linearize.two_stage",
-    "two_stage_maps": "netmoments.linearize.maps",
+    "two_stage_maps": "netmoments.linearize.matrix_free",
 }
 _ROOMS = {
     "attacks": "netmoments.attacks",
     "data": "netmoments.data",
     "paper": "netmoments.paper",
     "propagate": "netmoments.propagate",
+    "rules": "netmoments.rules",
     "zoo": "netmoments.network.zoo",
 }
 
 __all__ = [
     "AffineReluAffine",
+    "Auto",
     "Dense",
     "Diagonal",
     "ExpectedLogits",
     "Gaussian",
     "Isotropic",
+    "Layerwise",
+    "Linear",
     "LinearizationBank",
     "LowRank",
+    "NetworkModel",
     "OutputMoments",
     "SampledMoments",
+    "Sampling",
+    "Sketch",
     "Tightness",
+    "TwoStage",
     "attacks",
     "data",
     "load_network",
@@ -88,6 +106,7 @@ __all__ = [
     "relu_mean",
     "relu_variance",
     "relus",
+    "rules",
     "tightness",
     "two_stage",
     "two_stage_maps",
@@ -97,10 +116,13 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
-        return importlib.import_module(_ROOMS[name])
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'netmoments' has no attribute {name!r}")
+        found: Any = importlib.import_module(_ROOMS[name])
+    elif name in _HOME:
+        found = getattr(importlib.import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module 'netmoments' has no attribute {name!r}")
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from netmoments.checks import describe, require_broadcastable, require_finite, require_float_tensors
-from netmoments.gaussian import Gaussian
-from netmoments.gaussian.covariance import Factors
-from netmoments.gaussian.gaussian import require_matrix_for
+from netmoments.covariance import Factors
+from netmoments.gaussian import Gaussian, require_matrix_for
+from netmoments.memory import scratch_budget
 from netmoments.normal import standard_deviation
 from netmoments.precision import matmul, matvec, row_products
 from netmoments.relu.covariance import flatten_batch, unflatten_batch
-from netmoments.relu.form import pairs_form, pairs_form_diagonal
 from netmoments.relu.marginal import SATURATED, nonlinear_variance, open_probability, relu_mean
-from netmoments.relu.tiling import memory_budget_for
+from netmoments.relu.quadratic_form import pairs_form, pairs_form_diagonal
 
 CALLER = "AffineReluAffine"
 
@@ -138,7 +137,7 @@ class AffineReluAffine:
         layer = self._layer(noise)
         linear = noise.covariance.push_diagonal(layer.slopes(self))
         own = row_products(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B)
-        pairs = pairs_form_diagonal(*layer.flat(self.B, batch), memory_budget_for(noise.device, memory_budget))
+        pairs = pairs_form_diagonal(*layer.flat(self.B, batch), scratch_budget(noise.device, memory_budget))
         return (linear + own + layer.rescale(unflatten_batch(pairs, batch), kept=1)).clamp(min=0)
 
     def covariance(self, noise: Gaussian, *, memory_budget: int | None = None) -> Tensor:
@@ -147,7 +146,7 @@ class AffineReluAffine:
         layer = self._layer(noise)
         linear = noise.covariance.push(layer.slopes(self))
         own = matmul(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B.mT)
-        pairs = pairs_form(*layer.flat(self.B, batch), memory_budget_for(noise.device, memory_budget))
+        pairs = pairs_form(*layer.flat(self.B, batch), scratch_budget(noise.device, memory_budget))
         nonlinear = own + layer.rescale(unflatten_batch(pairs, batch), kept=2)
         total = linear + 0.5 * (nonlinear + nonlinear.mT)
         variance = total.diagonal(dim1=-2, dim2=-1).clamp(min=0)

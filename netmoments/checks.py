@@ -76,3 +76,9 @@ def values_hold(condition: Tensor) -> bool:
         if "vmap" in str(error):
             return True
         raise
+
+
+def require_count(caller: str, name: str, value: Any, *, least: int) -> None:
+    """A whole number of at least `least`, else a ValueError naming the argument."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{caller}: {name} must be an integer of at least {least}, got {value!r}")

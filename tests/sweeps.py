@@ -14,8 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from netmoments.sweep import Columns, LocalEngine, random_seed, run_sweep, shards
+from netmoments.sampling.evaluation import random_seed
 from netmoments.sweep import run as running
+from netmoments.sweep import store as shards
+from netmoments.sweep.item import Columns
+from netmoments.sweep.local import LocalEngine
+from netmoments.sweep.run import run_sweep
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import netmoments as nm
-from netmoments.experiments.engine import random_network
+from reproduction.engine import random_network
 from tests.closeness import assert_close, assert_within_standard_errors
 from tests.test_gaussian import KINDS, SIZE, structures
 
@@ -314,7 +314,7 @@ def test_large_weights_do_not_overflow():
 def test_inference_mode_leaves_nothing_behind():
     network, noise = random_network(20, 30, 3, seed=1), nm.Gaussian(torch.zeros(20, dtype=torch.float64), std=0.5)
     expected = network.variance(noise)
-    from netmoments.relu import scratch
+    from netmoments import memory as scratch
 
     scratch._kept.__dict__.clear()
     with torch.inference_mode():

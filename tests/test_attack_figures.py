@@ -12,9 +12,16 @@ import torch
 from torch import nn
 
 import netmoments as nm
-from netmoments.attacks import PixelSupport, SparseSmooth, certificate
-from netmoments.data import LabelledImages
-from netmoments.experiments import (
+from netmoments.attacks import primal_dual as certificate
+from netmoments.attacks.box import PixelSupport
+from netmoments.attacks.sparse_smooth import SparseSmooth
+from netmoments.data.images import LabelledImages
+from netmoments.report import pictures as figures
+from netmoments.report.pictures import PictureRow
+from netmoments.report.words import Provenance
+from netmoments.sweep.local import LocalEngine
+from netmoments.sweep.run import Unfinished
+from reproduction import (
     attack_rows,
     attacked_faces,
     few_pixels,
@@ -26,16 +33,12 @@ from netmoments.experiments import (
     figure_9,
     sparse_smooth_rows,
 )
-from netmoments.experiments.attack_pictures import PictureRow
-from netmoments.experiments.attack_rows import COLUMNS, Attacked, asked_again, grey, listed, right_images, share, taken
-from netmoments.experiments.few_pixels import FewPixelsSweep
-from netmoments.experiments.outcome import Outcome
-from netmoments.experiments.over_images import Subjects
-from netmoments.experiments.settings import Settings
-from netmoments.report import figures
-from netmoments.report.provenance import Provenance
-from netmoments.report.reproduction import write_outcome
-from netmoments.sweep import LocalEngine, Unfinished
+from reproduction.attack_rows import COLUMNS, Attacked, asked_again, grey, listed, right_images, share, taken
+from reproduction.few_pixels import FewPixelsSweep
+from reproduction.outcome import Outcome
+from reproduction.over_images import Subjects
+from reproduction.settings import Settings
+from reproduction.writing import write_outcome
 
 
 def settings_for(out: Path, **changes) -> Settings:

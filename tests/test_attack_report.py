@@ -22,23 +22,18 @@ from torch import nn
 
 import netmoments as nm
 from netmoments import cli
-from netmoments.attacks import PixelSupport, SparseSmooth, Targeted
+from netmoments.attacks.box import PixelSupport, Targeted
+from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.cli import app
-from netmoments.data import LabelledImages, Skipped
-from netmoments.report import attack_conduct
-from netmoments.report.attack_conduct import Choice, conduct_attack
-from netmoments.report.attack_files import write_attack
-from netmoments.report.attack_options import AttackOptions
-from netmoments.report.attack_page import render_attack_page
-from netmoments.report.attack_records import attack_record
-from netmoments.report.attack_study import AttackStudy, NotAttacked
-from netmoments.report.attack_terminal import draw_attack
-from netmoments.report.conduct import study
-from netmoments.report.files import write_report
-from netmoments.report.page import render_page
-from netmoments.report.provenance import Provenance
-from netmoments.report.study import StudyConfig
-from netmoments.report.terminal import draw
+from netmoments.data.images import LabelledImages, Skipped
+from netmoments.report import attack_study as attack_conduct
+from netmoments.report.attack_page import attack_record, render_attack_page, write_attack
+from netmoments.report.attack_study import AttackOptions, AttackStudy, Choice, NotAttacked, conduct_attack
+from netmoments.report.attack_words import draw_attack
+from netmoments.report.noise_page import render_page, write_report
+from netmoments.report.noise_study import StudyConfig, study
+from netmoments.report.noise_words import draw
+from netmoments.report.words import Provenance
 
 FILES = {"attack.html", "attack.json", "images.csv", "pictures.png", "noise.npz"}
 QUICK = ["--images", "3", "--iterations", "60", "--polish", "20", "--samples", "40"]

@@ -9,20 +9,29 @@ from scipy import ndimage, stats
 from torch import nn
 
 import netmoments as nm
-from netmoments.attacks.box_descent import Box, descend_in_box
-from netmoments.attacks.certificate import least_in_box, lower_bound
-from netmoments.attacks.judge import Success, noisy_scores
-from netmoments.attacks.margins import contrast, fooled_margin
-from netmoments.attacks.measures import structural_similarity, wilson_interval
-from netmoments.attacks.network_margins import NetworkMargins
-from netmoments.attacks.primal_dual import Iterate, Problem, descend, finished, scaled_to_edge
-from netmoments.attacks.proximal import into_unit_discs, shrink_into_box
-from netmoments.attacks.surrogate import ExpectedMargins, Surrogate
-from netmoments.attacks.total_variation import (
+from netmoments.attacks.box import Box, descend_in_box
+from netmoments.attacks.evaluation import (
     LARGEST_SQUARE,
+    Success,
     adjoint_differences,
     forward_differences,
+    noisy_scores,
+    structural_similarity,
     total_variation,
+    wilson_interval,
+)
+from netmoments.attacks.expected_margins import ExpectedMargins, Surrogate
+from netmoments.attacks.margins import NetworkMargins, contrast, fooled_margin
+from netmoments.attacks.primal_dual import (
+    Iterate,
+    Problem,
+    descend,
+    finished,
+    into_unit_discs,
+    least_in_box,
+    lower_bound,
+    scaled_to_edge,
+    shrink_into_box,
 )
 from tests.convex_reference import convex, differences, objective, successive_convex
 

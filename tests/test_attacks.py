@@ -10,9 +10,10 @@ from torch import nn
 
 import netmoments as nm
 from netmoments import data
-from netmoments.attacks import PixelSupport, SparseSmooth, Targeted
+from netmoments.attacks.box import PixelSupport, Targeted
 from netmoments.attacks.margins import fooled_margin
 from netmoments.attacks.result import AttackResult
+from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.network import zoo
 
 GREY = 1 / 255
@@ -215,7 +216,7 @@ class TestSparseSmooth:
         x, labels = images.images[:5], images.labels[:5]
         attack = SparseSmooth(gamma=0.0, polish=polish, iterations=150, samples=50)
         together = attack(network, x, labels)
-        monkeypatch.setattr("netmoments.attacks.attack.TOGETHER", {"cpu": 2, "cuda": 2})
+        monkeypatch.setattr("netmoments.attacks.base.TOGETHER", {"cpu": 2, "cuda": 2})
         apart = attack(network, x, labels)
         assert torch.equal(apart.places, together.places)
         torch.testing.assert_close(apart.l1 + apart.tv, together.l1 + together.tv, rtol=5e-3, atol=0)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import netmoments as nm
-from netmoments.attacks import SparseSmooth
+from netmoments.attacks.expected_margins import ExpectedMargins, Surrogate
 from netmoments.attacks.primal_dual import Iterate, Problem, descend, finished
-from netmoments.attacks.surrogate import ExpectedMargins, Surrogate
+from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import evenly_spread
 from tests.convex_reference import successive_convex
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import netmoments as nm
-from netmoments.gaussian.covariance import Dense, Isotropic
-from netmoments.moments.baselines import by_series, unscented
-from netmoments.moments.propagated import plan_of
+from benchmarks.baselines import by_series, unscented
+from netmoments.covariance import Dense, Isotropic
+from netmoments.moments.methods import plan_of
 from netmoments.propagate.layerwise import gaussian_layerwise
 
 METHODS = {

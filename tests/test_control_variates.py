@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 import netmoments as nm
-from netmoments.experiments.engine import random_network
-from netmoments.sampling import LinearSurrogate, SampledMoments, TwoStageSurrogate, control, controlled_monte_carlo
+from netmoments.sampling import control_variates as control
+from netmoments.sampling.control_variates import LinearSurrogate, TwoStageSurrogate, controlled_monte_carlo
 from netmoments.sampling.cross_fit import cross_fitted, products_of_means
+from netmoments.sampling.monte_carlo import SampledMoments
+from reproduction.engine import random_network
 from tests.closeness import assert_close
 
 STD = 0.7

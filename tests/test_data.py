@@ -12,8 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from netmoments.data import FER2013_CLASSES, LabelledImages, duplicates_of, find, load, read_idx
-from netmoments.data.pixels import resize_and_crop
+from netmoments.data.datasets import FER2013_CLASSES, find
+from netmoments.data.formats import read_idx
+from netmoments.data.images import LabelledImages, duplicates_of, resize_and_crop
+from netmoments.data.loading import load
 
 SIDE = 48
 USAGES = ("Training", "PublicTest", "PrivateTest")

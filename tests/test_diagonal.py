@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netmoments.gaussian.covariance import Diagonal
+from benchmarks.baselines import diagonal
+from netmoments.covariance import Diagonal
 from netmoments.network.graph import traced_graph
 from netmoments.normal import density, distribution
-from netmoments.propagate.diagonal import diagonal
-from netmoments.propagate.plan import Plan
-from netmoments.propagate.planner import planned
+from netmoments.propagate.plan import Plan, planned
 from tests.closeness import assert_close
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from netmoments.data import DownloadError, download, download_mnist
+from netmoments.data import download
+from netmoments.data.download import DownloadError, download_mnist
 
 CONTENTS = {name: name.encode() * 20_000 for name in download.MNIST_MD5}
 FIRST, SECOND, *_ = CONTENTS

@@ -15,10 +15,14 @@ import torch
 from torch import Generator, nn
 
 import netmoments as nm
-from netmoments.experiments import figure_1, figure_2, published, table_1
-from netmoments.experiments.figure_1 import anatomy_of, input_shape, network_to_draw
-from netmoments.experiments.figure_1_chart import Anatomy, draw_anatomy, shown_relus
-from netmoments.experiments.grid_errors import (
+from netmoments.memory import gigabytes
+from netmoments.network.relu_calls import Relu
+from netmoments.paper import relu_cross_moment_series
+from netmoments.sweep.local import LocalEngine
+from reproduction import figure_1, figure_2, published, table_1
+from reproduction.figure_1 import anatomy_of, input_shape, network_to_draw
+from reproduction.figure_1_chart import Anatomy, draw_anatomy, shown_relus
+from reproduction.grid_errors import (
     NODES,
     PAPER_CORRELATIONS,
     SEAM,
@@ -30,14 +34,10 @@ from netmoments.experiments.grid_errors import (
     places,
     sampled_cross_moments,
 )
-from netmoments.experiments.images import chosen_images, chosen_network, digest_of
-from netmoments.experiments.linearization_error import LEVELS, LinearizationErrorSweep, Reading, differences
-from netmoments.experiments.over_images import Subjects
-from netmoments.experiments.settings import Settings
-from netmoments.linearize.memory import gigabytes
-from netmoments.network.tracing import Relu
-from netmoments.paper import relu_cross_moment_series
-from netmoments.sweep import LocalEngine
+from reproduction.images import chosen_images, chosen_network, digest_of
+from reproduction.linearization_error import LEVELS, LinearizationErrorSweep, Reading, differences
+from reproduction.over_images import Subjects
+from reproduction.settings import Settings
 from tests.closeness import assert_close
 from tests.networks import FACTORIES, network
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import netmoments as nm
-from netmoments.propagate import known_plans, rules
-from netmoments.propagate.piecewise_linear import relu
+from netmoments.propagate import plan as known_plans
+from netmoments.rules import registry as rules
+from netmoments.rules.piecewise_linear import relu
 from tests.closeness import assert_close
 from tests.networks import FACTORIES, inputs, network, seeded
 
@@ -265,7 +266,7 @@ def test_gradients_in_the_noise_and_the_weights(name, monkeypatch):
 
     All pairs of directions are followed: derivatives take the directions of a choice of them as fixed.
     """
-    monkeypatch.setattr("netmoments.propagate.spread.PAIRED", 128)
+    monkeypatch.setattr("netmoments.propagate.rows.PAIRED", 128)
     net, x = network(name), inputs(name, 1)
     generator = torch.Generator().manual_seed(1)
     weight = next(net.parameters())

@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from netmoments.experiments import frontier, frontier_sweep
-from netmoments.experiments.frontier_cases import SIGMA, Case, Size
-from netmoments.experiments.frontier_chart import draw_frontiers
-from netmoments.experiments.frontier_errors import Frontier, Point, frontiers
-from netmoments.experiments.frontier_sweep import FrontierSweep, Way, ways
-from netmoments.experiments.over_images import Subjects
-from netmoments.experiments.settings import Settings
-from netmoments.report.figures import figure_png
-from netmoments.report.provenance import Provenance
-from netmoments.report.summary import as_json, summary_of
-from netmoments.sweep import LocalEngine, Unfinished, run_sweep
+from netmoments.report.pictures import figure_png
+from netmoments.report.words import Provenance
+from netmoments.sweep.local import LocalEngine
+from netmoments.sweep.run import Unfinished, run_sweep
+from reproduction import frontier, frontier_sweep
+from reproduction.frontier_cases import SIGMA, Case, Size
+from reproduction.frontier_chart import draw_frontiers
+from reproduction.frontier_errors import Frontier, Point, frontiers
+from reproduction.frontier_sweep import FrontierSweep, Way, ways
+from reproduction.over_images import Subjects
+from reproduction.settings import Settings
+from reproduction.writing import as_json, summary_of
 
 SIZE = Size(2, 2_000, probes=(4, 8), assisted=(100,))
 

@@ -13,12 +13,22 @@ import torch
 from torch import Tensor
 
 import netmoments as nm
-from netmoments.relu import forward_kernels, fused, kernel_tables, kernels
-from netmoments.relu.form import layer_form, layer_form_diagonal, pairs_form, pairs_form_diagonal
-from netmoments.relu.quadrature import nonlinear_part, nonlinear_part_by
-from netmoments.relu.rules import NONLINEAR_RULES, graded, radau
-from netmoments.relu.scratch import Scratch
-from netmoments.relu.series import SeriesFactors, TileSeries, excess_limits, nonlinear_limits, nonlinear_sum, recurrence
+from netmoments.memory import Scratch
+from netmoments.relu.bivariate import (
+    SeriesFactors,
+    TileSeries,
+    excess_limits,
+    nonlinear_limits,
+    nonlinear_part,
+    nonlinear_part_by,
+    nonlinear_sum,
+    recurrence,
+)
+from netmoments.relu.quadratic_form import layer_form, layer_form_diagonal, pairs_form, pairs_form_diagonal
+from netmoments.relu.quadrature_rules import NONLINEAR_RULES, graded, radau
+from netmoments.relu.triton import forward_kernels, kernels
+from netmoments.relu.triton import launch as fused
+from netmoments.relu.triton import launch as kernel_tables
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")  # by Triton's interpreter
 

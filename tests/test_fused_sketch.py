@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 import netmoments as nm
-from netmoments.propagate import contenders, fused_sketch
-from netmoments.propagate.bent import BentUnits
-from netmoments.propagate.contenders import Windows, _in_parts, frames_for
-from netmoments.propagate.fused_sketch import FusedBent
-from netmoments.propagate.largest import Largest
-from netmoments.propagate.piecewise_linear import PiecewiseLinear, between, one_kink, relu
-from netmoments.propagate.pooling import pooling_windows
-from netmoments.propagate.sketched_units import moments_of_units, seen
-from netmoments.relu import kernels
+from netmoments.relu.triton import kernels
+from netmoments.rules import maximum_lines as contenders
+from netmoments.rules import sketch_launch as fused_sketch
+from netmoments.rules.maximum import Largest
+from netmoments.rules.maximum_lines import Windows, _in_parts, frames_for
+from netmoments.rules.piecewise_linear import PiecewiseLinear, between, one_kink, relu
+from netmoments.rules.registry import pooling_windows
+from netmoments.rules.sampled import BentUnits, moments_of_units, seen
+from netmoments.rules.sketch_launch import FusedBent
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")  # by Triton's interpreter
 

@@ -11,23 +11,23 @@ import torch
 from torch import Tensor, nn
 
 import netmoments as nm
-from netmoments.attacks import PixelSupport, SparseSmooth, Targeted
-from netmoments.data import LabelledImages
-from netmoments.experiments.covariances import random_factor
-from netmoments.experiments.linearization_error import LinearizationErrorSweep
-from netmoments.experiments.over_images import Subjects
-from netmoments.experiments.points import Bank, PointsSweep
-from netmoments.experiments.sampled import MonteCarloSweep
-from netmoments.experiments.tightness import TightnessSweep, delta_method, moments_at
-from netmoments.moments.winners import winning_probabilities
-from netmoments.network.training import RECIPES, train
+from netmoments.attacks.box import PixelSupport, Targeted
+from netmoments.attacks.sparse_smooth import SparseSmooth
+from netmoments.data.images import LabelledImages
+from netmoments.moments.class_probabilities import winning_probabilities
 from netmoments.network.weights import read_tensors
 from netmoments.precision import full_precision
-from netmoments.propagate.largest import Largest
-from netmoments.relu import kernels
-from netmoments.relu.form import layer_form, layer_form_diagonal
-from netmoments.report.conduct import study
-from netmoments.report.study import StudyConfig
+from netmoments.relu.quadratic_form import layer_form, layer_form_diagonal
+from netmoments.relu.triton import kernels
+from netmoments.report.noise_study import StudyConfig, study
+from netmoments.rules.maximum import Largest
+from reproduction.covariances import random_factor
+from reproduction.linearization_error import LinearizationErrorSweep
+from reproduction.over_images import Subjects
+from reproduction.points import Bank, PointsSweep
+from reproduction.sampled import MonteCarloSweep
+from reproduction.tightness import TightnessSweep, delta_method, moments_at
+from reproduction.training import RECIPES, train
 from tests import test_fused
 from tests.closeness import assert_close, assert_within_standard_errors
 from tests.test_fused_sketch import KINDS, WINDOWS, assert_single_inputs, assert_windows, pooled

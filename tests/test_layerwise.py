@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from netmoments.propagate.rows import Rows
 from torch import Tensor, nn
 from torch.nn import functional
 
 import netmoments as nm
-from netmoments.gaussian.covariance import Covariance, Dense, Diagonal, Isotropic, LowRank
-from netmoments.moments.propagated import plan_of
+from netmoments.covariance import Covariance, Dense, Diagonal, Isotropic, LowRank
+from netmoments.moments.methods import plan_of
 from netmoments.network.graph import shape_of, traced_graph
-from netmoments.propagate.budget import layerwise_need
-from netmoments.propagate.elementwise import Elementwise
-from netmoments.propagate.largest import Largest
-from netmoments.propagate.layerwise import gaussian_layerwise, layerwise
-from netmoments.propagate.nonlinearity import Nonlinearity, ThirdCumulants, whitened
-from netmoments.propagate.piecewise_linear import PiecewiseLinear, between, one_kink, relu
+from netmoments.propagate.layerwise import gaussian_layerwise, layerwise, layerwise_need
 from netmoments.propagate.plan import Plan
-from netmoments.propagate.pooling import adaptive_windows, pooling_windows, reduction_windows
-from netmoments.propagate.spread import Rows
+from netmoments.rules.base import Nonlinearity, ThirdCumulants, whitened
+from netmoments.rules.maximum import Largest
+from netmoments.rules.piecewise_linear import PiecewiseLinear, between, one_kink, relu
+from netmoments.rules.registry import adaptive_windows, pooling_windows, reduction_windows
+from netmoments.rules.smooth import Elementwise
 from tests.networks import Residual
 
 
@@ -243,7 +242,7 @@ def test_tiles_change_nothing(name, monkeypatch):
     make, shape = SMALL[name]
     network, x = seeded(make), image(*shape)
     mean, covariance = moments(network, x, isotropic(0.3, x))
-    monkeypatch.setattr("netmoments.propagate.largest.CHUNK_ELEMENTS", {"cpu": 5000})
+    monkeypatch.setattr("netmoments.rules.maximum.CHUNK_ELEMENTS", {"cpu": 5000})
     monkeypatch.setattr("netmoments.propagate.layerwise.DIRECTION_ELEMENTS", {"cpu": 3000})
     tiled_mean, tiled = moments(network, x, isotropic(0.3, x))
     torch.testing.assert_close(tiled_mean, mean, rtol=1e-10, atol=1e-12)
@@ -285,7 +284,7 @@ def test_derivatives_in_the_mean_and_the_weights(name, monkeypatch):
     With fewer, those that lead follow the scores, and derivatives take them as fixed: see the next test.
     The lines through windows of nine inputs change their order often, so that a difference needs a longer step there.
     """
-    monkeypatch.setattr("netmoments.propagate.spread.PAIRED", 128)
+    monkeypatch.setattr("netmoments.propagate.rows.PAIRED", 128)
     make, shape = SMALL[name]
     network, x = seeded(make), image(*shape)
     rows, structure = torch.arange(network(x).shape[1]).unsqueeze(0), isotropic(0.3, x)
@@ -327,7 +326,7 @@ def test_derivatives_with_some_of_the_pairs_are_near_those_with_all(name, monkey
         return torch.autograd.grad(mean.sum() + covariance.diagonal(dim1=1, dim2=2).sum(), at)[0]
 
     some = slope()
-    monkeypatch.setattr("netmoments.propagate.spread.PAIRED", 128)
+    monkeypatch.setattr("netmoments.propagate.rows.PAIRED", 128)
     every = slope()
     assert float((some - every).norm() / every.norm()) < 0.02
 
@@ -344,7 +343,7 @@ def test_leading_directions_reduce_the_chance_error(monkeypatch):
     monkeypatch.setattr("netmoments.propagate.layerwise.rows_for", lambda rank, scores: Rows(rank, 32, 64, 0))
     at_random = variance()
     monkeypatch.undo()
-    monkeypatch.setattr("netmoments.propagate.spread.PAIRED", 128)
+    monkeypatch.setattr("netmoments.propagate.rows.PAIRED", 128)
     every = variance()
     errors = [float((some / every - 1).abs().max()) for some in (leading, at_random)]
     assert errors[0] < 0.01

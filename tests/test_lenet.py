@@ -7,12 +7,12 @@ import torch
 
 import netmoments as nm
 from benchmarks.measure import extra_mebibytes, seconds
-from netmoments.experiments.covariances import random_covariance
-from netmoments.moments.peak import measured
-from netmoments.moments.propagated import plan_of
-from netmoments.moments.winners import winning_probabilities
-from netmoments.propagate.budget import layerwise_need
-from netmoments.sampling import class_frequencies
+from benchmarks.peak_memory import measured
+from netmoments.moments.class_probabilities import winning_probabilities
+from netmoments.moments.methods import plan_of
+from netmoments.propagate.layerwise import layerwise_need
+from netmoments.sampling.monte_carlo import class_frequencies
+from reproduction.covariances import random_covariance
 
 pytestmark = pytest.mark.slow
 

@@ -13,13 +13,12 @@ from torch.func import jacrev
 from torch.nn import functional
 
 import netmoments as nm
-from netmoments.experiments.engine import random_network
 from netmoments.linearize import two_stage as module
-from netmoments.linearize.clusters import k_means_centres, members_farthest_from
-from netmoments.linearize.jacobian import by_forward_mode, by_reverse_mode
-from netmoments.linearize.linear import linearized
-from netmoments.network.cut import Cut
+from netmoments.linearize.bank import k_means_centres, members_farthest_from
+from netmoments.linearize.jacobian import by_forward_mode, by_reverse_mode, linearized
+from netmoments.network.relu_calls import Cut
 from netmoments.network.zoo import LeNet
+from reproduction.engine import random_network
 from tests.closeness import assert_close, assert_within_standard_errors
 from tests.networks import FACTORIES, inputs, network, seeded
 from tests.test_affine_relu_affine import dense_covariance

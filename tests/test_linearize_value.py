@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import netmoments as nm
-from netmoments.linearize import value as module
-from netmoments.linearize.value import along, two_stage_value
+from netmoments.linearize import two_stage as module
+from netmoments.linearize.two_stage import along, two_stage_value
 from tests.closeness import assert_close
 from tests.networks import FACTORIES, inputs, network
 

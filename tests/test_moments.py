@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import jacrev
 
 import netmoments as nm
-from netmoments.experiments.engine import random_network
 from netmoments.moments import methods
+from reproduction.engine import random_network
 from tests.closeness import assert_close
 from tests.networks import inputs, network, seeded
 

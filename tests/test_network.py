@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import netmoments as nm
-from netmoments.network.cut import Cut, find_relu
 from netmoments.network.exported import ExportedNetwork
-from netmoments.network.inspection import as_network
+from netmoments.network.relu_calls import Cut, find_relu
+from netmoments.network.validate import as_network
 from netmoments.network.weights import read_weights
 from tests.closeness import assert_close, assert_within_standard_errors
 from tests.networks import FACTORIES, Block, Residual, inputs, network, seeded

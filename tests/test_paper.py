@@ -14,8 +14,8 @@ from torch import Tensor
 
 import netmoments as nm
 from netmoments import paper
-from netmoments.experiments.engine import random_network
-from netmoments.experiments.figure_2 import cross_moment
+from reproduction.engine import random_network
+from reproduction.grid_errors import cross_moment
 from tests.closeness import assert_close
 
 
@@ -151,7 +151,7 @@ def test_the_general_variance_by_the_series():
 
 def test_figure_2_on_the_papers_grid():
     """The figures of the design guide: 20 terms are 5.7e-3 off, five 4e-2; the kernel is exact to rounding."""
-    from netmoments.experiments import figure_2
+    from reproduction import figure_2
 
     result = figure_2.run()
     errors = {row.terms: row.largest for row in result.series}

@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from netmoments.memory import Scratch, scratch_for
 from netmoments.normal import distribution
-from netmoments.relu.conditional import excess_by_owen
-from netmoments.relu.quadrature import nonlinear_part, nonlinear_part_by, orthant_excess, orthant_excess_by
-from netmoments.relu.rules import RULES, graded
-from netmoments.relu.scratch import Scratch, scratch_for
+from netmoments.relu.bivariate import (
+    excess_by_owen,
+    nonlinear_part,
+    nonlinear_part_by,
+    orthant_excess,
+    orthant_excess_by,
+)
+from netmoments.relu.quadrature_rules import RULES, graded
 from tests.closeness import assert_close
 
 mpmath.mp.dps = 30

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from netmoments.propagate import replayed as module
-from netmoments.propagate.replayed import replayed
+from netmoments.propagate import replay as module
+from netmoments.propagate.replay import replayed
 
 
 class Owner:

@@ -18,16 +18,13 @@ from rich.console import Console
 from torch import nn
 
 import netmoments as nm
-from netmoments.data import LabelledImages, Skipped
-from netmoments.report.charts import Axis
-from netmoments.report.conduct import checked_images, study
-from netmoments.report.files import write_report
-from netmoments.report.page import render_page
-from netmoments.report.provenance import Provenance
-from netmoments.report.study import RELATIVE_LEVELS, StudyConfig
-from netmoments.report.terminal import draw
-from netmoments.report.wording import probability_in_words, verdict_in_words
-from netmoments.sampling import class_frequencies
+from netmoments.data.images import LabelledImages, Skipped
+from netmoments.report.noise_page import render_page, write_report
+from netmoments.report.noise_study import RELATIVE_LEVELS, StudyConfig, checked_images, study
+from netmoments.report.noise_words import draw, probability_in_words, verdict_in_words
+from netmoments.report.pictures import Axis
+from netmoments.report.words import Provenance
+from netmoments.sampling.monte_carlo import class_frequencies
 
 CHECKED = StudyConfig(0.1, samples=4000, check=4)
 

@@ -12,13 +12,9 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from netmoments.experiments.outcome import Comparison, Drawing, Outcome, Panel
-from netmoments.report.markdown import as_markdown, plain
-from netmoments.report.numbers import difference_in_words, in_words, number_columns, seconds_in_words
-from netmoments.report.provenance import Provenance
-from netmoments.report.reproduction import write_outcome, write_page
-from netmoments.report.reproduction_terminal import draw
-from netmoments.report.summary import read_summary, summary_of
+from netmoments.report.words import Provenance, difference_in_words, in_words, number_columns, seconds_in_words
+from reproduction.outcome import Comparison, Drawing, Outcome, Panel
+from reproduction.writing import as_markdown, draw, plain, read_summary, summary_of, write_outcome, write_page
 
 EVIL = "<script>alert('[red]')</script>"
 FILES = ["curves.pdf", "curves.png", "summary.json", "table.md"]

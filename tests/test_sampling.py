@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import netmoments as nm
-from netmoments.sampling import MomentSums
+from netmoments.sampling.monte_carlo import MomentSums
 from tests.closeness import assert_close, assert_within_standard_errors
 
 NOISE = nm.Gaussian(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64), nm.LowRank(torch.ones(3, 1).double(), 0.5))

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import netmoments as nm
-from netmoments.gaussian.covariance import Covariance, Isotropic, LowRank
+from netmoments.covariance import Covariance, Isotropic, LowRank
 from netmoments.network.graph import traced_graph
-from netmoments.propagate import sampled_windows, sketch
-from netmoments.propagate.bent import BentUnits, quadratic_covariance
-from netmoments.propagate.contenders import largest_of_contenders
-from netmoments.propagate.few_lines import direction_sets, expected_largest
-from netmoments.propagate.largest import Largest
-from netmoments.propagate.plan import Plan
-from netmoments.propagate.planner import planned
+from netmoments.propagate import sketch
+from netmoments.propagate.plan import Plan, planned
 from netmoments.propagate.sketch import Sketched, sketched
+from netmoments.rules import sampled as sampled_windows
+from netmoments.rules.maximum import Largest
+from netmoments.rules.maximum_lines import direction_sets, expected_largest, largest_of_contenders
+from netmoments.rules.sampled import BentUnits, quadratic_covariance
 from tests.closeness import assert_close, assert_within_standard_errors
 from tests.networks import Block, inputs, network, seeded
 

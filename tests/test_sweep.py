@@ -25,11 +25,15 @@ pytest.importorskip("pyarrow", reason="sweeps keep their results in Parquet file
 import netmoments
 from netmoments import progress
 from netmoments.progress import Progress
-from netmoments.sweep import LocalEngine, RayEngine, Store, Unfinished, random_seed, run_sweep, shards, store, watch
+from netmoments.sampling.evaluation import random_seed
 from netmoments.sweep import run as running
-from netmoments.sweep.lock import only_writer
-from netmoments.sweep.shards import Rows
-from netmoments.sweep.watch import Watch
+from netmoments.sweep import run as watch
+from netmoments.sweep import store
+from netmoments.sweep import store as shards
+from netmoments.sweep.local import LocalEngine
+from netmoments.sweep.on_ray import RayEngine
+from netmoments.sweep.run import Unfinished, Watch, run_sweep
+from netmoments.sweep.store import Rows, Store, only_writer
 from tests.sweeps import Dying, Failing, FailingStubbornly, Toy
 
 ROOT = Path(__file__).parent.parent

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from netmoments.attacks import SparseSmooth
-from netmoments.data import LabelledImages
-from netmoments.experiments import figure_8, published, table_5, targeted_faces
-from netmoments.experiments.settings import Settings
-from netmoments.experiments.targeted_faces import Faces, TargetedSweep, chosen_faces, chosen_rows, most_fooled
-from netmoments.report.provenance import Provenance
-from netmoments.report.summary import summary_of
-from netmoments.sweep import LocalEngine, Unfinished
+from netmoments.attacks.sparse_smooth import SparseSmooth
+from netmoments.data.images import LabelledImages
+from netmoments.report.words import Provenance
+from netmoments.sweep.local import LocalEngine
+from netmoments.sweep.run import Unfinished
+from reproduction import figure_8, published, table_5, targeted_faces
+from reproduction.settings import Settings
+from reproduction.targeted_faces import Faces, TargetedSweep, chosen_faces, chosen_rows, most_fooled
+from reproduction.writing import summary_of
 
 ROOT = Path(__file__).parent.parent
 CLASSES = ("one", "two", "three")
@@ -87,7 +88,7 @@ class TestPublished:
         assert table_5.lowest_published_pair() == (figure_8.SOURCE, figure_8.TARGET, 0.6)
 
     def test_its_classes_are_those_of_the_dataset(self):
-        from netmoments.data.fer2013 import FER2013_CLASSES
+        from netmoments.data.datasets import FER2013_CLASSES
 
         assert published.TABLE_5_CLASSES == FER2013_CLASSES
 

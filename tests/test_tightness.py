@@ -11,22 +11,25 @@ import torch
 from torch import nn
 
 import netmoments as nm
-from netmoments.experiments import lenet_on_mnist, points, seeds, table_2, table_3, table_4, tighter, tighter_panels
-from netmoments.experiments.covariances import orthogonalized, random_covariance
-from netmoments.experiments.errors import Errors
-from netmoments.experiments.outcome import Outcome
-from netmoments.experiments.over_images import SIGMAS, Subjects, blocks, cube, rows
-from netmoments.experiments.points import Bank, PointsSweep, pieces, round_robin
-from netmoments.experiments.runs import Machine, machines
-from netmoments.experiments.sampled import MonteCarloSweep, pooled, sampled_moments
-from netmoments.experiments.settings import Settings
-from netmoments.experiments.tighter import METHODS, MOMENTS, Tighter, TighterSweep
-from netmoments.experiments.tighter_chart import draw_methods
-from netmoments.experiments.tightness import TightnessSweep, delta_method, moments_at
-from netmoments.gaussian import Gaussian, LowRank
-from netmoments.network.training import training_facts
-from netmoments.report.provenance import Provenance
-from netmoments.sweep import LocalEngine, RayEngine, Unfinished, run_sweep
+from netmoments.covariance import LowRank
+from netmoments.gaussian import Gaussian
+from netmoments.report.words import Provenance
+from netmoments.sweep.local import LocalEngine
+from netmoments.sweep.on_ray import RayEngine
+from netmoments.sweep.run import Unfinished, run_sweep
+from reproduction import lenet_on_mnist, points, seeds, table_2, table_3, table_4, tighter, tighter_panels
+from reproduction.covariances import orthogonalized, random_covariance
+from reproduction.errors import Errors
+from reproduction.outcome import Outcome
+from reproduction.over_images import SIGMAS, Subjects, blocks, cube, rows
+from reproduction.points import Bank, PointsSweep, pieces, round_robin
+from reproduction.runs import Machine, machines
+from reproduction.sampled import MonteCarloSweep, pooled, sampled_moments
+from reproduction.settings import Settings
+from reproduction.tighter import METHODS, MOMENTS, Tighter, TighterSweep
+from reproduction.tighter_chart import draw_methods
+from reproduction.tightness import TightnessSweep, delta_method, moments_at
+from reproduction.training import training_facts
 from tests.closeness import assert_close
 
 

@@ -9,10 +9,17 @@ import pytest
 import torch
 
 import netmoments as nm
-from netmoments.network.training import RECIPES, accuracy, train
-from netmoments.network.training.augment import random_affine, random_erasing, random_mirror
-from netmoments.network.training.recipe import constant, one_cycle
 from netmoments.network.weights import read_tensors
+from reproduction.training import (
+    RECIPES,
+    accuracy,
+    constant,
+    one_cycle,
+    random_affine,
+    random_erasing,
+    random_mirror,
+    train,
+)
 
 SHORT = dataclasses.replace(RECIPES["digits"], epochs=3)
 

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from netmoments.moments.contest import Contest, corner_distance
-from netmoments.moments.separation import orthant_by_separation, quasi_random, saddle_point_tilt, truncated_normal
-from netmoments.moments.winners import losing_probability, winning_probabilities
+from netmoments.moments.class_probabilities import Contest, corner_distance, losing_probability, winning_probabilities
+from netmoments.moments.orthants import orthant_by_separation, quasi_random, saddle_point_tilt, truncated_normal
 from tests.closeness import assert_close, assert_within_standard_errors
 
 QMC = 1e-2

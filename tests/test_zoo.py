@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 import netmoments as nm
-from netmoments.data import duplicates_of
-from netmoments.network.training import accuracy, correct
+from netmoments.data.images import duplicates_of
 from netmoments.network.weights import load_weights, read_tensors, read_weights, write_tensors
 from netmoments.network.zoo import SHIPPED, ZOO, AlexNet
+from reproduction.training import accuracy, correct
 
 
 @pytest.mark.parametrize("name", ["digits", "lenet", "faces", "squeezenet"])

@@ -9,12 +9,15 @@ from torch import Tensor, nn
 
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_float_tensor
-from netmoments.gaussian import Gaussian, Isotropic
+from netmoments.covariance import Isotropic
+from netmoments.gaussian import Gaussian
 from netmoments.linearize.two_stage import two_stage
-from netmoments.moments.propagated import expected_layerwise, plan_of, require_fitting, sketch_plan_of
-from netmoments.network.inspection import as_network, inspect
+from netmoments.moments.methods import Layerwise, Method, Sketch, TwoStage, method_named
+from netmoments.network.model import NetworkModel, network_of
 from netmoments.precision import matvec
-from netmoments.propagate.sketch import PROBES, sketched
+from netmoments.propagate.layerwise import layerwise, require_fitting
+from netmoments.propagate.plan import plan_of, sketch_plan_of
+from netmoments.propagate.sketch import sketched
 from netmoments.relu.marginal import relu_mean
 
 CALLER = "ExpectedLogits"
@@ -29,10 +32,9 @@ class ExpectedLogits(nn.Module):
             differentiable too.
         at: the images (N, ...) at which a network is linearized, once, as the paper does: later images are then
             looked at from there, and there must be as many. Without it every call linearizes at its own images.
-        method: for a network, "two-stage" (the linearization, as the paper does), "layerwise" or "sketch": see
-            `output_moments`. The last two are tighter, and slower; they follow the network wherever images go.
-        layer: for "two-stage", the ReLU that is kept; see `two_stage`.
-        probes, seed: for "sketch".
+        method: for a network, `TwoStage(layer)` (the linearization, as the paper does), `Layerwise()` or
+            `Sketch(probes, seed)`, or their short names: see `output_moments`. The last two are tighter, and slower;
+            they follow the network wherever images go.
         memory_budget: see `output_moments`.
 
     Differentiable in the images, in μ and in sigma; by "layerwise" and "sketch" in the network's weights too. Where a
@@ -49,20 +51,19 @@ class ExpectedLogits(nn.Module):
         sigma: float | Tensor,
         *,
         at: Tensor | None = None,
-        method: str = "two-stage",
-        layer: int | str = -1,
-        probes: int = PROBES,
-        seed: int = 0,
+        method: Method | str = "two-stage",
         memory_budget: int | None = None,
     ) -> None:
         super().__init__()
-        if method not in METHODS:
-            raise ValueError(f"{CALLER}: method must be one of {', '.join(METHODS)}, got {method!r}")
-        if method != "two-stage" and (at is not None or isinstance(network, AffineReluAffine)):
-            raise ValueError(f'{CALLER}: at=, and an AffineReluAffine, are for method="two-stage", got {method!r}')
+        self.method = method_named(method, CALLER)
         self.sigma = require_sigma(CALLER, sigma)
-        self.method, self.layer, self.memory_budget = method, layer, memory_budget
-        self.probes, self.seed = probes, seed
+        self.memory_budget = memory_budget
+        if not isinstance(self.method, TwoStage | Layerwise | Sketch):
+            raise ValueError(f"{CALLER}: method must be two-stage, layerwise or sketch, got {method!r}")
+        if not isinstance(self.method, TwoStage) and (at is not None or isinstance(network, AffineReluAffine)):
+            raise ValueError(f'{CALLER}: at=, and an AffineReluAffine, are for method="two-stage", got {method!r}')
+        if isinstance(self.method, TwoStage) and self.method.bank is not None:
+            raise ValueError(f"{CALLER}: a bank is for output_moments; give at=, the images to linearize at")
         self.network: nn.Module | None = None
         self._fixed: tuple[AffineReluAffine, Tensor] | None = None
         if isinstance(network, AffineReluAffine):
@@ -70,18 +71,19 @@ class ExpectedLogits(nn.Module):
                 raise ValueError(f"{CALLER}: an AffineReluAffine is linearized already; leave out at=")
             self._fixed = _with_reach(network)
         else:
-            self.network = as_network(network, CALLER)
-            self._fixed = None if at is None else _with_reach(self._linearized(at))
+            self.network = network_of(network, CALLER)
+            self._fixed = None if at is None else self._linearized(at, self.method)
         self.train(False)
 
-    def _linearized(self, at: Tensor) -> AffineReluAffine:
-        return two_stage(self.network, at, self.layer, memory_budget=self.memory_budget)
+    def _linearized(self, at: Tensor, method: Method) -> tuple[AffineReluAffine, Tensor]:
+        assert isinstance(method, TwoStage)
+        return _with_reach(two_stage(self.network, at, method.layer, memory_budget=self.memory_budget))
 
     def forward(self, images: Tensor, mu: Tensor | None = None) -> Tensor:
         require_float_tensor(CALLER, "images", images)
-        if self.method != "two-stage":
+        if not isinstance(self.method, TwoStage):
             return self._propagated(images if mu is None else images + mu)
-        flat, reach = self._fixed or _with_reach(self._linearized(images.detach()))
+        flat, reach = self._fixed or self._linearized(images.detach(), self.method)
         if flat.batch_shape and images.shape[0] != flat.batch_shape[0]:
             raise ValueError(f"{CALLER}: linearized at {flat.batch_shape[0]} images, got {describe(images)}")
         shifted = images if mu is None else images + mu
@@ -92,26 +94,18 @@ class ExpectedLogits(nn.Module):
 
     def _propagated(self, images: Tensor) -> Tensor:
         """Expected scores by a method that goes through the network's layers, image by image."""
-        network = self.network
-        assert network is not None
-        count = inspect(network, images.detach(), CALLER).output.shape[1]
-        plan = (plan_of if self.method == "layerwise" else sketch_plan_of)(network, images, CALLER)
-        rows = torch.arange(count, device=images.device)
+        model = NetworkModel.of(self.network, images.detach(), CALLER).refreshed()
+        outputs = torch.arange(model.outputs, device=images.device).expand(len(images), -1)
         sigma = torch.as_tensor(self.sigma, dtype=images.dtype, device=images.device).expand(len(images))
-        levels = Isotropic(sigma.detach() ** 2, images[0].numel())
-        noise = Gaussian(images.detach(), levels, event_ndim=images.dim() - 1)
-        if self.method == "layerwise":
-            require_fitting(plan, noise, self.memory_budget, CALLER)
-            followed = Gaussian._trusted(images, Isotropic(sigma**2, images[0].numel()), images.dim() - 1)
-            return expected_layerwise(plan, followed, rows.expand(len(images), -1), self.memory_budget)[0]
-        found = sketched(
-            plan, images, Isotropic(sigma**2, images[0].numel()), rows.expand(len(images), -1),
-            probes=self.probes, seed=self.seed, memory_budget=self.memory_budget,
-        )  # fmt: skip
-        return found.mean
-
-
-METHODS = ("two-stage", "layerwise", "sketch")
+        Gaussian(images.detach(), Isotropic(sigma.detach() ** 2, images[0].numel()), event_ndim=images.dim() - 1)
+        covariance = Isotropic(sigma**2, images[0].numel())
+        if isinstance(self.method, Sketch):
+            plan = sketch_plan_of(model, CALLER)
+            options = {"probes": self.method.probes, "seed": self.method.seed, "memory_budget": self.memory_budget}
+            return sketched(plan, images, covariance, outputs, **options).mean  # type: ignore[arg-type]
+        plan = plan_of(model, CALLER)
+        require_fitting(plan, covariance, images, self.memory_budget, CALLER)
+        return layerwise(plan, images, covariance, outputs, self.memory_budget)[0]
 
 
 def require_sigma(caller: str, sigma: float | Tensor) -> float | Tensor:

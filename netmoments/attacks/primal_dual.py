@@ -1,14 +1,4 @@
-"""The sparse and smooth problem: least ‖μ‖₁ + TV(μ) with every margin at most −γ and μ in a box, many at once.
-
-A primal–dual method with exact proximal steps. With h = margin + γ, a multiplier λ for each margin, and
-a pair p of length at most 1 for each pixel, whose best choice makes ⟨p, Dμ⟩ the total variation:
-
-    λ⁺ = [λ + ρh(μ)]₊,   μ⁺ = box(soft(μ − τ(λ⁺∇h(μ) + Dᵀp), τ)),   p⁺ = disc(p + sD(2μ⁺ − μ)).
-
-The margin is linearized anew at every step, so its kinks are walked around as they come. It starts with larger noise,
-which rounds them off, and comes down to the noise asked for over the first half. The last shift is tidied (what is tiny
-becomes zero where the objective does not mind) and scaled: the smallest t for which clip(tμ) keeps the margins.
-"""
+"""The exact proximal steps of the sparse and smooth problem."""
 
 from __future__ import annotations
 
@@ -19,15 +9,25 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from netmoments.attacks.evaluation import LARGEST_SQUARE, adjoint_differences, forward_differences, total_variation
 from netmoments.attacks.margins import Margins
-from netmoments.attacks.proximal import into_unit_discs, shrink_into_box
-from netmoments.attacks.total_variation import (
-    LARGEST_SQUARE,
-    adjoint_differences,
-    forward_differences,
-    total_variation,
-)
 from netmoments.progress import Progress
+
+
+def shrink_into_box(value: Tensor, threshold: Tensor | float, lower: Tensor, upper: Tensor) -> Tensor:
+    """argmin over lower ≤ m ≤ upper of threshold·|m| + (m − value)²/2: soft thresholding, then the box.
+
+    Exact where lower ≤ 0 ≤ upper: the function is convex in each pixel, so the nearest point of the box to the free
+    minimum is the minimum in it. What is below the threshold is exactly zero.
+    """
+    return torch.clamp(torch.nn.functional.relu(value - threshold) - torch.nn.functional.relu(-value - threshold),
+                       min=lower, max=upper)  # fmt: skip
+
+
+def into_unit_discs(pair: Tensor) -> Tensor:
+    """The nearest pairs (2, ...) of length at most 1: the dual of a sum of lengths."""
+    return pair / pair.pow(2).sum(0).sqrt().clamp(min=1)
+
 
 STRIDE = 0.01
 """τ as a share of the distance from μ = 0 to where the linearized margins hold."""
@@ -258,3 +258,48 @@ def smallest(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Te
         true = holds(middle)
         high, low = torch.where(true, middle, high), torch.where(true, low, middle)
     return high
+
+
+ITERATIONS = 400
+EVERY = 20
+
+
+def least_in_box(slope: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """min over lower ≤ m ≤ upper of slope·m + |m|, where lower ≤ 0 ≤ upper: at 0 or at an end."""
+    at_ends = torch.minimum(slope * lower + lower.abs(), slope * upper + upper.abs())
+    return at_ends.clamp(max=0)
+
+
+def lower_bound(problem: Problem, solution: Iterate) -> Tensor:
+    """The bound (N, R): from the multipliers of the solution, improved by the same method on the linearized problem.
+
+    The gradients are fixed, so an iteration costs no product with the network. The box may be cut to |μ| ≤ ‖μ*‖₁ +
+    TV(μ*), beyond which nothing is better; and multipliers may be scaled down until |c| ≤ 1, when the second sum is 0.
+    """
+    here = problem.margins.with_slopes(solution.shift, problem.sigma.unsqueeze(1))
+    gradients = here.gradients()
+    scales = Scales.at(problem, solution.shift, here.value, gradients)
+    rest = here.value + problem.gamma - (gradients @ solution.shift.unsqueeze(-1)).squeeze(-1)
+    cost = problem.objective(solution.shift).unsqueeze(-1)
+    lower, upper = torch.maximum(problem.box[0], -cost), torch.minimum(problem.box[1], cost)
+    stride, dual = scales.stride.unsqueeze(-1), scales.dual.reshape(*scales.dual.shape, 1, 1, 1)
+    shift, pair, multipliers = solution.shift, solution.pair, solution.multipliers
+    best = torch.zeros_like(scales.stride)
+    for step in range(ITERATIONS + 1):
+        slope = (multipliers.unsqueeze(-2) @ gradients).squeeze(-2) + adjoint_differences(pair).flatten(-3)
+        if step % EVERY == 0:
+            best = torch.maximum(best, _bound(multipliers, rest, slope, lower, upper))
+        moved = shrink_into_box(shift - stride * slope, stride, lower, upper)
+        ahead = 2 * moved - shift
+        pair = into_unit_discs(pair + dual * forward_differences(ahead.unflatten(-1, problem.shape)))
+        h = rest + (gradients @ ahead.unsqueeze(-1)).squeeze(-1)
+        multipliers = torch.relu(multipliers + scales.penalty * h)
+        shift = moved
+    return best
+
+
+def _bound(multipliers: Tensor, rest: Tensor, slope: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """The better of the bound with multipliers as they are and scaled down."""
+    level = (multipliers * rest).sum(-1)
+    as_they_are = level + least_in_box(slope, lower, upper).sum(-1)
+    return torch.maximum(as_they_are, level / slope.abs().amax(-1).clamp(min=1))

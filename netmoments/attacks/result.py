@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.attacks.judge import Bounds, Success
-from netmoments.attacks.measures import structural_similarity
-from netmoments.attacks.total_variation import total_variation
+from netmoments.attacks.evaluation import Bounds, Success, structural_similarity, total_variation
 from netmoments.gaussian import Gaussian
 
 

@@ -14,15 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.attacks.attack import Attack, Sampled, Solved
-from netmoments.attacks.certificate import lower_bound
+from netmoments.attacks.base import Attack, Sampled, Solved, Subjects
+from netmoments.attacks.evaluation import Success, noisy_scores
 from netmoments.attacks.expected_logits import require_sigma
-from netmoments.attacks.formula import Formula
-from netmoments.attacks.judge import Success, noisy_scores
-from netmoments.attacks.margins import Contest, Margins, contrast, fooled_margin, picked
-from netmoments.attacks.network_margins import NetworkMargins
-from netmoments.attacks.primal_dual import Iterate, Problem, descend, edge, finished, stretched
-from netmoments.attacks.subjects import Subjects
+from netmoments.attacks.expected_margins import Formula
+from netmoments.attacks.margins import Contest, Margins, NetworkMargins, contrast, fooled_margin, picked
+from netmoments.attacks.primal_dual import Iterate, Problem, descend, edge, finished, lower_bound, stretched
 
 CONFIDENCE = 0.95
 TURNS = 4

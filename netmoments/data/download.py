@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from netmoments.data.places import cache_folder
+from netmoments.data.datasets import cache_folder
 from netmoments.progress import Progress
 
 DEFAULT_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"

@@ -1,17 +1,86 @@
-"""Images in [0, 1] with their labels and names, validated once, when they are put together."""
+"""Images with labels: what they are, pixels in [0, 1], splits, and images that occur twice."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from netmoments.checks import describe
+
+FER2013_CLASSES = ("anger", "disgust", "fear", "happiness", "sadness", "surprise", "neutral")
+FER2013_USAGES = {"train": "Training", "public-test": "PublicTest", "private-test": "PrivateTest"}
+DEFAULT_SPLIT = "test"
+
+
+def require_split(source: str, split: str, known: Iterable[str]) -> str:
+    """`split` if `source` has it, else a ValueError that lists those it has."""
+    known = tuple(known)
+    if split not in known:
+        raise ValueError(f"{source} has the splits {', '.join(known)}; got {split!r}")
+    return split
+
+
+def fer2013_split(source: str, split: str) -> str:
+    """The full name of a split; "test" is the private test, the one the challenge was decided on."""
+    return "private-test" if split == "test" else require_split(source, split, FER2013_USAGES)
+
+
+def require_no_split(source: str, split: str) -> None:
+    """A ValueError if a split was asked of a source that has none."""
+    if split != DEFAULT_SPLIT:
+        raise ValueError(f"{source} is not divided into splits, got split={split!r}; leave split out")
+
+
+CHANNELS = (1, 3)
+
+
+def images_from_array(array: np.ndarray[Any, Any]) -> Tensor:
+    """(N, C, H, W) float32 from uint8 (N, H, W) or (N, H, W, C), divided by 255, or from floats (N, [C,] H, W).
+
+    C is 1 or 3: an array that has its channels elsewhere is an error, not a picture.
+    """
+    eight_bit = array.dtype == np.uint8
+    if not eight_bit and array.dtype.kind != "f":
+        raise ValueError(
+            f"images must be uint8, or floats in [0, 1], got {array.dtype}; convert them with .astype(...)"
+        )
+    if array.ndim == 3:
+        channels_first = array[:, None]
+    elif array.ndim == 4 and array.shape[3 if eight_bit else 1] in CHANNELS:
+        channels_first = np.moveaxis(array, 3, 1) if eight_bit else array
+    else:
+        layout = "(N, H, W) or (N, H, W, C)" if eight_bit else "(N, H, W) or (N, C, H, W)"
+        raise ValueError(
+            f"{'uint8' if eight_bit else 'float'} images must be {layout} with C 1 or 3, got shape {array.shape}; "
+            f"move the channels with np.moveaxis"
+        )
+    images = torch.from_numpy(channels_first.astype(np.float32, order="C"))
+    return images.div_(255) if eight_bit else images
+
+
+def require_size(size: int | None) -> None:
+    """A ValueError unless `size` is None or a whole number of pixels."""
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise ValueError(f"size must be a number of pixels, 1 or more, got {size!r}")
+
+
+def resize_and_crop(images: Tensor, size: int) -> Tensor:
+    """(N, C, size, size): the shorter side brought to `size` (bicubic, antialiased), then the centre cut out."""
+    height, width = images.shape[-2:]
+    shorter = min(height, width)
+    scaled = [round(side * size / shorter) for side in (height, width)]
+    if shorter != size:
+        images = functional.interpolate(images, size=scaled, mode="bicubic", antialias=True).clamp(0, 1)
+    top, left = ((side - size) // 2 for side in scaled)
+    return images[..., top : top + size, left : left + size].contiguous()
+
 
 Selection = slice | Sequence[int] | Tensor | np.ndarray[Any, Any]
 
@@ -124,3 +193,33 @@ def _indices(count: int, selection: Selection) -> Tensor:
     if bool(((chosen < -count) | (chosen >= count)).any()):
         raise IndexError(f"take: indices must be below {count}, the number of images, got {chosen.tolist()}")
     return chosen.to("cpu", torch.int64) % count
+
+
+def duplicates_of(images: Tensor, reference: Tensor) -> Tensor:
+    """Which `images` occur, pixel for pixel at 8 bits, in `reference`: a boolean mask (N,).
+
+    Both are (N, C, H, W) in [0, 1] with the same image shape. In FER2013, 568 test images also occur in the training
+    set: 280 of the 3,589 of the public test and 288 of the 3,589 of the private test, which are 531 distinct images.
+    """
+    if images.ndim != 4 or reference.ndim != 4 or images.shape[1:] != reference.shape[1:]:
+        raise ValueError(
+            f"duplicates_of: images and reference must be (N, C, H, W) with one image shape, "
+            f"got {describe(images)} and {describe(reference)}"
+        )
+    known = set(_contents(reference))
+    return torch.tensor([content in known for content in _contents(images)], dtype=torch.bool, device=images.device)
+
+
+def _contents(images: Tensor) -> list[bytes]:
+    eight_bit = images.detach().mul(255).round().to("cpu", torch.uint8).numpy()
+    return [image.tobytes() for image in eight_bit]
+
+
+@torch.no_grad()
+def correct(network: nn.Module, held_out: LabelledImages, *, device: torch.device | str = "cpu") -> Tensor:
+    """Which images the network gets right, (N,) booleans."""
+    if held_out.labels is None:
+        raise ValueError("accuracy: the images have no labels")
+    network = network.to(device).eval()
+    scores = [network(batch.to(device)).argmax(-1).cpu() for batch in held_out.images.split(1000)]
+    return torch.cat(scores) == held_out.labels

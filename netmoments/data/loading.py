@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from netmoments.data.digits import read_digits
-from netmoments.data.fer2013 import read_fer2013_csv
-from netmoments.data.folder import read_image_files, read_image_folder
-from netmoments.data.idx import looks_like_idx
-from netmoments.data.images import LabelledImages
-from netmoments.data.mnist import MNIST_CLASSES, holds_idx_images, read_idx_folder, read_idx_images
-from netmoments.data.npz import read_npz
-from netmoments.data.picture import IMAGE_SUFFIXES
-from netmoments.data.pixels import require_size, resize_and_crop
-from netmoments.data.places import find
-from netmoments.data.splits import DEFAULT_SPLIT, require_no_split
+from netmoments.data.datasets import (
+    MNIST_CLASSES,
+    find,
+    holds_idx_images,
+    read_digits,
+    read_fer2013_csv,
+    read_idx_folder,
+    read_idx_images,
+)
+from netmoments.data.formats import IMAGE_SUFFIXES, looks_like_idx, read_image_files, read_image_folder, read_npz
+from netmoments.data.images import DEFAULT_SPLIT, LabelledImages, require_no_split, require_size, resize_and_crop
 
 NAMES = ("mnist", "fer2013", "digits")
 

@@ -1,4 +1,4 @@
-"""Linearizations made once at representative points, and answers for new inputs from the nearest of them."""
+"""Representative points of a set of images."""
 
 from __future__ import annotations
 
@@ -7,15 +7,67 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import describe, require_float_tensor, require_float_tensors
-from netmoments.linearize.clusters import k_means_centres, members_farthest_from, nearest
+from netmoments.checks import describe, require_finite, require_float_tensor, require_float_tensors
 from netmoments.linearize.two_stage import CALLER, points_of, two_stage
-from netmoments.network.cut import find_relu
-from netmoments.network.inspection import as_network, inspect
+from netmoments.network.model import NetworkModel
 from netmoments.network.weights import read_tensors, write_tensors
+
+
+def k_means_centres(images: Tensor, count: int, *, seed: int = 0, initial: Tensor | None = None) -> Tensor:
+    """The centres, (count, *event), of `count` clusters of the images (N, *event), by scikit-learn's k-means.
+
+    `initial` (count, *event) are the centres to start from; by default k-means++ chooses them.
+    """
+    try:
+        from sklearn.cluster import KMeans
+    except ImportError:
+        raise ImportError('k-means needs scikit-learn: pip install "netmoments[data]"') from None
+    images = _require_images("k_means_centres", images, count)
+    start = "k-means++" if initial is None else initial.reshape(count, -1).cpu().double().numpy()
+    clusters = KMeans(count, init=start, n_init=1, random_state=seed % 2**32)
+    clusters.fit(images.flatten(1).cpu().double().numpy())
+    return torch.from_numpy(clusters.cluster_centers_).to(images).reshape(count, *images.shape[1:])
+
+
+def members_farthest_from(centres: Tensor, images: Tensor) -> Tensor:
+    """Of each centre's cluster (the images nearest to it) the member farthest away; of an empty one, the centre."""
+    images = _require_images("members_farthest_from", images, 1)
+    cluster, own = nearest(images.flatten(1), centres.flatten(1))
+    farthest = centres.clone()
+    for number in cluster.unique().tolist():
+        members = (cluster == number).nonzero().squeeze(1)
+        farthest[number] = images[members[own[members].argmax()]]
+    return farthest
+
+
+def nearest(inputs: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+    """For inputs (N, n): the number of the nearest of the points (k, n), and its distance, in float64.
+
+    The nearest by |x|² − 2x·p + |p|², then its exact distance; 4096 inputs at a time.
+    """
+    points = points.double()
+    squares = points.square().sum(1)
+    found = []
+    for part in inputs.double().split(4096):
+        index = (squares - 2 * part @ points.T).argmin(1)
+        found.append((index, (part - points[index]).norm(dim=1)))
+    index, distance = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return index, distance
+
+
+def _require_images(caller: str, images: Tensor, count: int) -> Tensor:
+    require_float_tensor(caller, "images", images)
+    require_finite(caller, "images", images)
+    if images.dim() < 2:
+        raise ValueError(f"{caller}: images must be (N, ...), got {describe(images)}")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(images):
+        raise ValueError(f"{caller}: count must be from 1 to the number of images, {len(images)}, got {count!r}")
+    return images.detach()
+
 
 FORMAT = "netmoments linearization bank 1"
 
@@ -49,13 +101,13 @@ class LinearizationBank:
         cls, network: Any, points: Tensor, layer: int | str = -1, *, memory_budget: int | None = None
     ) -> LinearizationBank:
         """Linearizations at your own points, (k, *event)."""
-        network = as_network(network, CALLER)
         points = require_float_tensor("LinearizationBank.at", "points", points).detach()
         if points.dim() < 2:
             raise ValueError(f"LinearizationBank.at: points must be (k, ...), got {describe(points)}")
         flat, _ = points_of(CALLER, points, points.dim() - 1)
-        relu = find_relu(inspect(network, flat, CALLER).relus, layer)
-        networks = two_stage(network, flat, relu.index, event_ndim=flat.dim() - 1, memory_budget=memory_budget)
+        model = NetworkModel.of(network, flat, CALLER).refreshed()
+        relu = model.relu(layer)
+        networks = two_stage(model, flat, relu.index, event_ndim=flat.dim() - 1, memory_budget=memory_budget)
         return cls(flat, networks, relu.name)
 
     @classmethod

@@ -1,15 +1,14 @@
 """Exact Jacobians of a batch of images at once, in chunks of bounded memory.
 
 A network in eval mode treats every image by itself, so one backward pass with a different direction for each image
-gives a row of each image's Jacobian, and `vmap` over directions gives many rows; forward mode likewise gives columns.
-"""
+gives a row of each image's Jacobian, and `vmap` over directions gives many rows; forward mode likewise gives columns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import jvp, vmap
 
 from netmoments.precision import full_precision
@@ -72,3 +71,15 @@ def by_forward_mode(function: Callable[[Tensor], Tensor], at: Tensor, rows: Tens
             progress.advance(count)
     assert result is not None
     return result
+
+
+def linearized(network: nn.Module, points: Tensor, rows: Tensor, working: int) -> tuple[Tensor, Tensor]:
+    """The chosen scores (N, k) at points (N, *event), and their Jacobian (N, k, n)."""
+    with torch.inference_mode(False), full_precision(), torch.enable_grad():
+        x = points.detach().clone().requires_grad_()
+        out = network(x.clone())
+        rows = rows.to(points.device)
+        (jacobian,) = by_reverse_mode(out, (x,), rows, working) if out.requires_grad else (None,)
+    if jacobian is None:
+        jacobian = points.new_zeros(*rows.shape, points[0].numel())
+    return out.detach().gather(1, rows), jacobian

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import jvp
 from torch.nn.functional import pad
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import describe, require_finite, require_float_tensor
-from netmoments.gaussian.gaussian import event_dimensions
+from netmoments.checks import describe, require_finite, require_float_tensor, require_float_tensors
+from netmoments.gaussian import event_dimensions
 from netmoments.linearize.jacobian import by_forward_mode, by_reverse_mode
-from netmoments.linearize.memory import directions_at_once, gigabytes, memory_limit, points_at_once
-from netmoments.network.cut import Cut, find_relu
+from netmoments.memory import directions_at_once, gigabytes, memory_limit, points_at_once
 from netmoments.network.exported import largest_batch
-from netmoments.network.inspection import as_network, inspect, require_derivatives, warn_of_smooth
+from netmoments.network.model import NetworkModel
+from netmoments.network.relu_calls import Cut
 from netmoments.precision import full_precision, matvec
 from netmoments.progress import Progress
 
@@ -47,13 +48,15 @@ def two_stage(
     The result carries no gradient to the network's weights. A network with other nonlinear functions on the way is
     linearized at the point, smooth ones with a warning.
     """
-    cut, points, batch, rows, largest, limit = prepared(CALLER, network, at, layer, outputs, event_ndim, memory_budget)
+    cut, points, batch, indices, largest, limit = prepared(
+        CALLER, network, at, layer, outputs, event_ndim, memory_budget
+    )
     together = points_at_once(points.device, largest, points.element_size(), memory_budget)
     together = min(together, largest_batch(cut.network), len(points))
     working = directions_at_once(points.device, largest * together, points.element_size(), memory_budget)
     groups = []
     with Progress("linearizing", len(points)) as progress:
-        for part, chosen in zip(points.split(together), rows.split(together), strict=True):
+        for part, chosen in zip(points.split(together), indices.split(together), strict=True):
             groups.append(_linearized(cut, part, chosen, working, limit // len(points)))
             progress.advance(len(part))
     return _shaped(_joined(groups), batch)
@@ -65,7 +68,7 @@ class Prepared(NamedTuple):
     cut: Cut
     points: Tensor
     batch: torch.Size
-    rows: Tensor
+    indices: Tensor
     largest: int
     """Elements of the largest activation of a point."""
     limit: int
@@ -82,16 +85,15 @@ def prepared(
     memory_budget: int | None,
 ) -> Prepared:
     """The arguments of `two_stage` read and checked, and B known to fit."""
-    network = as_network(network, caller)
     points, batch = points_of(caller, at, event_ndim)
-    found = inspect(network, points, caller)
-    cut = Cut(network, find_relu(found.relus, layer))
-    require_derivatives(found, caller)
-    warn_of_smooth(network, found, caller)
-    rows = output_rows(outputs, points.shape[0], found.output.shape[1], caller)
+    model = NetworkModel.of(network, points, caller).refreshed()
+    cut = Cut(model.network, model.relu(layer))
+    model.require_derivatives()
+    model.warn_of_smooth()
+    indices = output_indices(outputs, points.shape[0], model.outputs, caller)
     limit = memory_limit(points.device, memory_budget)
-    _require_room(caller, cut, points, rows, limit)
-    return Prepared(cut, points, batch, rows, found.largest, limit)
+    _require_room(caller, cut, points, indices, limit)
+    return Prepared(cut, points, batch, indices, model.largest, limit)
 
 
 class Parts(NamedTuple):
@@ -149,7 +151,7 @@ def points_of(caller: str, at: Any, event_ndim: int | None) -> tuple[Tensor, tor
     return at.detach().reshape(-1, *at.shape[at.dim() - kept :]), batch
 
 
-def output_rows(outputs: Sequence[int] | Tensor | None, images: int, count: int, caller: str) -> Tensor:
+def output_indices(outputs: Sequence[int] | Tensor | None, images: int, count: int, caller: str) -> Tensor:
     """The chosen outputs of each image as indices, (N, k)."""
     if outputs is None:
         return torch.arange(count).expand(images, -1)
@@ -235,3 +237,82 @@ def _refuse_beyond(name: str, points: Tensor, units: int, limit_each: int) -> No
             f"images at a time, raise memory_budget, or use two_stage_maps, which makes about {min(units, size):,} "
             f"passes instead of storing it"
         )
+
+
+VALUE_CALLER = "two_stage_value"
+
+
+def two_stage_value(network: Any, at: Tensor, x: Tensor, layer: int | str = -1) -> Tensor:
+    """`two_stage(network, at, layer)(x)` for points and inputs of one shape, (*event) or (N, *event): (d,) or (N, d).
+
+    With v = x − at, z the pre-activations of the ReLU at the point and y = relu(z),
+
+        g(x) = network(at) + B (relu(z + A v) − y) + D v,
+
+    where A v is the derivative of the part before the ReLU along v, and the rest that of the part after it along
+    (v, relu(z + A v) − y): two Jacobian–vector products, about four forward passes, and no Jacobian. The network's own
+    value at x = at. Forward mode; a network with a function that has none goes through two backward passes instead.
+    """
+    points, batch = points_of(VALUE_CALLER, at, None)
+    require_float_tensors(VALUE_CALLER, at=at, x=x)
+    if x.shape != at.shape:
+        raise ValueError(f"{CALLER}: at and x must have one shape, got {describe(at)} and {describe(x)}")
+    require_finite(VALUE_CALLER, "x", x)
+    model = NetworkModel.of(network, points, VALUE_CALLER).refreshed()
+    cut = Cut(model.network, model.relu(layer))
+    model.require_derivatives()
+    model.warn_of_smooth()
+    together = directions_at_once(points.device, model.largest, points.element_size(), None)
+    parts = zip(
+        *(part.split(min(together, largest_batch(model.network))) for part in (points, _like(x, points))), strict=True
+    )
+    with torch.inference_mode(False), full_precision():
+        values = torch.cat([_value(cut, point.clone(), other.clone()) for point, other in parts])
+    return values.reshape(*batch, -1)
+
+
+def _like(x: Tensor, points: Tensor) -> Tensor:
+    return x.detach().reshape(points.shape)
+
+
+def _value(cut: Cut, at: Tensor, x: Tensor) -> Tensor:
+    step = x - at
+    z, moved = along(cut.stem, (at,), (step,))
+    y = torch.relu(z)
+    out, change = along(cut.head, (at, y), (step, torch.relu(z + moved) - y))
+    return out + change
+
+
+def along(
+    function: Callable[..., Tensor], at: tuple[Tensor, ...], direction: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """The value of a function at a point, and its derivative along a direction."""
+    try:
+        with torch.no_grad():
+            value, slope = jvp(function, at, direction)[:2]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a function with a backward formula only
+        value, slope = _along_by_reverse_mode(function, at, direction)
+    return value.detach(), slope.detach()
+
+
+def _along_by_reverse_mode(
+    function: Callable[..., Tensor], at: tuple[Tensor, ...], direction: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """Jᵀu is linear in u, and the derivative of vᵀ(Jᵀu) in u is J v."""
+    with torch.enable_grad():
+        leaves = tuple(part.detach().clone().requires_grad_() for part in at)
+        value = function(*leaves)
+        if not value.requires_grad:
+            return value, torch.zeros_like(value)
+        weights = torch.zeros_like(value, requires_grad=True)
+        pulled = torch.autograd.grad(value, leaves, weights, create_graph=True, allow_unused=True)
+        total = sum(
+            ((part * step).sum() for part, step in zip(pulled, direction, strict=True) if part is not None),
+            start=value.new_zeros(()),
+        )
+        if not total.requires_grad:
+            return value, torch.zeros_like(value)
+        (slope,) = torch.autograd.grad(total, weights)
+    return value, slope

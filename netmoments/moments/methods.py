@@ -1,165 +1,432 @@
-"""The ways to moments, each a function of a network, a flat batch of noise and the chosen scores (N, k)."""
+"""The ways to moments, as values: each has its own options, and answers the same `Request`.
+
+| method                     | short name    | what it does                                                                |
+|----------------------------|---------------|-----------------------------------------------------------------------------|
+| `Layerwise()`              | `"layerwise"` | the joint distribution of all tensors, layer by layer: the tightest         |
+| `Sketch(probes, seed)`     | `"sketch"`    | formulas with the spread of a few samples: networks of any size             |
+| `TwoStage(layer, bank)`    | `"two-stage"` | linearized before and after one ReLU, as the paper does                     |
+| `Linear()`                 | `"linear"`    | the delta method: linearized throughout                                     |
+| `Sampling(samples, …)`     | `"sampling"`  | Monte Carlo with standard errors, corrected by another method if asked      |
+| `Auto()`                   | `"auto"`      | exact where the network is, else layerwise where that fits, else a sketch   |
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
+from netmoments.checks import describe, require_count
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.bank import LinearizationBank
-from netmoments.linearize.linear import linearized
-from netmoments.linearize.memory import directions_at_once, memory_limit, points_at_once
-from netmoments.linearize.two_stage import two_stage
+from netmoments.linearize.jacobian import linearized
+from netmoments.linearize.two_stage import output_indices, two_stage
+from netmoments.memory import directions_at_once, gigabytes, memory_limit, piece_bytes, points_at_once
 from netmoments.moments.result import OutputMoments
-from netmoments.network.tracing import Relu, Trace
-from netmoments.sampling import (
+from netmoments.network.model import NetworkModel
+from netmoments.precision import full_precision
+from netmoments.propagate.layerwise import layerwise, need_of, require_fitting
+from netmoments.propagate.plan import NoRule, plan_of, sketch_plan_of
+from netmoments.propagate.sketch import PROBES, sketched
+from netmoments.sampling.control_variates import (
     LinearSurrogate,
-    SampledMoments,
     Surrogate,
     TwoStageSurrogate,
     controlled_monte_carlo,
-    monte_carlo,
 )
+from netmoments.sampling.evaluation import random_seed
+from netmoments.sampling.monte_carlo import SampledMoments, monte_carlo
 
-TOGETHER_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}
-"""Jacobians of different points that are held at a time."""
+CALLER = "output_moments"
+MANY_SCORES, LARGEST = 100, 5
+"""Beyond so many scores a sketch follows the largest only, unless told which; and how many of them."""
+
+Choice = int | Sequence[int] | Tensor | None
+"""Which scores: indices, (k,) or (N, k); a number k for the k largest at each mean; None for all."""
 
 
-def by_two_stage(
-    network: nn.Module, noise: Gaussian, origin: Tensor, rows: Tensor, relu: Relu, memory_budget: int | None
-) -> OutputMoments:
-    """Linearized before and after one ReLU at the mean of the noise.
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a caller wants to know, checked: the moments of chosen scores of a network, for every entry of the noise."""
 
-    `origin` (N,) numbers the means, equal ones (with equal scores chosen) alike: they share a linearization.
+    model: NetworkModel
+    noise: Gaussian
+    """As it was given, with any batch dimensions."""
+    flat: Gaussian
+    """The same with one batch dimension, N entries."""
+    outputs: Choice
+    memory_budget: int | None
+
+    @classmethod
+    def read(cls, network: Any, noise: Any, outputs: Choice, memory_budget: int | None, caller: str) -> Request:
+        """Every argument checked once; the network looked at, or known from before."""
+        if not isinstance(noise, Gaussian):
+            raise TypeError(f"{caller}: noise must be a netmoments.Gaussian, got {describe(noise)}")
+        flat = noise.flattened()
+        model = NetworkModel.of(network, flat.mean, caller)
+        if memory_budget is not None:
+            memory_limit(flat.device, memory_budget)
+        if isinstance(outputs, int):
+            require_number_of_outputs(caller, outputs, model.outputs)
+        return cls(model, noise, flat, outputs, memory_budget)
+
+    def indices(self, largest: int | None = None) -> Tensor:
+        """Indices (N, k) of the wanted scores; of all, or of the `largest` ones at each mean, where none were named."""
+        outputs = largest if self.outputs is None else self.outputs
+        if not isinstance(outputs, int):
+            return output_indices(outputs, len(self.flat.mean), self.model.outputs, CALLER).to(self.flat.device)
+        with torch.no_grad(), full_precision():
+            parts = [self.model.network(part.clone()).topk(outputs, 1).indices for part in self.flat.mean.split(64)]
+        return torch.cat(parts)
+
+    @contextmanager
+    def following_gradients(self) -> Iterator[Gaussian]:
+        """The flat noise as autograd may use it; inside, gradients are on exactly if the noise requires one."""
+        flat = self.flat
+        wanted = flat.mean.requires_grad or flat.covariance.variances().requires_grad
+        on = wanted and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(on):
+            if flat.mean.is_inference():
+                covariance = flat.covariance.to(flat.device, copy=True)
+                flat = Gaussian._trusted(flat.mean.clone(), covariance, flat.event_ndim)
+            yield flat
+
+    def fitting(self, bytes_each: int) -> int:
+        """How many Jacobians, of so many bytes each, are held at a time."""
+        limit = memory_limit(self.flat.device, self.memory_budget)
+        if self.memory_budget is None:
+            limit = min(limit, piece_bytes("matrices", self.flat.device))
+        return max(1, limit // bytes_each)
+
+
+def require_number_of_outputs(caller: str, outputs: int, count: int) -> None:
+    if isinstance(outputs, bool) or not 1 <= outputs <= count:
+        raise ValueError(
+            f"{caller}: outputs must be from 1 to the network's {count} scores, or a list of indices, got {outputs}"
+        )
+
+
+class Method(ABC):
+    """A way to moments. Methods are frozen dataclasses: their options are their fields."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def moments(self, request: Request) -> OutputMoments:
+        """The moments (N, k) of every entry of the flat noise."""
+
+    def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
+        """A function like the network with known moments, for sampling with this seed to be corrected with."""
+        raise ValueError(
+            f"{CALLER}: control must be one of {', '.join(CONTROLS)}, or None, got {self}; the others have no "
+            f"surrogate that samples could be compared with"
+        )
+
+    def of_affine_relu_affine(self, network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
+        """The moments of a network that is linearized already."""
+        raise ValueError(
+            f'{CALLER}: an AffineReluAffine is exact with method="auto" or "two-stage"; or take plain "sampling"'
+        )
+
+
+@dataclass(frozen=True)
+class Layerwise(Method):
+    """The joint distribution of all tensors, as Gaussians with third cumulants, carried through every layer."""
+
+    name: ClassVar[str] = "layerwise"
+
+    def moments(self, request: Request) -> OutputMoments:
+        with request.following_gradients() as noise:
+            plan, indices = plan_of(request.model, CALLER), request.indices().clone()
+            require_fitting(plan, noise.covariance, noise.mean, request.memory_budget, CALLER)
+            mean, covariance = layerwise(plan, noise.mean, noise.covariance, indices, request.memory_budget)
+        return _outcome(self.name, mean, covariance, outputs=indices)
+
+
+@dataclass(frozen=True)
+class Sketch(Method):
+    """Formulas at every nonlinear layer, with the spread of `probes` samples; `seed` of these.
+
+    Operations without a rule are known from the samples. Of more than 100 scores the 5 largest are followed unless
+    indices are given.
     """
-    first = _first_of_each(origin)
-    points, chosen = noise.mean[first].detach(), rows[first]
-    each = (relu.size * noise.size + rows.shape[1] * (relu.size + noise.size)) * noise.dtype.itemsize
-    together = _fitting(each, noise.device, memory_budget)
 
-    def linearizations() -> Iterable[tuple[AffineReluAffine, Tensor]]:
-        for start in range(0, len(points), together):
-            span = slice(start, start + together)
-            group = two_stage(
-                network, points[span], relu.index, outputs=chosen[span], event_ndim=noise.event_ndim,
-                memory_budget=memory_budget,
+    probes: int = PROBES
+    seed: int = 0
+    name: ClassVar[str] = "sketch"
+
+    def __post_init__(self) -> None:
+        require_count("sketch", "probes", self.probes, least=2)
+        require_count("sketch", "seed", self.seed, least=0)
+
+    def moments(self, request: Request) -> OutputMoments:
+        with request.following_gradients() as noise:
+            plan = sketch_plan_of(request.model, CALLER)
+            indices = request.indices(LARGEST if request.model.outputs > MANY_SCORES else None).clone()
+            options = {"probes": self.probes, "seed": self.seed, "memory_budget": request.memory_budget}
+            found = sketched(plan, noise.mean, noise.covariance, indices, **options)  # type: ignore[arg-type]
+        return _outcome(self.name, found.mean, found.covariance, outputs=indices)
+
+    def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
+        """The expected slopes; from probes that are not among the samples."""
+        with torch.inference_mode(False), torch.no_grad():
+            plan, noise, own = sketch_plan_of(request.model, CALLER), request.flat, random_seed(seed, "sketch", self.seed)
+            found = sketched(
+                plan, noise.mean, noise.covariance, indices,
+                probes=self.probes, seed=own, memory_budget=request.memory_budget,
             )  # fmt: skip
-            yield from _with_their_entries(group, origin, start)
-
-    return _gathered(linearizations(), noise, rows, method="two-stage", cut=relu.name)
+        return LinearSurrogate(found.slopes, request.flat)
 
 
-def by_bank(bank: LinearizationBank, noise: Gaussian, rows: Tensor) -> OutputMoments:
-    """Each input from the linearization at the nearest point of a bank."""
-    nearest, distance = bank.nearest(noise.mean)
-    pairs = ((bank.member(int(number)), (nearest == number).nonzero().squeeze(1)) for number in nearest.unique())
-    answers = ((network.outputs(rows[index]), index) for network, index in pairs)
-    return _gathered(answers, noise, rows, method="two-stage", cut=bank.relu, distance=distance)
+@dataclass(frozen=True)
+class TwoStage(Method):
+    """Linearized before and after one ReLU at the noise's mean, with that ReLU exact: the paper's method.
+
+    `layer` is the ReLU, by place in the order of calls (the last by default) or by name, see `relus`. With a `bank` of
+    linearizations made beforehand, each input is answered from the nearest point. Entries of the noise that share a mean
+    by `mean.expand(...)` share its linearization: several noise levels of one image, say.
+    """
+
+    layer: int | str = -1
+    bank: LinearizationBank | None = None
+    name: ClassVar[str] = "two-stage"
+
+    def __post_init__(self) -> None:
+        if self.bank is not None and not isinstance(self.bank, LinearizationBank):
+            raise TypeError(f"TwoStage: bank must be a netmoments.LinearizationBank, got {describe(self.bank)}")
+        if self.bank is not None and self.layer != -1:
+            raise ValueError(f"TwoStage: a bank has its own ReLU; leave out layer, got {self.layer!r}")
+
+    def moments(self, request: Request) -> OutputMoments:
+        if self.bank is not None:
+            return self._by_bank(self.bank, request)
+        model, noise, indices = request.model, request.flat, request.indices()
+        relu = model.relu(self.layer)
+        origin = _shared_means(request.noise, indices)
+        first = _first_of_each(origin)
+        points, chosen = noise.mean[first].detach(), indices[first]
+        each = relu.size * noise.size + indices.shape[1] * (relu.size + noise.size)
+        together = request.fitting(each * noise.dtype.itemsize)
+
+        def linearizations() -> Iterable[tuple[AffineReluAffine, Tensor]]:
+            for start in range(0, len(points), together):
+                span = slice(start, start + together)
+                group = two_stage(
+                    model, points[span], relu.index, outputs=chosen[span], event_ndim=noise.event_ndim,
+                    memory_budget=request.memory_budget,
+                )  # fmt: skip
+                yield from _with_their_entries(group, origin, start)
+
+        return _gathered(linearizations(), noise, cut=relu.name, outputs=indices)
+
+    def _by_bank(self, bank: LinearizationBank, request: Request) -> OutputMoments:
+        of_bank = bank.networks.B.shape[-2]
+        if of_bank != request.model.outputs:
+            raise ValueError(
+                f"{CALLER}: the bank is of another network: its linearizations have {of_bank} scores, the network "
+                f"{request.model.outputs}"
+            )
+        indices = request.indices()
+        nearest, distance = bank.nearest(request.flat.mean)
+        pairs = ((bank.member(int(number)), (nearest == number).nonzero().squeeze(1)) for number in nearest.unique())
+        answers = ((network.outputs(indices[entries]), entries) for network, entries in pairs)
+        return _gathered(answers, request.flat, cut=bank.relu, outputs=indices, distance=distance)
+
+    def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
+        """The linearization itself, whose moments are exact."""
+        noise = request.flat
+        flat = two_stage(
+            request.model, noise.mean.detach(), self.layer, outputs=indices, event_ndim=noise.event_ndim,
+            memory_budget=request.memory_budget,
+        )  # fmt: skip
+        return TwoStageSurrogate(flat, noise)
+
+    def of_affine_relu_affine(self, network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
+        return _outcome("exact", network.mean(noise), network.covariance(noise))
 
 
-def by_linear(
-    network: nn.Module, noise: Gaussian, rows: Tensor, found: Trace, memory_budget: int | None
-) -> OutputMoments:
-    """The delta method: E g ≈ g(mean), Cov g ≈ J Σ Jᵀ."""
-    means, covariances = [], []
-    for mean, jacobian, span in _linearizations(network, noise, rows, found, memory_budget):
-        means.append(mean)
-        covariances.append(noise.covariance.entries(span).push(jacobian))
-    covariance = torch.cat(covariances)
-    variance = covariance.diagonal(dim1=-2, dim2=-1)
-    return OutputMoments(torch.cat(means), variance, covariance, method="linear", outputs=rows)
+@dataclass(frozen=True)
+class Linear(Method):
+    """The delta method: E g ≈ g(mean), Cov g ≈ J Σ Jᵀ with the Jacobian J at the mean."""
+
+    name: ClassVar[str] = "linear"
+
+    def moments(self, request: Request) -> OutputMoments:
+        indices, means, covariances = request.indices(), [], []
+        for mean, jacobian, span in _linearizations(request, indices):
+            means.append(mean)
+            covariances.append(request.flat.covariance.entries(span).push(jacobian))
+        return _outcome(self.name, torch.cat(means), torch.cat(covariances), outputs=indices)
+
+    def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
+        """The derivative at the mean."""
+        slopes = torch.cat([jacobian for _, jacobian, _ in _linearizations(request, indices)])
+        return LinearSurrogate(slopes, request.flat)
 
 
-def _linearizations(
-    network: nn.Module, noise: Gaussian, rows: Tensor, found: Trace, memory_budget: int | None
-) -> Iterable[tuple[Tensor, Tensor, slice]]:
-    """Scores (·, k) and Jacobians (·, k, n) at the means, some at a time, with the entries they are for."""
-    itemsize = noise.dtype.itemsize
-    together = points_at_once(noise.device, found.largest, itemsize, memory_budget)
-    together = min(together, _fitting(rows.shape[1] * noise.size * itemsize, noise.device, memory_budget))
-    working = directions_at_once(noise.device, found.largest * together, itemsize, memory_budget)
-    for start in range(0, len(noise.mean), together):
-        span = slice(start, start + together)
-        yield (*linearized(network, noise.mean[span], rows[span], working), span)
+@dataclass(frozen=True)
+class Sampling(Method):
+    """Monte Carlo on the network itself, with standard errors.
+
+    `control` is the method that gives a control variate: `Sketch()`, `TwoStage()` or `Linear()`, or their short names.
+    The estimates stay unbiased, and their errors become smaller the better the two agree.
+    """
+
+    samples: int = 10_000
+    control: Method | str | None = None
+    seed: int = 0
+    name: ClassVar[str] = "sampling"
+
+    def __post_init__(self) -> None:
+        require_count("Sampling", "samples", self.samples, least=2)
+        require_count("Sampling", "seed", self.seed, least=0)
+        control = self.control
+        if isinstance(control, str) and control in CONTROLS:
+            object.__setattr__(self, "control", SHORT_NAMES[control]())
+        elif control is not None and (not isinstance(control, Method) or control.name not in CONTROLS):
+            raise ValueError(
+                f"{CALLER}: control must be one of {', '.join(CONTROLS)}, or None, or a method with options such as "
+                f"netmoments.Sketch(), got {control!r}"
+            )
+
+    def moments(self, request: Request) -> OutputMoments:
+        noise, indices = request.flat, request.indices()
+        scores = _chosen_scores(request, indices)
+        if self.control is None:
+            sampled = monte_carlo(scores, noise, self.samples, seed=self.seed)
+        else:
+            assert isinstance(self.control, Method)
+            surrogate = self.control.surrogate(request, indices, self.seed)
+            sampled = controlled_monte_carlo(scores, noise, surrogate, self.samples, seed=self.seed)
+        return _with_errors(sampled, indices)
+
+    def of_affine_relu_affine(self, network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
+        if self.control is not None:
+            return super().of_affine_relu_affine(network, noise)
+        return _with_errors(monte_carlo(network, noise, self.samples, seed=self.seed), None)
 
 
-def by_sampling(network: nn.Module, noise: Gaussian, rows: Tensor, samples: int, seed: int) -> OutputMoments:
-    """Monte Carlo on the network itself."""
-    sampled = monte_carlo(_chosen_scores(network, rows.to(noise.device)), noise, samples, seed=seed)
-    return dataclasses.replace(_with_errors(sampled), outputs=rows)
+@dataclass(frozen=True)
+class Auto(Method):
+    """Exact where the network is (Affine, ReLU, Affine), else layerwise where that fits the memory, else a sketch."""
+
+    name: ClassVar[str] = "auto"
+
+    def moments(self, request: Request) -> OutputMoments:
+        name, reason = self.choice(request)
+        chosen = Sketch() if name == "sketch" else Layerwise()
+        return dataclasses.replace(chosen.moments(request), method=name, reason=reason)
+
+    def choice(self, request: Request) -> tuple[str, str]:
+        """The method that is taken, or "exact" for a layerwise answer that is, and why, in words."""
+        try:
+            with request.following_gradients():
+                plan = plan_of(request.model, CALLER)
+        except NoRule as error:
+            what = str(error).removeprefix(f"{CALLER}: ").split(" as it is called")[0]
+            return "sketch", f"there is {what}"
+        noise = request.flat
+        need = need_of(plan, noise.covariance.rank, noise.dtype.itemsize)
+        limit = memory_limit(noise.device, request.memory_budget)
+        if not plan.last.sources:
+            return "exact", "the scores do not depend on the input"
+        size = f"{gigabytes(need.bytes)} (at {need.layer}) of the {gigabytes(limit)} there are for it"
+        if need.bytes > limit:
+            return "sketch", f"the joint covariance of all layers would take {size}"
+        if not plan.stages:
+            return "exact", "the network is affine"
+        if len(plan.stages) == 1 and plan.stages[0].rule.is_exact:
+            return "exact", f"the only nonlinear layer is {plan.stages[0].name}, which is piecewise linear"
+        return "layerwise", f"the joint covariance of all layers takes {size}"
+
+    def of_affine_relu_affine(self, network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
+        return TwoStage().of_affine_relu_affine(network, noise)
 
 
-def by_controlled_sampling(
-    network: nn.Module, noise: Gaussian, rows: Tensor, surrogate: Surrogate, samples: int, seed: int
-) -> OutputMoments:
-    """Monte Carlo with a control variate whose moments are known."""
-    function = _chosen_scores(network, rows.to(noise.device))
-    sampled = controlled_monte_carlo(function, noise, surrogate, samples, seed=seed)
-    return dataclasses.replace(_with_errors(sampled), outputs=rows)
+SHORT_NAMES: dict[str, type[Method]] = {
+    method.name: method for method in (Auto, Layerwise, Sketch, TwoStage, Linear, Sampling)
+}
+CONTROLS = ("two-stage", "linear", "sketch")
 
 
-def linear_surrogate(
-    network: nn.Module, noise: Gaussian, rows: Tensor, found: Trace, memory_budget: int | None
-) -> LinearSurrogate:
-    """The derivative at the mean."""
-    slopes = torch.cat([jacobian for _, jacobian, _ in _linearizations(network, noise, rows, found, memory_budget)])
-    return LinearSurrogate(slopes, noise)
-
-
-def two_stage_surrogate(
-    network: nn.Module, noise: Gaussian, rows: Tensor, relu: Relu, memory_budget: int | None
-) -> TwoStageSurrogate:
-    """The two-stage linearization at the mean."""
-    points = noise.mean.detach()
-    flat = two_stage(
-        network, points, relu.index, outputs=rows, event_ndim=noise.event_ndim, memory_budget=memory_budget
+def method_named(method: Any, caller: str) -> Method:
+    """A method as given, or the one that a short name stands for, with its default options."""
+    if isinstance(method, Method):
+        return method
+    if isinstance(method, str) and method in SHORT_NAMES:
+        return SHORT_NAMES[method]()
+    if isinstance(method, type) and issubclass(method, Method):
+        raise TypeError(f"{caller}: method must be a value, got the class {method.__name__}; write {method.__name__}()")
+    raise ValueError(
+        f"{caller}: method must be one of {', '.join(SHORT_NAMES)}, or a method with options such as "
+        f"netmoments.Sketch(probes=128), got {method!r}"
     )
-    return TwoStageSurrogate(flat, noise)
 
 
-def _chosen_scores(network: nn.Module, rows: Tensor) -> Callable[[Tensor], Tensor]:
+def _outcome(method: str, mean: Tensor, covariance: Tensor, **others: Any) -> OutputMoments:
+    return OutputMoments(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance, method=method, **others)
+
+
+def _with_errors(sampled: SampledMoments, outputs: Tensor | None) -> OutputMoments:
+    errors = {name: getattr(sampled, name) for name in ("mean", "variance", "covariance")}
+    errors |= {f"{name}_standard_error": getattr(sampled, f"{name}_standard_error") for name in tuple(errors)}
+    return OutputMoments(**errors, method="sampling", outputs=outputs)
+
+
+def _chosen_scores(request: Request, indices: Tensor) -> Callable[[Tensor], Tensor]:
     """The scores (N, k) of each of N images, for samples of all of them in turn."""
-    images = len(rows)
+    network, images = request.model.network, len(indices)
 
     def chosen(x: Tensor) -> Tensor:
         scores = network(x)
-        picked = scores.reshape(-1, images, scores.shape[1]).gather(2, rows.expand(len(x) // images, -1, -1))
+        picked = scores.reshape(-1, images, scores.shape[1]).gather(2, indices.expand(len(x) // images, -1, -1))
         return picked.reshape(len(x), -1)
 
     return chosen
 
 
-def _with_errors(sampled: SampledMoments) -> OutputMoments:
-    return OutputMoments(
-        sampled.mean,
-        sampled.variance,
-        sampled.covariance,
-        method="sampling",
-        mean_standard_error=sampled.mean_standard_error,
-        variance_standard_error=sampled.variance_standard_error,
-        covariance_standard_error=sampled.covariance_standard_error,
-    )
+def _linearizations(request: Request, indices: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
+    """Scores (·, k) and Jacobians (·, k, n) at the means, some at a time, with the entries they are for."""
+    model, noise = request.model, request.flat
+    model.require_derivatives()
+    model.warn_of_smooth()
+    itemsize, budget = noise.dtype.itemsize, request.memory_budget
+    together = points_at_once(noise.device, model.largest, itemsize, budget)
+    together = min(together, request.fitting(indices.shape[1] * noise.size * itemsize))
+    working = directions_at_once(noise.device, model.largest * together, itemsize, budget)
+    for start in range(0, len(noise.mean), together):
+        span = slice(start, start + together)
+        yield (*linearized(model.network, noise.mean[span], indices[span], working), span)
 
 
-def of_affine_relu_affine(network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
-    """Exact, for a network that is one."""
-    covariance = network.covariance(noise)
-    variance = covariance.diagonal(dim1=-2, dim2=-1)
-    return OutputMoments(network.mean(noise), variance, covariance, method="exact")
+def _shared_means(noise: Gaussian, indices: Tensor) -> Tensor:
+    """For every entry of the flattened noise a number, 0, 1, …: one for those of an expanded mean and equal scores."""
+    mean = noise.mean
+    batch = range(mean.dim() - noise.event_ndim)
+    own = [1 if mean.stride(dim) == 0 else mean.shape[dim] for dim in batch]
+    numbers = torch.arange(math.prod(own), device=noise.device).reshape(own)
+    each = numbers.expand(noise.batch_shape).reshape(-1, 1)
+    return torch.cat([each, indices], 1).unique(dim=0, return_inverse=True)[1]
 
 
-def sampled_affine_relu_affine(network: AffineReluAffine, noise: Gaussian, samples: int, seed: int) -> OutputMoments:
-    """Monte Carlo, for the same."""
-    return _with_errors(monte_carlo(network, noise, samples, seed=seed))
+def _first_of_each(origin: Tensor) -> Tensor:
+    """The first place of every number 0, 1, … in `origin`."""
+    numbers = int(origin.max()) + 1
+    places = torch.arange(len(origin), device=origin.device)
+    return places.new_full((numbers,), len(origin)).scatter_reduce_(0, origin, places, "amin")
 
 
 def _with_their_entries(
     group: AffineReluAffine, origin: Tensor, start: int
-) -> Iterable[tuple[AffineReluAffine, Tensor]]:
+) -> Iterator[tuple[AffineReluAffine, Tensor]]:
     """The networks of points start, start + 1, …, with the entries of the noise that each is for.
 
     Networks with equally many entries go together, one set of all their first entries, of all their second, and so on:
@@ -177,37 +444,13 @@ def _with_their_entries(
         yield group.entries(number), mine[origin[mine] == start + number]
 
 
-def _gathered(
-    answers: Iterable[tuple[AffineReluAffine, Tensor]],
-    noise: Gaussian,
-    rows: Tensor,
-    *,
-    method: str,
-    cut: str,
-    distance: Tensor | None = None,
-) -> OutputMoments:
+def _gathered(answers: Iterable[tuple[AffineReluAffine, Tensor]], noise: Gaussian, **others: Any) -> OutputMoments:
     """The moments of each network for its entries of the noise, put in the noise's order."""
     means, covariances, order = [], [], []
-    for network, index in answers:
-        part = of_affine_relu_affine(network, noise.entries(index))
-        means.append(part.mean)
-        covariances.append(part.covariance)
-        order.append(index)
+    for network, entries in answers:
+        here = noise.entries(entries)
+        means.append(network.mean(here))
+        covariances.append(network.covariance(here))
+        order.append(entries)
     back = torch.cat(order).argsort()
-    covariance = torch.cat(covariances)[back]
-    variance = covariance.diagonal(dim1=-2, dim2=-1)
-    return OutputMoments(torch.cat(means)[back], variance, covariance, method, cut, rows, distance)
-
-
-def _first_of_each(origin: Tensor) -> Tensor:
-    """The first place of every number 0, 1, … in `origin`."""
-    numbers = int(origin.max()) + 1
-    places = torch.arange(len(origin), device=origin.device)
-    return places.new_full((numbers,), len(origin)).scatter_reduce_(0, origin, places, "amin")
-
-
-def _fitting(bytes_each: int, device: torch.device, memory_budget: int | None) -> int:
-    limit = memory_limit(device, memory_budget)
-    if memory_budget is None:
-        limit = min(limit, TOGETHER_BYTES.get(device.type, TOGETHER_BYTES["cpu"]))
-    return max(1, limit // bytes_each)
+    return _outcome("two-stage", torch.cat(means)[back], torch.cat(covariances)[back], **others)

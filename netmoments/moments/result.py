@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from netmoments.checks import describe
-from netmoments.moments.winners import losing_probability, winning_probabilities
-from netmoments.sampling import SampledMoments, relative_difference
+from netmoments.moments.class_probabilities import losing_probability, winning_probabilities
+from netmoments.sampling.monte_carlo import SampledMoments, relative_difference
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch.func import functional_call, functionalize
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from netmoments.network.exported import ExportedNetwork
-from netmoments.network.inspection import another_image, same_values, structure_of
+from netmoments.network.replica import TensorSlots, replica
+from netmoments.network.validate import another_image, same_values
 from netmoments.precision import full_precision
 
 Node = fx.Node
@@ -84,9 +84,6 @@ class NetworkGraph:
         return values
 
 
-_known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], NetworkGraph]] = WeakKeyDictionary()
-
-
 def call(node: Node, values: Mapping[Node, Any]) -> Any:
     """A node's operator applied to the values of its arguments."""
     args, kwargs = filled(node, values)
@@ -104,25 +101,8 @@ def shape_of(node: Node) -> torch.Size:
     return value.shape if isinstance(value, Tensor) else value[0].shape
 
 
-def graph_of(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph:
-    """The graph of a network that `inspect` has looked at, for one image (1, ...); recorded once for inputs alike."""
-    found = recorded_graph(network, image, caller)
-    if not holds(found, network, image):  # an attribute may have changed
-        forget_graph(network, image)
-        found = recorded_graph(network, image, caller)
-    return found
-
-
-def recorded_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph:
-    """The same without asking whether the network still does what it did."""
-    found, key = _known.setdefault(network, {}), _key(network, image)
-    if key not in found:
-        found[key] = traced_graph(network, image, caller)
-    return found[key]
-
-
 def holds(graph: NetworkGraph, network: nn.Module, image: Tensor) -> bool:
-    """Whether what was recorded is what the network does."""
+    """Whether what was recorded gives what the network gives."""
     with torch.no_grad(), full_precision():
         try:
             values = graph.values(graph.constants(network), image.detach())
@@ -131,31 +111,20 @@ def holds(graph: NetworkGraph, network: nn.Module, image: Tensor) -> bool:
         return same_values(values[graph.output], network(image.detach().clone()))
 
 
-def known_graph(network: nn.Module, image: Tensor) -> NetworkGraph | None:
-    """The one that was recorded for such images, if any."""
-    return _known.get(network, {}).get(_key(network, image))
-
-
-def forget_graph(network: nn.Module, image: Tensor) -> None:
-    """The next one asked for is recorded anew."""
-    _known.get(network, {}).pop(_key(network, image), None)
-
-
-def _key(network: nn.Module, image: Tensor) -> tuple[Any, ...]:
-    return (image.shape, image.dtype, image.device, structure_of(network))
-
-
 def traced_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph:
-    """The same, recorded now."""
+    """The graph of a network for one image (1, ...), recorded on a twin of the network."""
     runs = network.program if isinstance(network, ExportedNetwork) else network
     prefix = "program." if isinstance(network, ExportedNetwork) else ""
-    given = {**dict(runs.named_parameters()), **dict(runs.named_buffers())}
-    calls: list[LayerCall] = []
+    twin, calls = replica(runs), list[LayerCall]()
+    slots = TensorSlots(twin)
+    own = slots.tensors
 
     def run(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(runs, weights, (x,))
+        slots.fill(weights)
+        return twin(x)
 
-    traced = _traced(run, given, image.detach().clone(), runs, calls, caller)
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+        traced = _traced(run, own, image.detach().clone(), twin, calls, caller)
     _out_of_place(traced.graph)
     nodes = tuple(traced.graph.nodes)
     entrances = [node for node in nodes if node.op == "placeholder"]
@@ -165,12 +134,17 @@ def traced_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph
         nodes=nodes,
         image=entrance,
         output=result,
-        parameters={prefix + name: node for name, node in zip(given, weights, strict=True)},
+        parameters={prefix + name: node for name, node in zip(own, weights, strict=True)},
         fixed={node: getattr(traced, str(node.target)) for node in nodes if node.op == "get_attr"},
         calls=tuple(calls),
         noisy=frozenset(_reached(nodes, entrance)),
     )
-    _require_same(found, network, image, caller)
+    if not holds(found, network, another_image(image.detach())):
+        raise ValueError(
+            f"{caller}: the network does other operations for other images (shapes or choices that depend on what it "
+            f"computes), or changes tensors in place in a way that cannot be recorded, so it has no fixed graph; take "
+            f"that out, or use method='two-stage' or 'sampling'"
+        )
     return found
 
 
@@ -249,16 +223,6 @@ def _replace_later(graph: fx.Graph, old: Node, new: Node) -> None:
             back = graph.call_function(scatter[old.target], (base, new, *old.args[1:]))
         back.meta["val"] = base.meta["val"]
         _replace_later(graph, base, back)
-
-
-def _require_same(graph: NetworkGraph, network: nn.Module, image: Tensor, caller: str) -> None:
-    """The graph must give what the network gives, for another image than it was recorded with."""
-    if not holds(graph, network, another_image(image.detach())):
-        raise ValueError(
-            f"{caller}: the network does other operations for other images (shapes or choices that depend on what it "
-            f"computes), or changes tensors in place in a way that cannot be recorded, so it has no fixed graph; take "
-            f"that out, or use method='two-stage' or 'sampling'"
-        )
 
 
 def _reached(nodes: Iterable[Node], start: Node) -> set[Node]:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
-from netmoments.network.graph import Node, Values, shape_of
-from netmoments.propagate.nonlinearity import Nonlinearity
+from netmoments.memory import elements_together
+from netmoments.network.exported import ExportedNetwork
+from netmoments.network.graph import ROOT, LayerCall, NetworkGraph, Node, Values, shape_of
+from netmoments.network.model import NetworkModel
+from netmoments.network.validate import another_image
+from netmoments.precision import full_precision
+from netmoments.rules.affine import SHAPE_ONLY, AffineOperator, affine_operator, family, linear_arguments
+from netmoments.rules.base import Nonlinearity
+from netmoments.rules.black_box import black_box
+from netmoments.rules.registry import (
+    RULES,
+    OperatorCall,
+    RuledCall,
+    known_rules,
+    layer_rule,
+    operator_name,
+    registered_rules,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,9 +35,10 @@ class AffineStep:
     """One affine operation: its value and its linear part, given those of earlier nodes."""
 
     node: Node
+    inputs: tuple[Node, ...]
+    """The noisy nodes it takes."""
     value: Callable[[Mapping[Node, Any]], Any]
     linear: Callable[[Mapping[Node, Any]], Any]
-    inputs: tuple[Node, ...]
     constants: Mapping[Node, Any] | None = None
     """Of an operator, the values of its other arguments; None for a layer with a rule of its own."""
 
@@ -32,8 +50,12 @@ class Segment:
     steps: tuple[AffineStep, ...]
     sources: tuple[Node, ...]
     results: tuple[Node, ...]
-
     constants: Mapping[Node, Any]
+
+    @property
+    def size(self) -> int:
+        """Numbers in the results, for one image."""
+        return sum(shape_of(node).numel() for node in self.results)
 
     def value(self, sources: Mapping[Node, Tensor]) -> Tensor:
         """The map at sources (1, ...): (p,), the results flattened and put end to end."""
@@ -41,41 +63,58 @@ class Segment:
         values |= {node: self.constants[node] for node in self.results if node in self.constants}
         for step in self.steps:
             values[step.node] = step.value(values)
-        return self._flat(values)
+        return _end_to_end([values[node].reshape(-1) for node in self.results])
 
     def linear(self, sources: Mapping[Node, Tensor]) -> Tensor:
         """Its linear part, for directions (1, ...): (p,)."""
         values: Values = {node: sources[node] for node in self.sources}
         for step in self.steps:
             values[step.node] = step.linear(values)
-        return self._flat(values)
+        return _end_to_end([values[node].reshape(-1) for node in self.results])
 
-    def _flat(self, values: Values) -> Tensor:
-        """The results end to end; one alone is not copied."""
-        parts = [values[node].reshape(-1) for node in self.results]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def values(self, sources: Mapping[Node, Tensor]) -> Tensor:
+        """`value` of flat sources (..., n) with the same leading dimensions: (..., p)."""
+        return self._mapped(self.value, sources)
 
-    def batched(self, function: str, sources: Mapping[Node, Tensor], together: int) -> Tensor:
-        """`value` or `linear` of flat sources (B, n): (B, p), some at a time. Missing sources are zero."""
+    def linears(self, sources: Mapping[Node, Tensor]) -> Tensor:
+        """`linear` of flat sources (..., n) with the same leading dimensions: (..., p). Missing sources are zero."""
+        if not self.steps and len(self.results) == 1 and self.results[0] in sources:
+            return sources[self.results[0]]
+        return self._mapped(self.linear, sources)
+
+    def _mapped(self, function: Callable[[dict[Node, Tensor]], Tensor], sources: Mapping[Node, Tensor]) -> Tensor:
         given = [node for node in self.sources if node in sources]
-        like = next(iter(sources.values()))
+        like = sources[given[0]]
         zeros = {node: like.new_zeros(shape_of(node)) for node in self.sources if node not in sources}
 
         def one(*flat: Tensor) -> Tensor:
             shaped = {node: x.reshape(shape_of(node)) for node, x in zip(given, flat, strict=True)}
-            result: Tensor = getattr(self, function)(zeros | shaped)
-            return result
+            return function(zeros | shaped)
 
-        return for_each(one, together)(*(sources[node] for node in given))
+        found = self._for_each(one, like, *(sources[node].flatten(0, -2) for node in given))
+        return found.unflatten(0, like.shape[:-1])
 
+    def pull_back(self, weights: Tensor) -> dict[Node, Tensor]:
+        """Weights (N, k, p) on z = A x + c as weights on each source x, (N, k, n): products with Aᵀ."""
+        zeros = tuple(weights.new_zeros(shape_of(node)) for node in self.sources)
 
-def for_each(function: Callable[..., Any], together: int) -> Callable[..., Any]:
-    """`torch.func.vmap`, at most so many at a time; not in chunks, which are copied once more, where one would do."""
+        def linear(*directions: Tensor) -> Tensor:
+            return self.linear(dict(zip(self.sources, directions, strict=True)))
 
-    def mapped(*batches: Tensor) -> Any:
+        back = torch.func.vjp(linear, *zeros)[1]
+        found = self._for_each(back, weights, weights.flatten(0, 1))
+        return {node: part.reshape(*weights.shape[:2], -1) for node, part in zip(self.sources, found, strict=True)}
+
+    def _for_each(self, function: Callable[..., Any], like: Tensor, *batches: Tensor) -> Any:
+        """`torch.func.vmap` in pieces; not in chunks, which are copied once more, where one would do."""
+        largest = max(shape_of(node).numel() for node in (*self.sources, *self.results))
+        together = elements_together("pass", like, largest)
         return torch.func.vmap(function, chunk_size=together if len(batches[0]) > together else None)(*batches)
 
-    return mapped
+
+def _end_to_end(parts: list[Tensor]) -> Tensor:
+    """Put together; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +126,10 @@ class Stage:
     rule: Nonlinearity
     output: Node
 
+    def pull_back(self, gain: Tensor, weights: Tensor) -> dict[Node, Tensor]:
+        """Weights (N, k, n) on the layer's output as weights on what its affine part reads, for gains (N, n, w)."""
+        return self.before.pull_back(self.rule.pull_back(gain, weights, self.before.size))
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -95,6 +138,8 @@ class Plan:
     image: Node
     stages: tuple[Stage, ...]
     last: Segment
+    recordings: dict[Any, Any] = field(default_factory=dict)
+    """Work on a GPU that was recorded, to be replayed; it lives as long as the plan."""
 
     def needed_after(self, place: int) -> tuple[Node, ...]:
         """The sources that stages after this one (or the scores) still use."""
@@ -102,3 +147,270 @@ class Plan:
         wanted = {node for segment in later for node in segment.sources}
         made = [self.image] + [stage.output for stage in self.stages[: place + 1]]
         return tuple(node for node in made if node in wanted)
+
+    def score_weights(self, outputs: Tensor, like: Tensor) -> dict[Node, Tensor]:
+        """The weights of chosen scores (N, k) on what the last affine part reads, (N, k, n) each."""
+        chosen = torch.nn.functional.one_hot(outputs, self.last.size).to(like)
+        return self.last.pull_back(chosen)
+
+
+def added(first: Mapping[Node, Tensor], second: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
+    """The sum of two sets of weights on tensors."""
+    return {**first, **{node: first[node] + part if node in first else part for node, part in second.items()}}
+
+
+class NoRule(ValueError):
+    """A network does something for which there is no rule."""
+
+
+Otherwise = Callable[[Node, Mapping[Node, Any], frozenset[Node], Tensor, str], RuledCall | None]
+"""Asked about an operation without a rule."""
+
+
+def plan_of(model: NetworkModel, caller: str) -> Plan:
+    """The plan of a network with its present weights; an operation without a rule is an error, `NoRule`."""
+    return _plan(model, caller, None)
+
+
+def sketch_plan_of(model: NetworkModel, caller: str) -> Plan:
+    """The same for a sketch, which knows operations without a rule from samples."""
+    return _plan(model, caller, black_box)
+
+
+def _plan(model: NetworkModel, caller: str, otherwise: Otherwise | None) -> Plan:
+    return model.kept(
+        (otherwise, registered_rules()),
+        lambda: _Planner(model.graph, model.network, model.image, caller, otherwise).plan(),
+    )
+
+
+class _Planner:
+    """Every operation of a graph gets its rule, or is refused by name."""
+
+    def __init__(
+        self, graph: NetworkGraph, network: nn.Module, like: Tensor, caller: str, otherwise: Otherwise | None
+    ) -> None:
+        self.graph, self.like, self.caller, self.otherwise = graph, like, caller, otherwise
+        self.constants = graph.constants(network)
+        with torch.no_grad(), full_precision():
+            images = like, another_image(like)
+            self.first, self.second = (graph.values(self.constants, image) for image in images)
+        runs = network.program if isinstance(network, ExportedNetwork) else network
+        self.modules = dict(runs.named_modules())
+        self.affine: dict[Node, AffineStep] = {}
+        self.nonlinear: dict[Node, RuledCall] = {}
+        self.names: dict[Node, str] = {}
+        self.several: set[Node] = set()
+
+    def plan(self) -> Plan:
+        layers = [call for call in self.graph.calls if layer_rule(self._module(call)) is not None]
+        used, skipped = self._used(), set[Node]()
+        for place, node in enumerate(self.graph.nodes):
+            for own in layers:
+                if own.start == place:
+                    skipped |= self._rule_layer(own)
+            if node in used and node not in skipped:
+                self._rule_operation(node)
+        last = self._segment((self.graph.output,))
+        stages = []
+        pending, done = list(last.sources), set()
+        while pending:
+            node = pending.pop()
+            if node in done or node not in self.nonlinear:
+                continue
+            done.add(node)
+            rule, inputs = self.nonlinear[node]
+            before = self._segment(inputs)
+            stages.append(Stage(self.names[node], before, rule, node))
+            pending.extend(before.sources)
+        place_of = {node: place for place, node in enumerate(self.graph.nodes)}
+        stages.sort(key=lambda stage: place_of[stage.output])
+        return Plan(self.graph.image, tuple(stages), last)
+
+    def _module(self, call: LayerCall) -> nn.Module:
+        return self.modules["" if call.path == ROOT else call.path]
+
+    def _used(self) -> set[Node]:
+        """The noisy operations that the scores depend on."""
+        found: set[Node] = set()
+        pending = [self.graph.output]
+        while pending:
+            node = pending.pop()
+            if node not in found and node in self.graph.noisy and node.op == "call_function":
+                found.add(node)
+                pending.extend(node.all_input_nodes)
+        return found
+
+    def _rule_operation(self, node: Node) -> None:
+        if node in self.nonlinear:
+            return
+        kind = family(node.target)
+        if kind in RULES:
+            self._add(node, RULES[kind](self._call(node)) or self._ruled_otherwise(node))
+            return
+        noisy = self.graph.noisy
+        entry = affine_operator(node, noisy)
+        if entry is None or not self._is_affine(node, entry):
+            self._add(node, self._ruled_otherwise(node))
+            return
+        if any(argument in self.several for argument in node.all_input_nodes):
+            raise self._refusal(node)  # indices, say: only the first of several results is a function with a rule
+        self.affine[node] = self._affine_step(node, entry)
+
+    def _affine_step(self, node: Node, entry: AffineOperator) -> AffineStep:
+        """An operator with its constants put in; in its linear part, those that are added are zero."""
+        noisy, constants = self.graph.noisy, self.constants
+        whole = fx.node.map_arg((node.args, node.kwargs), lambda x: x if x in noisy else constants[x])
+        inputs = tuple(argument for argument in node.all_input_nodes if argument in noisy)
+        linear: Callable[[Mapping[Node, Any]], Any]
+        if family(node.target) in SHAPE_ONLY:
+            linear = partial(_zeros, node.target, *whole)
+        else:
+            linear = partial(_called, node.target, linear_arguments(node, entry, whole[0], noisy), whole[1])
+        return AffineStep(node, inputs, partial(_called, node.target, *whole), linear, constants)
+
+    def _is_affine(self, node: Node, entry: AffineOperator) -> bool:
+        """Whether, from one image to another, the result changes as the linear part says."""
+        if family(node.target) in SHAPE_ONLY:
+            return True
+        step = self._affine_step(node, entry)
+        moved = {argument: _difference(self.second[argument], self.first[argument]) for argument in step.inputs}
+        with torch.no_grad(), full_precision():
+            expected = step.linear(moved)
+        return _near(_difference(self.second[node], self.first[node]), expected, self.first[node], self.second[node])
+
+    def _add(self, node: Node, found: RuledCall) -> None:
+        """A nonlinear operation; of one that returns several results (values and indices), the first."""
+        if isinstance(node.meta["val"], Tensor):
+            self._add_nonlinear(node, self._merged(found))
+            return
+        self.several.add(node)
+        for pick in node.users:
+            if pick.args[1] == 0:
+                self._add_nonlinear(pick, self._merged(found))
+
+    def _ruled_otherwise(self, node: Node) -> RuledCall:
+        name = f"{operator_name(node)} in {self.graph.where(node)}"
+        found = None
+        if self.otherwise is not None:
+            found = self.otherwise(node, self.constants, self.graph.noisy, self.like, name)
+        if found is None:
+            raise self._refusal(node)
+        return found
+
+    def _rule_layer(self, own: LayerCall) -> set[Node]:
+        """A call of a module with a rule of its own, as one node: the nodes it replaces."""
+        module = self._module(own)
+        inside = [node for node in self.graph.nodes[own.start : own.stop] if node in self.graph.noisy]
+        entering = {x for node in inside for x in node.all_input_nodes if x in self.graph.noisy and x not in inside}
+        leaving = [node for node in inside if any(user not in inside for user in node.users)]
+        if len(entering) != 1 or len(leaving) != 1:
+            raise ValueError(
+                f"{self.caller}: {own.path} ({type(module).__name__}) has a rule of its own, for which it must "
+                f"take one tensor and return one; it takes {len(entering)} and returns {len(leaving)}"
+            )
+        (source,), (result,) = entering, leaving
+        rule = layer_rule(module)
+        assert rule is not None
+        example = self.like.new_zeros(shape_of(source))
+        found = rule(module, example)
+        if found is None:
+            self.affine[result] = _affine_layer(own.path, module, source, result, example, self.caller)
+        else:
+            self.nonlinear[result] = RuledCall(found, (source,))
+            self.names[result] = own.path
+        return set(inside)
+
+    def _add_nonlinear(self, node: Node, found: RuledCall) -> None:
+        self.nonlinear[node] = found
+        self.names[node] = self.graph.where(node)
+
+    def _merged(self, found: RuledCall) -> RuledCall:
+        """A pool of ReLUs, or a ReLU of a pool, as one rule for the window."""
+        (source, *others) = found.inputs
+        earlier = self.nonlinear.get(source)
+        if others or earlier is None:
+            return found
+        if found.rule.is_relu and (earlier.rule.is_relu or earlier.rule.never_negative):
+            return earlier
+        pool = earlier.rule if found.rule.is_relu else found.rule if earlier.rule.is_relu else None
+        clamped = None if pool is None else pool.clamped()
+        return found if clamped is None else RuledCall(clamped, earlier.inputs)
+
+    def _call(self, node: Node) -> OperatorCall:
+        noisy, constants = self.graph.noisy, self.constants
+        args = fx.node.map_arg(node.args, lambda argument: argument if argument in noisy else constants[argument])
+        return OperatorCall(node, args, self.like)
+
+    def _segment(self, results: tuple[Node, ...]) -> Segment:
+        """The affine steps that lead to some nodes, back to the sources."""
+        wanted: set[Node] = set()
+        sources: dict[Node, None] = {}
+        pending = list(results)
+        while pending:
+            node = pending.pop()
+            if node in wanted or node in sources:
+                continue
+            if node in self.affine:
+                wanted.add(node)
+                pending.extend(self.affine[node].inputs)
+            elif node in self.graph.noisy:
+                sources[node] = None
+        steps = tuple(step for node, step in self._in_order(self.affine) if node in wanted)
+        return Segment(steps, tuple(node for node, _ in self._in_order(sources)), results, self.constants)
+
+    def _in_order(self, found: Mapping[Node, Any]) -> Iterable[tuple[Node, Any]]:
+        return ((node, found[node]) for node in self.graph.nodes if node in found)
+
+    def _refusal(self, node: Node) -> NoRule:
+        others = "" if self.otherwise is not None else 'method="sketch" (which then knows it from samples) or '
+        return NoRule(
+            f"{self.caller}: no rule for {operator_name(node)} in {self.graph.where(node)} as it is called there; "
+            f"there are rules for {known_rules()}. Register one for your layer with netmoments.register_rule, or use "
+            f'{others}method="sampling"'
+        )
+
+
+def _called(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[Node, Any]) -> Any:
+    """An operator at the values of its noisy arguments; the others have been put in."""
+    given, named = fx.node.map_arg((args, kwargs), values.__getitem__)
+    return target(*given, **named)
+
+
+def _zeros(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[Node, Any]) -> Tensor:
+    """The linear part of an operator whose value depends on the shape of its argument only."""
+    return torch.zeros_like(_called(target, args, kwargs, values))
+
+
+def _difference(value: Any, other: Any) -> Any:
+    """Of tensors, or of lists of them."""
+    if isinstance(value, Tensor):
+        return value - other if value.is_floating_point() else value
+    return [_difference(one, another) for one, another in zip(value, other, strict=True)]
+
+
+def _near(found: Any, expected: Any, *sizes: Any) -> bool:
+    """Equal but for the rounding of values of these sizes, of which a thousand units are allowed."""
+    if not isinstance(found, Tensor):
+        first = next(iter(found))
+        return _near(first, next(iter(expected)), *(next(iter(size)) for size in sizes))
+    if not found.is_floating_point() or not found.numel():
+        return True
+    scale = max(float(size.abs().max()) for size in (found, *sizes))
+    return float((found - expected).abs().max()) <= 1e3 * torch.finfo(found.dtype).eps * scale
+
+
+def _affine_layer(path: str, module: nn.Module, source: Node, result: Node, example: Tensor, caller: str) -> AffineStep:
+    """A module that is said to be affine, checked to be, as one step; its linear part is its derivative."""
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        first, second = (torch.randn(example.shape, generator=generator).to(example) for _ in range(2))
+        away = module(first + second) - module(first) - module(second) + module(example)
+        scale = module(first).abs().max() + module(second).abs().max() + 1
+    if float(away.abs().max()) > 1e3 * torch.finfo(example.dtype).eps * float(scale):
+        raise ValueError(f"{caller}: {path} ({type(module).__name__}) is registered as affine, but is not")
+
+    def linear(values: Mapping[Node, Any]) -> Any:
+        return torch.func.jvp(module, (example,), (values[source],))[1]
+
+    return AffineStep(result, (source,), lambda values: module(values[source]), linear)

@@ -10,30 +10,30 @@ from torch import Tensor
 from torch.autograd import Function
 
 from netmoments.checks import describe, require_broadcastable, require_float_tensors
+from netmoments.memory import Scratch, scratch_budget, scratch_for
 from netmoments.normal import distribution
 from netmoments.precision import full_precision
-from netmoments.relu import fused
-from netmoments.relu.fused_strips import covariance_gradient
-from netmoments.relu.gradient import UnitGradients, refuse_forward_mode, refuse_second_derivative
 from netmoments.relu.marginal import unit_variance, variance_slopes
-from netmoments.relu.pairs import (
+from netmoments.relu.tiles import (
     Tile,
+    UnitGradients,
     Units,
+    active,
+    chunks,
     excess_probability,
     gate_slopes,
     nonlinear_covariance,
-    tile_gradient,
-)
-from netmoments.relu.scratch import Scratch, scratch_for
-from netmoments.relu.tiling import (
-    active,
-    chunks,
-    memory_budget_for,
+    refuse_forward_mode,
+    refuse_second_derivative,
     tile_elements,
+    tile_gradient,
     triangle,
     units_of,
+    vmap_forward,
+    vmap_gradient,
 )
-from netmoments.relu.vmapping import vmap_forward, vmap_gradient
+from netmoments.relu.triton import launch as fused
+from netmoments.relu.triton.launch import covariance_gradient
 
 
 def relu_covariance(mean: Tensor, covariance: Tensor, *, memory_budget: int | None = None) -> Tensor:
@@ -52,7 +52,7 @@ def relu_covariance(mean: Tensor, covariance: Tensor, *, memory_budget: int | No
     """
     mean, covariance = require_float_tensors("relu_covariance", mean=mean, covariance=covariance)
     batch = _layer_batch("relu_covariance", mean, covariance)
-    budget = memory_budget_for(mean.device, memory_budget)
+    budget = scratch_budget(mean.device, memory_budget)
     return _ReluCovariance.apply(*flat_layer(mean, covariance, batch), budget).reshape(*batch, *covariance.shape[-2:])
 
 
@@ -70,9 +70,7 @@ def orthant_probability(mean: Tensor, covariance: Tensor) -> Tensor:
     mean, covariance = require_float_tensors("orthant_probability", mean=mean, covariance=covariance)
     batch = _layer_batch("orthant_probability", mean, covariance)
     flat = flat_layer(mean, covariance, batch)
-    return _OrthantProbability.apply(*flat, memory_budget_for(mean.device, None)).reshape(
-        *batch, *covariance.shape[-2:]
-    )
+    return _OrthantProbability.apply(*flat, scratch_budget(mean.device, None)).reshape(*batch, *covariance.shape[-2:])
 
 
 def flat_layer(mean: Tensor, covariance: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,27 +1,109 @@
-"""One self-contained HTML page for an attack: no scripts, nothing fetched."""
+"""An attack for machines: JSON, CSV, and the noise itself as arrays."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import csv
+import io
+import json
+import math
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
-from netmoments.experiments.attack_pictures import HEADINGS
-from netmoments.report.attack_method import headline_in_words, method_in_words
-from netmoments.report.attack_study import AttackStudy
-from netmoments.report.attack_wording import (
+import numpy as np
+
+from netmoments.attacks.base import Attack
+from netmoments.attacks.box import BoxAttack
+from netmoments.attacks.sparse_smooth import SparseSmooth
+from netmoments.files import require_writable_folder, whole_file
+from netmoments.report.attack_study import AttackStudy, NotAttacked
+from netmoments.report.attack_words import (
     answers_in_words,
     asked_in_words,
     clipped_in_words,
     followed_in_words,
     gap_in_words,
+    headline_in_words,
     in_grey_levels,
+    method_in_words,
     size_in_words,
     success_in_words,
     verdict_in_words,
 )
-from netmoments.report.pictures import png_data
-from netmoments.report.provenance import Provenance
+from netmoments.report.pictures import HEADINGS, draw_rows, figure_png, png_data
 from netmoments.report.templating import render
+from netmoments.report.words import Provenance
+
+NO_SETTING = {"preprocessing", "mask", "memory_budget"}
+"""Fields of an attack that the command line does not set."""
+
+
+def attack_record(found: AttackStudy) -> dict[str, Any]:
+    """What was asked and what came out; what is not a number is null."""
+    return {
+        "attack": found.result.attack,
+        "settings": _settings(found.attack),
+        "relu": found.relu,
+        "classes": list(found.classes),
+        "labels": "the network's answers" if found.labels_are_answers else "of the data",
+        "fooled": found.fooled,
+        "images": _image_records(found),
+        "skipped": [{"name": found.images.names[item.place], **item._asdict()} for item in found.result.skipped],
+        "of_the_target": list(found.of_the_target),
+        "unreadable": [{"path": str(item.path), "reason": item.reason} for item in found.images.skipped],
+    }
+
+
+def few_record(found: AttackStudy | NotAttacked | None) -> dict[str, Any] | None:
+    """The same inside a report: why there is nothing, or null where nothing was asked for."""
+    if found is None:
+        return None
+    return {"not_attacked": found.reason} if isinstance(found, NotAttacked) else attack_record(found)
+
+
+def attack_csv(found: AttackStudy) -> str:
+    """One line an attacked image."""
+    text = io.StringIO()
+    records = _image_records(found)
+    writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def noise_npz(found: AttackStudy) -> bytes:
+    """mu (N, C, H, W), sigma, places (among the chosen images), labels and names, as the bytes of an .npz file."""
+    result, buffer = found.result, io.BytesIO()
+    np.savez(
+        buffer,
+        mu=result.mu.numpy(),
+        sigma=result.sigma.numpy(),
+        places=result.places.numpy(),
+        labels=result.labels.numpy(),
+        names=np.array([found.name(number) for number in range(len(found))]),
+    )
+    return buffer.getvalue()
+
+
+def _image_records(found: AttackStudy) -> list[dict[str, Any]]:
+    return [
+        {"name": found.name(number), **{key: _finite(value) for key, value in record.items()}}
+        for number, record in enumerate(found.result.records())
+    ]
+
+
+def _settings(attack: Attack) -> dict[str, Any]:
+    """The fields, with the values that stand for None."""
+    given = {item.name: getattr(attack, item.name) for item in fields(attack) if item.name not in NO_SETTING}
+    if isinstance(attack, SparseSmooth):
+        given |= {"sigma": attack.noise_level, "confidence": attack.share}
+    if isinstance(attack, BoxAttack):
+        given |= {"beta": attack.reach, "largest_sigma": attack.most_noise}
+    return given
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def render_attack_page(found: AttackStudy, provenance: Provenance, model: str, data: str) -> str:
@@ -96,3 +178,30 @@ def _case_facts(found: AttackStudy, number: int) -> list[tuple[str, str]]:
         ("gap", gap_in_words(found, number)),
         ("network followed", followed_in_words(found, number)),
     ]
+
+
+ROWS = 12
+"""Images in `pictures.png`, at most."""
+
+
+def write_attack(found: AttackStudy, provenance: Provenance, folder: Path, model: str, data: str) -> dict[str, Path]:
+    """`attack.html`, `attack.json`, `images.csv`, `pictures.png` and `noise.npz` in a folder, made if need be."""
+    record = {"model": model, "data": data, "provenance": asdict(provenance), **attack_record(found)}
+    contents = {
+        "attack.html": render_attack_page(found, provenance, model, data).encode(),
+        "attack.json": (json.dumps(record, indent=1, allow_nan=False) + "\n").encode(),
+        "images.csv": attack_csv(found).encode(),
+        "pictures.png": _pictures(found),
+        "noise.npz": noise_npz(found),
+    }
+    require_writable_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        with whole_file(folder / name) as temporary:
+            temporary.write_bytes(content)
+    return {name: folder / name for name in contents}
+
+
+def _pictures(found: AttackStudy) -> bytes:
+    shown = range(min(ROWS, len(found)))
+    return figure_png(draw_rows([found.row(number, success_in_words(found, number)) for number in shown]))

@@ -1,11 +1,13 @@
 """Monte Carlo: the reference every analytic result is checked against, with a standard error for each number."""
 
-from netmoments.sampling.control import controlled_monte_carlo
-from netmoments.sampling.difference import relative_difference
-from netmoments.sampling.frequencies import class_frequencies
-from netmoments.sampling.plain import monte_carlo
-from netmoments.sampling.sums import MomentSums, SampledMoments
-from netmoments.sampling.surrogates import LinearSurrogate, Surrogate, TwoStageSurrogate
+from netmoments.sampling.control_variates import LinearSurrogate, Surrogate, TwoStageSurrogate, controlled_monte_carlo
+from netmoments.sampling.monte_carlo import (
+    MomentSums,
+    SampledMoments,
+    class_frequencies,
+    monte_carlo,
+    relative_difference,
+)
 
 __all__ = [
     "LinearSurrogate",

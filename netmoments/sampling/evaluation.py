@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +12,10 @@ import torch
 from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import describe, require_broadcastable
+from netmoments.checks import describe, require_broadcastable, require_count
 from netmoments.gaussian import Gaussian
+from netmoments.memory import piece_size
 
-BATCH_BYTES = {"cpu": 2**20, "cuda": 64 * 2**20}
-"""Inputs that go through a network at a time: about what keeps its activations in a CPU's cache, or a GPU busy."""
 SMALLEST_BATCH = 16
 
 
@@ -97,12 +98,16 @@ def for_entries(x: Tensor, noise: Gaussian, entries: torch.Size) -> Tensor:
     return x.reshape(len(x), *ones, *noise.batch_shape, noise.size)
 
 
-def require_count(caller: str, name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{caller}: {name} must be an integer of at least {least}, got {value!r}")
+def random_seed(seed: int, purpose: str, item: int) -> int:
+    """A seed of 63 bits that depends on these three only: not on the order of the items, nor on who computes them.
+
+    A generator may take fewer of them: torch's on a CPU takes the lowest 32.
+    """
+    digest = hashlib.sha256(json.dumps([seed, purpose, item]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _default_batch(noise: Gaussian, entries: torch.Size, samples: int) -> int:
     bytes_each = noise.size * noise.dtype.itemsize
-    inputs = max(SMALLEST_BATCH, BATCH_BYTES.get(noise.device.type, BATCH_BYTES["cpu"]) // bytes_each)
+    inputs = max(SMALLEST_BATCH, piece_size("inputs", noise.device, bytes_each))
     return max(1, min(samples, inputs // entries.numel()))

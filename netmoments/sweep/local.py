@@ -12,8 +12,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
 from netmoments.progress import silence
-from netmoments.sweep.engine import Failure, Finished, attempt, compute_item, unwrap
-from netmoments.sweep.item import Columns, Sweep
+from netmoments.sweep.item import Columns, Failure, Finished, Sweep, attempt, compute_item, unwrap
 
 TRIES = 3
 

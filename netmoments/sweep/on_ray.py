@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import Any
 from uuid import uuid4
 
-from netmoments.sweep.engine import Failure, Finished, attempt, compute_item, unwrap
-from netmoments.sweep.item import Columns, Sweep
+from netmoments.sweep.item import Columns, Failure, Finished, Sweep, attempt, compute_item, unwrap
 
 RETRIES = 5
 AHEAD = 2  # tasks in flight for each one that can run

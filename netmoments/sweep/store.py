@@ -1,27 +1,256 @@
-"""The folder of a sweep: finished items on the disk, whatever happens to the process that computes them.
-
-Each item is written whole to a file of its own, `item-000123.parquet`. Now and then these are merged into
-`part-0000.parquet` and so on: a part is written whole before the files of its items are deleted, so that each finished
-item is in one of them at every moment, and one that is in both counts once.
-"""
+"""One writer to a folder at a time."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import io
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Self
+from types import ModuleType
+from typing import Any, Self
 
 import numpy as np
 
-from netmoments.files import require_writable_folder
-from netmoments.sweep.configuration import fingerprint, full_configuration, settle
+from netmoments import __version__
+from netmoments.files import require_writable_folder, whole_file, write_text_whole
 from netmoments.sweep.item import Columns, Sweep
-from netmoments.sweep.lock import only_writer
-from netmoments.sweep.shards import REMEDY, Rows, read_rows, require_rows, stack, write_rows
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system gives back when the process ends in whatever way.
+
+    A second writer is turned away with a BlockingIOError.
+    """
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            text = f"another process is writing to {folder}; wait until it is done, or give another --out"
+            raise BlockingIOError(error.errno, text) from error
+        yield
+
+
+ITEM = "item"
+NOTE, NOTE_DIGEST = b"netmoments", b"netmoments.sha256"
+REMEDY = "remove it and run again, only its items are computed again"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one item yielded, and the seconds it took."""
+
+    item: int
+    columns: Columns
+    seconds: float
+
+    @property
+    def bytes(self) -> int:
+        return sum(values.nbytes for values in self.columns.values())
+
+    @property
+    def schema(self) -> dict[str, str]:
+        return {name: _kind(values) for name, values in self.columns.items()}
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the names, types and values; the order of the columns does not matter."""
+        sha = hashlib.sha256()
+        for name, values in sorted(self.columns.items()):
+            text = values.dtype.kind == "U"
+            content = json.dumps(values.tolist()).encode() if text else np.ascontiguousarray(values).tobytes()
+            sha.update(json.dumps([name, _kind(values), len(content)]).encode() + content)
+        return sha.hexdigest()
+
+
+def _kind(values: np.ndarray) -> str:
+    return "str" if values.dtype.kind == "U" else values.dtype.name
+
+
+def require_rows(columns: Columns, whose: str) -> None:
+    """That these are rows as they are stored: named 1-D arrays of one length, of types that come back as they were."""
+    if not columns:
+        raise ValueError(f"{whose} yielded no columns; give at least one")
+    for name, values in columns.items():
+        if name == ITEM:
+            raise ValueError(f"{whose} yielded a column {ITEM!r}, which is added by itself; give it another name")
+        if not isinstance(values, np.ndarray) or values.ndim != 1:
+            came = f"shape {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
+            raise ValueError(f"{whose}: column {name!r} must be a 1-D numpy array, not {came}")
+        if not (values.dtype.kind in "iubU" or values.dtype in (np.float32, np.float64)) or not values.dtype.isnative:
+            raise ValueError(
+                f"{whose}: column {name!r} has dtype {values.dtype}; "
+                "wanted integers, float32, float64, bool or str, in this machine's byte order"
+            )
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) > 1 or 0 in lengths.values():
+        raise ValueError(f"{whose}: columns must have one length, at least 1: {lengths}")
+
+
+def write_rows(path: Path, fingerprint: str, items: Sequence[Rows]) -> None:
+    """A file of these items, whole or not at all."""
+    pyarrow = _pyarrow()
+    note = json.dumps(
+        {
+            "fingerprint": fingerprint,
+            "items": [[rows.item, len(rows), rows.seconds, rows.digest] for rows in items],
+        }
+    ).encode()
+    table = pyarrow.table({name: pyarrow.array(values) for name, values in stack(items).items()})
+    table = table.replace_schema_metadata({NOTE: note, NOTE_DIGEST: hashlib.sha256(note).hexdigest()})
+    content = io.BytesIO()
+    pyarrow.parquet.write_table(table, content, compression="zstd")
+    with whole_file(path) as temporary:
+        temporary.write_bytes(content.getbuffer())
+
+
+def read_rows(path: Path, fingerprint: str) -> list[Rows]:
+    """The items of a file, every byte of their rows checked."""
+    content = path.read_bytes()
+    pyarrow = _pyarrow()
+    try:
+        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)).read(use_threads=False)
+        note = _note(table.schema.metadata or {})
+        items = _split(table, note["items"])
+    except Exception as error:  # Arrow raises many kinds on damaged bytes
+        raise ValueError(f"{path} is damaged ({error}); {REMEDY}") from error
+    if note["fingerprint"] != fingerprint:
+        raise ValueError(f"{path} is of another configuration than its folder; {REMEDY}")
+    return items
+
+
+def _note(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
+    note = metadata.get(NOTE, b"")
+    if hashlib.sha256(note).hexdigest().encode() != metadata.get(NOTE_DIGEST):
+        raise ValueError("its metadata is not what was written")
+    return json.loads(note)
+
+
+def _split(table: Any, listed: Sequence[tuple[int, int, float, str]]) -> list[Rows]:
+    columns = {name: _as_numpy(table.column(name)) for name in table.column_names}
+    numbers = columns.pop(ITEM)
+    if not np.array_equal(numbers, np.repeat([item for item, *_ in listed], [count for _, count, *_ in listed])):
+        raise ValueError("its rows are not those of its items")
+    items, start = [], 0
+    for item, count, seconds, digest in listed:
+        rows = Rows(item, {name: values[start : start + count] for name, values in columns.items()}, seconds)
+        if rows.digest != digest:
+            raise ValueError(f"the rows of item {item} are not what was written")
+        items.append(rows)
+        start += count
+    return items
+
+
+def _as_numpy(column: Any) -> np.ndarray:
+    """Texts come back as wide as the longest of them; everything else as it was, bit for bit."""
+    if str(column.type) == "string":
+        return np.array(column.to_pylist(), dtype=np.str_)
+    return column.to_numpy()
+
+
+def stack(items: Sequence[Rows]) -> dict[str, np.ndarray]:
+    """The rows of several items below each other, with the column `item`."""
+    numbers = np.repeat(np.array([rows.item for rows in items], np.int64), [len(rows) for rows in items])
+    names = list(items[0].columns) if items else []
+    return {ITEM: numbers, **{name: np.concatenate([rows.columns[name] for rows in items]) for name in names}}
+
+
+def _pyarrow() -> ModuleType:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError('sweeps keep their results in Parquet files: pip install "netmoments[sweeps]"') from error
+    return pyarrow
+
+
+FILE = "_configuration.json"  # readers of parquet folders pass over names that begin so
+ADDED = ("device", "netmoments", "work items")
+"""What every configuration has besides the sweep's own."""
+
+
+def full_configuration(sweep: Sweep, device_type: str) -> dict[str, Any]:
+    """The sweep's own, as it comes back from JSON; the kind of device and the version that compute it; and how the work
+    is divided: an item's number means nothing else."""
+    for key in ADDED:
+        if key in sweep.configuration:
+            raise ValueError(
+                f"the configuration of {sweep.name} has a key {key!r}, which is taken; give it another name"
+            )
+    runs = [(count, len(list(run))) for count, run in groupby(sweep.counts)]
+    division = ", ".join(f"{times} of {count} {sweep.unit}" for count, times in runs)
+    try:
+        added = dict(zip(ADDED, (device_type, __version__, division), strict=True))
+        return json.loads(_canonical({**sweep.configuration, **added}))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the configuration of {sweep.name} must be plain JSON: {error}") from error
+
+
+def fingerprint(configuration: Any) -> str:
+    return hashlib.sha256(_canonical(configuration).encode()).hexdigest()
+
+
+def _canonical(configuration: Any) -> str:
+    return json.dumps(configuration, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def settle(folder: Path, configuration: Mapping[str, Any], has_results: bool) -> None:
+    """Write the configuration into a folder that has none, or see that the one there is the same."""
+    path = folder / FILE
+    if path.exists():
+        _compare(path, configuration)
+    elif has_results:
+        raise ValueError(f"{folder} has results but no {FILE} that says of what; give another --out, or remove it")
+    else:
+        write_text_whole(path, json.dumps(configuration, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def require_same(out: Path, sweeps: Iterable[Sweep], device_type: str) -> None:
+    """That the folders there are of these sweeps belong to them: said of all at once, before any is computed."""
+    problems = []
+    for sweep in sweeps:
+        path = out / sweep.name / FILE
+        if path.exists():
+            try:
+                _compare(path, full_configuration(sweep, device_type))
+            except ValueError as error:
+                problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _compare(path: Path, wanted: Mapping[str, Any]) -> None:
+    try:
+        there = json.loads(path.read_bytes())
+        same = _canonical(there) == _canonical(wanted)  # 1 and 1.0 are equal, but not the same
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); give another --out, or remove its folder") from error
+    if not isinstance(there, dict):
+        raise ValueError(f"{path} is damaged (a JSON object was wanted); give another --out, or remove its folder")
+    if not same:
+        pairs = [(key, _shown(wanted, key), _shown(there, key)) for key in sorted({*there, *wanted})]
+        lines = [f"  {key}: wanted {want}, there {found}" for key, want, found in pairs if want != found]
+        said = f"{path} is of another configuration; repeat its options, give another --out, or remove the folder:"
+        raise ValueError("\n".join([said, *lines]))
+
+
+def _shown(configuration: Mapping[str, Any], key: str) -> str:
+    if key not in configuration:
+        return "nothing"
+    text = json.dumps(configuration[key], sort_keys=True)
+    return text if len(text) <= 200 else f"{text[:180]}… ({fingerprint(configuration[key])[:8]})"
+
 
 PART_BYTES = 8 * 2**20
 

@@ -1,0 +1,404 @@
+"""What all attacks share: reading what is given, linearizing in groups, and letting the network decide."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from netmoments.attacks.evaluation import Bounds, Success, noisy_scores
+from netmoments.attacks.margins import Contest, fooled_margin
+from netmoments.attacks.result import AttackResult, Skipped, joined
+from netmoments.checks import describe, require_finite, require_float_tensor
+from netmoments.linearize.two_stage import two_stage
+from netmoments.memory import memory_limit
+from netmoments.network.model import NetworkModel, network_of
+from netmoments.precision import full_precision
+from netmoments.progress import Progress
+
+FOLLOWED = 20
+"""Of more classes than this, only the label, the target and the best scores are followed by the formula."""
+TOLERANCE = 1e-6
+"""By which images may leave the bounds."""
+
+Preprocessing = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Subjects:
+    """A network and correctly classified images (N, C, H, W) of it; `targets` (N,) or None."""
+
+    model: NetworkModel
+    images: Tensor
+    labels: Tensor
+    targets: Tensor | None
+    scores: Tensor
+    """(N, d), without noise."""
+    places: Tensor
+    """Which of the given images they are, (N,)."""
+
+    def take(self, index: Tensor) -> Subjects:
+        targets = None if self.targets is None else self.targets[index]
+        images, labels, scores, places = (x[index] for x in (self.images, self.labels, self.scores, self.places))
+        return Subjects(self.model, images, labels, targets, scores, places)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def network(self) -> nn.Module:
+        return self.model.network
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.images.shape[1:]
+        return channels, height, width
+
+    def followed(self, rivals: int) -> Tensor:
+        """The classes whose expected scores are computed, (N, F).
+
+        All of them where they are few; else without targets the label and the best rivals, with them the label, the
+        target and the best of the rest.
+        """
+        classes = self.scores.shape[1]
+        if classes <= FOLLOWED:
+            return torch.arange(classes, device=self.scores.device).expand(len(self), -1)
+        if self.targets is None:
+            return torch.cat([self.labels.unsqueeze(1), self.rivals(rivals)], 1)
+        first = torch.stack([self.labels, self.targets], 1)
+        rest = self.scores.scatter(1, first, -torch.inf).topk(FOLLOWED - 2, dim=1).indices
+        return torch.cat([first, rest], 1)
+
+    def rivals(self, count: int) -> Tensor:
+        """The classes with the best scores but the label, (N, R)."""
+        others = self.scores.scatter(1, self.labels.unsqueeze(1), -torch.inf)
+        return others.topk(min(count, self.scores.shape[1] - 1), dim=1).indices
+
+    def contests(self, rivals: int) -> Contest:
+        """Which score must fall below which.
+
+        Without targets R problems of one margin, the label against each of the best rivals; with them one problem, the
+        target against every other class that is followed.
+        """
+        if self.targets is None:
+            smaller = self.rivals(rivals).unsqueeze(2)
+            return Contest(self.labels.reshape(-1, 1, 1).expand_as(smaller), smaller)
+        followed = self.followed(rivals)
+        others = followed[followed != self.targets.unsqueeze(1)].reshape(len(self), 1, -1)
+        return Contest(others, self.targets.reshape(-1, 1, 1).expand_as(others))
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """The subjects that can be attacked, and what the network says of every image."""
+
+    subjects: Subjects
+    predicted: Tensor
+
+
+def read_subjects(
+    caller: str,
+    network: Any,
+    images: Any,
+    labels: Any,
+    targets: Any,
+    bounds: Bounds | None,
+    preprocessing: Preprocessing | None,
+) -> Read:
+    """The arguments of an attack, checked; images that the network gets wrong are left out."""
+    images = _read_images(caller, images, bounds)
+    network = network_of(network, caller)
+    whole = network if preprocessing is None else nn.Sequential(_module(preprocessing), network).eval()
+    model = NetworkModel.of(whole, images, caller).refreshed()
+    with torch.no_grad(), full_precision():
+        scores = torch.cat([whole(part) for part in images.split(256)])
+    require_finite(caller, "the network's scores", scores)
+    classes = scores.shape[1]
+    if classes < 2:
+        raise ValueError(f"{caller}: a network with one score has nothing to be taken for; it needs at least 2 classes")
+    labels = _read_classes(caller, "labels", labels, images, classes)
+    if targets is not None:
+        targets = _read_classes(caller, "targets", targets, images, classes)
+        same = (targets == labels).nonzero().flatten().tolist()
+        if same:
+            raise ValueError(
+                f"{caller}: a target must differ from the label; they are equal for images {same[:8]}"
+                f"{' and others' if len(same) > 8 else ''}"
+            )
+    predicted = scores.argmax(1)
+    everyone = Subjects(model, images, labels, targets, scores, torch.arange(len(images), device=images.device))
+    return Read(everyone.take((predicted == labels).nonzero().flatten()), predicted)
+
+
+def _read_images(caller: str, images: Any, bounds: Bounds | None) -> Tensor:
+    images = require_float_tensor(caller, "images", images).detach().clone()  # also out of inference mode
+    if images.dim() != 4 or images.numel() == 0:
+        raise ValueError(f"{caller}: images must be a batch (N, C, H, W) of at least one, got {describe(images)}")
+    require_finite(caller, "images", images)
+    if bounds is not None:
+        low, high = bounds
+        least, most = float(images.min()), float(images.max())
+        if least < low - TOLERANCE or most > high + TOLERANCE:
+            raise ValueError(
+                f"{caller}: images must be within the bounds ({low:g}, {high:g}), got values from {least:g} to "
+                f"{most:g}; give bounds= of your pixels (and sigma= in their units), or bounds=None"
+            )
+        images = images.clamp(low, high)
+    return images
+
+
+def read_bounds(caller: str, bounds: Any) -> Bounds | None:
+    """The two ends, or None."""
+    if bounds is None:
+        return None
+    try:
+        low, high = (float(end) for end in bounds)
+    except (TypeError, ValueError):
+        raise ValueError(f"{caller}: bounds must be two numbers (lowest, highest) or None, got {bounds!r}") from None
+    if not low < high or abs(low) == float("inf") or abs(high) == float("inf"):
+        raise ValueError(f"{caller}: bounds must be finite with the lowest first, got {bounds!r}")
+    return low, high
+
+
+def _read_classes(caller: str, name: str, given: Any, images: Tensor, classes: int) -> Tensor:
+    try:
+        value = torch.as_tensor(given)
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(f"{caller}: {name} must be whole numbers, got {describe(given)}") from None
+    if value.is_floating_point() or value.dtype == torch.bool or value.is_complex():
+        raise TypeError(f"{caller}: {name} must be whole numbers, got {describe(value)}")
+    if value.dim() == 0:
+        value = value.expand(len(images))
+    if value.shape != (len(images),):
+        raise ValueError(f"{caller}: {name} must be one number or one for each of {len(images)} images, got "
+                         f"{describe(value)}")  # fmt: skip
+    if int(value.min()) < 0 or int(value.max()) >= classes:
+        raise ValueError(
+            f"{caller}: {name} must be from 0 to {classes - 1}, got {int(value.min())} to {int(value.max())}"
+        )
+    return value.to(images.device, torch.int64)
+
+
+def _module(preprocessing: Preprocessing) -> nn.Module:
+    if isinstance(preprocessing, nn.Module):
+        if preprocessing.training and any(True for _ in preprocessing.parameters()):
+            raise ValueError("preprocessing is in training mode; call preprocessing.eval() first")
+        return preprocessing
+    if not callable(preprocessing):
+        raise TypeError(f"preprocessing must be a module or a function of images, got {describe(preprocessing)}")
+    return _Called(preprocessing)
+
+
+class _Called(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Preprocessing) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self._function(images)
+
+
+GREY_LEVELS = 255
+TOGETHER = {"cpu": 64, "cuda": 256}
+"""Images that are attacked at a time, at most."""
+COPIES = 3
+"""Of a linearized network that an attack holds: A, Aᵀ and what making them takes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """What a solver found for a group of images; see the fields of `AttackResult`."""
+
+    mu: Tensor
+    sigma: Tensor
+    towards: Tensor
+    gamma: Tensor
+    margin: Tensor
+    feasible: Tensor
+    polished: Tensor
+    iterations: Tensor
+    gap: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """What the network says to samples of the noise, (samples, N): margins as they are, and cut to the bounds."""
+
+    margins: Tensor
+    clipped: Tensor | None
+    mean_margin: Tensor
+    """The margin of the mean scores, (N,)."""
+    answers: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack(ABC):
+    """Settings that every attack has.
+
+    Args:
+        bounds: lowest and highest value of a pixel, which M + μ keeps; None for no such limit, as in the paper.
+        layer: the ReLU that the linearization at the image keeps; see `two_stage`.
+        rivals: without targets, how many of the best other classes are tried; the best of them is kept.
+        polish: steps on the network itself after those on the formula, which is linearized at the image: within a box
+            where too few samples are fooled, for sparse and smooth noise always; 0 for the formula alone, as in the
+            paper.
+        samples: noisy images that the network is asked about, for each image, twice (cut to the bounds or not).
+        seed: of the samples.
+        preprocessing: a module or function from the given images to what the network takes.
+        memory_budget: bytes that linearized networks may take, by default half of what is free.
+    """
+
+    bounds: Bounds | None = (0.0, 1.0)
+    layer: int | str = -1
+    rivals: int = 3
+    polish: int = 100
+    samples: int = 200
+    seed: int = 0
+    preprocessing: Preprocessing | None = None
+    memory_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bounds", read_bounds(self._name, self.bounds))
+        for name, least in (("rivals", 1), ("polish", 0), ("samples", 2), ("seed", 0)):
+            self._require_count(name, least)
+
+    def __call__(self, network: Any, images: Tensor, labels: Any, targets: Any = None) -> AttackResult:
+        """Noise for each image that the network classifies as its label; the others are reported and skipped.
+
+        Args:
+            network: a module in eval mode, or an exported program.
+            images: (N, C, H, W), float32 or float64, on the network's device.
+            labels: the true classes, one for each image (or one for all).
+            targets: what they are to be taken for, likewise; None for anything but the label.
+        """
+        with torch.inference_mode(False):
+            return self._attacked(network, images, labels, targets)
+
+    def _attacked(self, network: Any, images: Tensor, labels: Any, targets: Any) -> AttackResult:
+        read = read_subjects(self._name, network, images, labels, targets, self.bounds, self.preprocessing)
+        skipped = self._skipped(read, labels)
+        if not len(read.subjects):
+            return self._nothing(read, images, skipped)
+        parts = []
+        size = self._group(read.subjects)
+        with Progress("attacking", len(read.subjects)) as progress:
+            for start in range(0, len(read.subjects), size):
+                group = read.subjects.take(torch.arange(start, min(start + size, len(read.subjects))))
+                parts.append(self._judged(group, self._solved(group), skipped))
+                progress.advance(len(group))
+        return joined(parts)
+
+    def _near_enough(self, success: Success, share: float, errors: float) -> Tensor:
+        """Whether a share of samples is what was asked for, or above, to within so many of its standard errors."""
+        return success.rate >= share - errors * (share * (1 - share) / success.samples) ** 0.5
+
+    @abstractmethod
+    def _solved(self, subjects: Subjects) -> Solved:
+        """The noise for a group of images."""
+
+    @abstractmethod
+    def _as_asked(self, success: Success, sampled: Sampled) -> Tensor:
+        """Whether the network is fooled as was asked, as far as samples can tell, (N,)."""
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def grey_level(self) -> float:
+        """One of 255 steps between the bounds; 1/255 without bounds."""
+        low, high = self.bounds or (0.0, 1.0)
+        return (high - low) / GREY_LEVELS
+
+    def _require_count(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{self._name}: {name} must be a whole number of at least {least}, got {value!r}")
+
+    def _require_positive(self, name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ValueError(
+                f"{self._name}: {name} must be a number above 0, in the units of the images, got {value!r}"
+            )
+
+    def _group(self, subjects: Subjects) -> int:
+        """How many images are attacked at a time."""
+        units = subjects.model.relu(self.layer).size
+        each = COPIES * units * subjects.images[0].numel() * subjects.images.element_size()
+        limit = memory_limit(subjects.images.device, self.memory_budget)
+        return max(1, min(limit // each, TOGETHER.get(subjects.images.device.type, TOGETHER["cpu"])))
+
+    def _linearized(self, subjects: Subjects) -> Any:
+        """At the images, the followed classes only."""
+        return two_stage(
+            subjects.model, subjects.images, self.layer,
+            outputs=subjects.followed(self.rivals), event_ndim=3, memory_budget=self.memory_budget,
+        )  # fmt: skip
+
+    def _box(self, subjects: Subjects) -> tuple[Tensor, Tensor]:
+        """What μ may be so that M + μ keeps the bounds, (N, n)."""
+        flat = subjects.images.flatten(1)
+        if self.bounds is None:
+            return torch.full_like(flat, -torch.inf), torch.full_like(flat, torch.inf)
+        return self.bounds[0] - flat, self.bounds[1] - flat
+
+    def _sampled(self, subjects: Subjects, solved: Solved) -> Sampled:
+        centres = subjects.images + solved.mu
+        margins, total = [], torch.zeros_like(subjects.scores)
+        answers = torch.zeros_like(subjects.scores, dtype=torch.int64)
+        noise = (subjects.network, centres, solved.sigma, subjects.places, self.samples, self.seed)
+        for scores in noisy_scores(*noise):
+            total += scores.sum(0)
+            margins.append(fooled_margin(scores, subjects.labels, subjects.targets))
+            answers = answers + torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).sum(0)
+        clipped = None
+        if self.bounds is not None:
+            parts = noisy_scores(*noise, self.bounds)
+            clipped = torch.cat([fooled_margin(scores, subjects.labels, subjects.targets) for scores in parts])
+        mean_margin = fooled_margin(total / self.samples, subjects.labels, subjects.targets)
+        return Sampled(torch.cat(margins), clipped, mean_margin, answers.argmax(-1))
+
+    def _judged(self, subjects: Subjects, solved: Solved, skipped: tuple[Skipped, ...]) -> AttackResult:
+        sampled = self._sampled(subjects, solved)
+        success = Success.of(sampled.margins < 0)
+        return AttackResult(
+            attack=self._name,
+            places=subjects.places,
+            images=subjects.images,
+            labels=subjects.labels,
+            targets=subjects.targets,
+            skipped=skipped,
+            network_margin=sampled.mean_margin,
+            success=success,
+            success_clipped=None if sampled.clipped is None else Success.of(sampled.clipped < 0),
+            answers=sampled.answers,
+            fooled=self._as_asked(success, sampled),
+            bounds=self.bounds,
+            zero=1e-3 * self.grey_level,
+            **{name: getattr(solved, name) for name in Solved.__dataclass_fields__},
+        )
+
+    def _skipped(self, read: Read, labels: Any) -> tuple[Skipped, ...]:
+        kept = set(read.subjects.places.tolist())
+        given = torch.as_tensor(labels).expand(len(read.predicted)).tolist()
+        pairs = enumerate(zip(given, read.predicted.tolist(), strict=True))
+        return tuple(Skipped(place, label, seen) for place, (label, seen) in pairs if place not in kept)
+
+    def _nothing(self, read: Read, images: Tensor, skipped: tuple[Skipped, ...]) -> AttackResult:
+        """No image was right to begin with."""
+        whole = read.subjects.places
+        number, yes = images.new_zeros(0), whole.bool()
+        none = Success(number.double(), number.double(), number.double(), self.samples)
+        return AttackResult(
+            attack=self._name, places=whole, images=read.subjects.images, labels=read.subjects.labels,
+            targets=read.subjects.targets, skipped=skipped, mu=read.subjects.images, sigma=number, towards=whole,
+            gamma=number, margin=number, network_margin=number, success=none,
+            success_clipped=None if self.bounds is None else none, answers=whole, feasible=yes, fooled=yes,
+            polished=whole, iterations=whole, gap=number, bounds=self.bounds, zero=1e-3 * self.grey_level,
+        )  # fmt: skip

@@ -1,0 +1,147 @@
+"""The network decides: how often noise around M + μ fools it, and how much is seen of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv2d
+
+from netmoments.precision import full_precision
+from netmoments.progress import Progress
+from netmoments.sampling.evaluation import random_seed
+
+WINDOW, SPREAD = 11, 1.5
+"""Of the structural similarity: side of the window and deviation of its weights, as Wang et al. (2004) have them."""
+STABLE = (0.01, 0.03)
+
+
+def wilson_interval(share: Tensor, count: int, z: float = 1.959963984540054) -> tuple[Tensor, Tensor]:
+    """Ends of the 95 % interval for a probability of which `count` samples gave `share` (Wilson 1927).
+
+    >>> wilson_interval(torch.tensor(0.5), 100)
+    (tensor(0.4038), tensor(0.5962))
+    """
+    width = z * z / count
+    middle = (share + width / 2) / (1 + width)
+    half = z / (1 + width) * (share * (1 - share) / count + width / (4 * count)).clamp(min=0).sqrt()
+    return (middle - half).clamp(min=0), (middle + half).clamp(max=1)
+
+
+def structural_similarity(images: Tensor, others: Tensor, span: float) -> Tensor:
+    """Mean SSIM of (N, C, H, W) images with others, (N,): 1 for equal images; `span` is the range of a pixel.
+
+    Gaussian windows of 11 pixels, fewer in smaller images, only where they fit whole; channels are averaged.
+    """
+    side = min(WINDOW, *images.shape[-2:])
+    place = torch.arange(side, dtype=torch.float64) - (side - 1) / 2
+    bell = torch.exp(-0.5 * (place / SPREAD) ** 2)
+    window = torch.outer(bell, bell).to(images)
+    window = (window / window.sum()).reshape(1, 1, side, side)
+
+    def local(x: Tensor) -> Tensor:
+        return conv2d(x.flatten(0, 1).unsqueeze(1), window)
+
+    x, y = images, others
+    mean_x, mean_y = local(x), local(y)
+    var_x, var_y = local(x * x) - mean_x**2, local(y * y) - mean_y**2
+    together = local(x * y) - mean_x * mean_y
+    first, second = ((k * span) ** 2 for k in STABLE)
+    likeness = (2 * mean_x * mean_y + first) * (2 * together + second)
+    likeness = likeness / ((mean_x**2 + mean_y**2 + first) * (var_x + var_y + second))
+    return likeness.flatten(1).mean(1).reshape(len(images), -1).mean(1)
+
+
+LARGEST_SQUARE = 8.0
+"""‖D‖² is below this for images of any size: a pixel is in at most two differences of each direction."""
+
+
+def forward_differences(image: Tensor) -> Tensor:
+    """D μ: right neighbour less pixel, and lower neighbour less pixel; 0 in the last column, and in the last row.
+
+    >>> forward_differences(torch.tensor([[1.0, 3.0], [4.0, 8.0]]))
+    tensor([[[2., 0.],
+             [4., 0.]],
+    <BLANKLINE>
+            [[3., 5.],
+             [0., 0.]]])
+    """
+    differences = image.new_zeros(2, *image.shape)
+    torch.sub(image[..., 1:], image[..., :-1], out=differences[0, ..., :-1])
+    torch.sub(image[..., 1:, :], image[..., :-1, :], out=differences[1, ..., :-1, :])
+    return differences
+
+
+def adjoint_differences(pair: Tensor) -> Tensor:
+    """Dᵀ p, for which ⟨D μ, p⟩ = ⟨μ, Dᵀ p⟩."""
+    across, down = pair[0], pair[1]
+    image = torch.zeros_like(across)
+    image[..., :-1] -= across[..., :-1]
+    image[..., 1:] += across[..., :-1]
+    image[..., :-1, :] -= down[..., :-1, :]
+    image[..., 1:, :] += down[..., :-1, :]
+    return image
+
+
+def total_variation(image: Tensor) -> Tensor:
+    """Σ √(dx² + dy²) over the pixels and channels of (..., C, H, W), the paper's Ω; shape (...)."""
+    return forward_differences(image).pow(2).sum(0).sqrt().sum((-3, -2, -1))
+
+
+Bounds = tuple[float, float]
+INPUTS = {"cpu": 256, "cuda": 8192}
+"""Noisy images that go through the network at a time."""
+TOGETHER = 50
+"""Samples of an image that are drawn at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Success:
+    """How often the noise did what the attacker wants, (N,), with the ends of a 95 % interval."""
+
+    rate: Tensor
+    low: Tensor
+    high: Tensor
+    samples: int
+
+    @classmethod
+    def of(cls, fooled: Tensor) -> Success:
+        """From outcomes (samples, N)."""
+        rate = fooled.double().mean(0)
+        return cls(rate, *wilson_interval(rate, len(fooled)), len(fooled))
+
+
+@torch.no_grad()
+def noisy_scores(
+    network: nn.Module,
+    centres: Tensor,
+    sigma: Tensor,
+    places: Tensor,
+    samples: int,
+    seed: int,
+    bounds: Bounds | None = None,
+) -> Iterator[Tensor]:
+    """Scores (samples at a time, N, d) of N(centre, σ²I) for centres (N, *event); cut to the bounds if there are any.
+
+    An image's noise depends on the seed and on its place (N,) among those that were given, not on the images beside it;
+    cut or not it is the same.
+    """
+    generators = [
+        torch.Generator(centres.device).manual_seed(random_seed(seed, "noise", place)) for place in places.tolist()
+    ]
+    scale = sigma.reshape(-1, *(1,) * (centres.dim() - 1))
+    with full_precision(), Progress("sampling", samples) as progress:
+        for start in range(0, samples, TOGETHER):
+            count = min(TOGETHER, samples - start)
+            shape = (count, *centres.shape[1:])
+            draws = [torch.empty(shape, dtype=centres.dtype, device=centres.device).normal_(generator=one)
+                     for one in generators]  # fmt: skip
+            noise = torch.stack(draws, 1)
+            inputs = centres + scale * noise
+            if bounds is not None:
+                inputs = inputs.clamp(*bounds)
+            parts = inputs.flatten(0, 1).split(INPUTS.get(centres.device.type, INPUTS["cpu"]))
+            yield torch.cat([network(part) for part in parts]).unflatten(0, (count, len(centres)))
+            progress.advance(count)

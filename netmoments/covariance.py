@@ -1,0 +1,354 @@
+"""Covariance matrices that are never built when their structure makes it unnecessary.
+
+Each has leading batch dimensions and acts on n flat coordinates. `Σ` is the covariance, `A` any (..., p, n) matrix:
+
+    variances()     diag Σ            (..., n)
+    times(A)        A Σ               (..., p, n)
+    push(A)         A Σ Aᵀ            (..., p, p)
+    push_diagonal(A) diag(A Σ Aᵀ)     (..., p), without the p×p matrix
+    factors(A)      U, V and a number c with A Σ Aᵀ = c U Vᵀ, with as few columns as the structure allows
+    dense()         Σ                 (..., n, n), for those who really want it
+    root()          R with Σ = R Rᵀ   (..., n, r), with as few columns as the structure allows
+    draw(...)       samples of N(0, Σ)"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Generator, Tensor
+
+from netmoments.normal import standard_deviation
+from netmoments.precision import matmul, row_products
+
+
+class Factors(NamedTuple):
+    """A p×p covariance scale·left·rightᵀ, left and right (..., p, r); no scale is a scale of 1."""
+
+    left: Tensor
+    right: Tensor
+    scale: Tensor | None = None
+
+    def unscaled_diagonal(self) -> Tensor:
+        return row_products(self.left, self.right).clamp(min=0)
+
+    def diagonal(self) -> Tensor:
+        unscaled = self.unscaled_diagonal()
+        return unscaled if self.scale is None else unscaled * self.scale.unsqueeze(-1)
+
+
+class Covariance(ABC):
+    """What every structure offers; see the module's docstring."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def batch_shape(self) -> torch.Size: ...
+
+    @property
+    def rank(self) -> int:
+        """The number of columns of `root`."""
+        return self.size
+
+    @abstractmethod
+    def variances(self) -> Tensor: ...
+
+    @abstractmethod
+    def times(self, matrix: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def root(self) -> Tensor: ...
+
+    def turned_root(self, basis: Tensor) -> Tensor:
+        """(root · basis)ᵀ, (..., r, n), for an orthogonal basis (r, r): another root's rows."""
+        return matmul(basis.mT, self.root().mT)
+
+    @property
+    def normals(self) -> int:
+        """How many standard normal numbers make one sample."""
+        return self.size
+
+    @abstractmethod
+    def coloured(self, white: Tensor) -> Tensor:
+        """Samples of N(0, Σ), (samples, ..., n), from standard normal numbers (samples, ..., `normals`)."""
+
+    def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
+        """Samples of N(0, Σ), (*shape, n); after the first, the dimensions are those of the batch."""
+        like = self.variances()
+        shape = (*shape, self.normals)
+        return self.coloured(torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator))
+
+    def factors(self, matrix: Tensor) -> Factors:
+        return Factors(matrix, self.times(matrix))
+
+    def push(self, matrix: Tensor) -> Tensor:
+        factors = self.factors(matrix)
+        pushed = matmul(factors.left, factors.right.mT)
+        pushed = 0.5 * (pushed + pushed.mT)
+        return pushed if factors.scale is None else pushed * factors.scale[..., None, None]
+
+    def push_diagonal(self, matrix: Tensor) -> Tensor:
+        return self.factors(matrix).diagonal()
+
+    def pushed(self, matrix: Tensor) -> Covariance:
+        """A Σ Aᵀ as a structure: `LowRank` where A has more rows than the structure has directions, else `Dense`."""
+        root = self._thin_root(matrix)
+        return Dense(self.push(matrix)) if root is None else LowRank(root)
+
+    def _thin_root(self, matrix: Tensor) -> Tensor | None:
+        """R with A Σ Aᵀ = R Rᵀ and fewer columns than rows, where the structure gives one without a decomposition."""
+        return None
+
+    def dense(self) -> Tensor:
+        like = self.variances()
+        return self.push(torch.eye(self.size, dtype=like.dtype, device=like.device))
+
+    def flattened(self, batch: torch.Size) -> Self:
+        """The same for a batch of that shape as one batch dimension, or none where the batch shares it."""
+        if not self.batch_shape:
+            return self
+        return self._each(lambda x, kept: x.expand(*batch, *x.shape[x.dim() - kept :]).flatten(0, -1 - kept))
+
+    def entries(self, index: Tensor | slice | int) -> Self:
+        """Chosen entries of the one batch dimension, without it for a number; one that the batch shares as it is."""
+        return self._each(lambda x, kept: x[index]) if self.batch_shape else self
+
+    def _each(self, change: Callable[[Tensor, int], Tensor]) -> Self:
+        """Every tensor changed, told how many of its last dimensions are not batch."""
+        kept = self._kept_dimensions
+        named = {name: getattr(self, name) for name in kept}
+        changed = {name: change(value, kept[name]) for name, value in named.items() if isinstance(value, Tensor)}
+        return replace(self, **changed)  # type: ignore[type-var]
+
+    @property
+    @abstractmethod
+    def _kept_dimensions(self) -> dict[str, int]:
+        """How many trailing dimensions of each tensor belong to one entry."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Every tensor converted as by `Tensor.to`."""
+        return self._each(lambda x, kept: x.to(*args, **kwargs))
+
+
+@dataclass(frozen=True, eq=False)
+class Isotropic(Covariance):
+    """σ²I, with one variance a batch entry: `variance` (...)."""
+
+    variance: Tensor
+    dimension: int
+
+    @property
+    def _kept_dimensions(self) -> dict[str, int]:
+        return {"variance": 0}
+
+    @property
+    def size(self) -> int:
+        return self.dimension
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.variance.shape
+
+    def variances(self) -> Tensor:
+        return self.variance.unsqueeze(-1).expand(*self.variance.shape, self.dimension)
+
+    def times(self, matrix: Tensor) -> Tensor:
+        return matrix * self.variance[..., None, None]
+
+    def factors(self, matrix: Tensor) -> Factors:
+        return Factors(matrix, matrix, self.variance)
+
+    def _thin_root(self, matrix: Tensor) -> Tensor | None:
+        if matrix.shape[-2] <= self.size:
+            return None
+        return matrix * standard_deviation(self.variance)[..., None, None]
+
+    def root(self) -> Tensor:
+        return torch.diag_embed(standard_deviation(self.variances()))
+
+    def turned_root(self, basis: Tensor) -> Tensor:
+        return basis.mT * standard_deviation(self.variances()).unsqueeze(-2)
+
+    def coloured(self, white: Tensor) -> Tensor:
+        return white * self.variance.sqrt().unsqueeze(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal(Covariance):
+    """Independent coordinates: `variance` (..., n). As an argument of `Gaussian` it may have the event's shape."""
+
+    variance: Tensor
+
+    @property
+    def _kept_dimensions(self) -> dict[str, int]:
+        return {"variance": 1}
+
+    @property
+    def size(self) -> int:
+        return self.variance.shape[-1]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.variance.shape[:-1]
+
+    def variances(self) -> Tensor:
+        return self.variance
+
+    def times(self, matrix: Tensor) -> Tensor:
+        return matrix * self.variance.unsqueeze(-2)
+
+    def _thin_root(self, matrix: Tensor) -> Tensor | None:
+        if matrix.shape[-2] <= self.size:
+            return None
+        return matrix * standard_deviation(self.variance).unsqueeze(-2)
+
+    def root(self) -> Tensor:
+        return torch.diag_embed(standard_deviation(self.variance))
+
+    def turned_root(self, basis: Tensor) -> Tensor:
+        return basis.mT * standard_deviation(self.variance).unsqueeze(-2)
+
+    def coloured(self, white: Tensor) -> Tensor:
+        return white * self.variance.sqrt()
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank(Covariance):
+    """F Fᵀ + diag(d): `factor` (..., n, r), `diagonal` (..., n) or a number (0 for none)."""
+
+    factor: Tensor
+    diagonal: Tensor | float = 0.0
+
+    @property
+    def _kept_dimensions(self) -> dict[str, int]:
+        return {"factor": 2, "diagonal": 1}
+
+    @property
+    def size(self) -> int:
+        return self.factor.shape[-2]
+
+    @property
+    def rank(self) -> int:
+        return self.factor.shape[-1] + (self.size if self._has_diagonal else 0)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        own = self.factor.shape[:-2]
+        return own if not self._has_diagonal else torch.broadcast_shapes(own, self._diagonal_tensor().shape[:-1])
+
+    @property
+    def _has_diagonal(self) -> bool:
+        return isinstance(self.diagonal, Tensor) or self.diagonal != 0
+
+    def _diagonal_tensor(self) -> Tensor:
+        if isinstance(self.diagonal, Tensor):
+            return self.diagonal
+        return self.factor.new_full((self.size,), self.diagonal)
+
+    def variances(self) -> Tensor:
+        return (self.factor * self.factor).sum(-1) + self._diagonal_tensor()
+
+    def times(self, matrix: Tensor) -> Tensor:
+        product = matmul(matmul(matrix, self.factor), self.factor.mT)
+        return product + matrix * self._diagonal_tensor().unsqueeze(-2) if self._has_diagonal else product
+
+    def dense(self) -> Tensor:
+        product = matmul(self.factor, self.factor.mT)
+        return product + torch.diag_embed(self._diagonal_tensor()) if self._has_diagonal else product
+
+    def _thin_root(self, matrix: Tensor) -> Tensor | None:
+        if matrix.shape[-2] <= self.rank:
+            return None
+        thin = matmul(matrix, self.factor)
+        if not self._has_diagonal:
+            return thin
+        scaled = matrix * standard_deviation(self._diagonal_tensor()).unsqueeze(-2)
+        return torch.cat(_same_batch(thin, scaled), -1)
+
+    def factors(self, matrix: Tensor) -> Factors:
+        thin = matmul(matrix, self.factor)
+        if not self._has_diagonal:
+            return Factors(thin, thin)
+        scaled = matrix * self._diagonal_tensor().unsqueeze(-2)
+        thin, scaled, plain = _same_batch(thin, scaled, matrix)
+        return Factors(torch.cat([thin, scaled], -1), torch.cat([thin, plain], -1))
+
+    def root(self) -> Tensor:
+        if not self._has_diagonal:
+            return self.factor
+        own = torch.diag_embed(standard_deviation(self._diagonal_tensor()))
+        return torch.cat(_same_batch(self.factor, own), -1)
+
+    @property
+    def normals(self) -> int:
+        return self.rank
+
+    def coloured(self, white: Tensor) -> Tensor:
+        rank = self.factor.shape[-1]
+        sample = _combine(self.factor, white[..., :rank])
+        return sample + white[..., rank:] * self._diagonal_tensor().sqrt() if self._has_diagonal else sample
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Covariance):
+    """A full symmetric matrix (..., n, n), singular or not."""
+
+    matrix: Tensor
+
+    @property
+    def _kept_dimensions(self) -> dict[str, int]:
+        return {"matrix": 2}
+
+    @property
+    def size(self) -> int:
+        return self.matrix.shape[-1]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.matrix.shape[:-2]
+
+    def variances(self) -> Tensor:
+        return self.matrix.diagonal(dim1=-2, dim2=-1)
+
+    def times(self, matrix: Tensor) -> Tensor:
+        return matmul(matrix, self.matrix)
+
+    def dense(self) -> Tensor:
+        return self.matrix
+
+    def root(self) -> Tensor:
+        return square_root(self.matrix) if self.matrix.requires_grad else self._root
+
+    def coloured(self, white: Tensor) -> Tensor:
+        return _combine(self._root, white)
+
+    @cached_property
+    def _root(self) -> Tensor:
+        return square_root(self.matrix.detach())
+
+
+def square_root(matrix: Tensor) -> Tensor:
+    """R with R Rᵀ = matrix: Cholesky's, or from eigenvalues (negative rounding cut to 0) where that one fails."""
+    root, failed = torch.linalg.cholesky_ex(matrix)
+    if not bool((failed != 0).any()):
+        return root
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+
+
+def _same_batch(*matrices: Tensor) -> tuple[Tensor, ...]:
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in matrices))
+    return tuple(x.expand(*batch, *x.shape[-2:]) for x in matrices)
+
+
+def _combine(root: Tensor, weights: Tensor) -> Tensor:
+    """root · weights for weights (samples, ..., r), as one product a batch entry."""
+    samples = weights.movedim(0, -2)
+    return matmul(samples, root.mT).movedim(-2, 0)

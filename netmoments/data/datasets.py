@@ -1,0 +1,210 @@
+"""Named datasets, MNIST, FER2013 and scikit-learn's digits, and where they are looked for."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from netmoments.data.formats import read_idx
+from netmoments.data.images import (
+    FER2013_CLASSES,
+    FER2013_USAGES,
+    LabelledImages,
+    fer2013_split,
+    images_from_array,
+    require_split,
+)
+from netmoments.progress import Progress
+
+HOW_TO_GET = {
+    "mnist": "`netmoments download mnist` fetches it",
+    "fer2013": "get fer2013.csv from Kaggle (Facial Expression Recognition Challenge) and put it, or an .npz of it "
+    "called fer2013.npz, in one of these folders",
+}
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/netmoments, or ~/.cache/netmoments."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "netmoments"
+
+
+def find(name: str, data_dir: str | Path | None = None) -> Path:
+    """Where a dataset is: the folder of MNIST's IDX files, or fer2013.npz or fer2013.csv.
+
+    Looks in `data_dir`, then $NETMOMENTS_DATA, then the cache; in each, directly and in a subfolder called `name`.
+    """
+    if name not in HOW_TO_GET:
+        raise ValueError(f"find: the datasets kept in files are {', '.join(HOW_TO_GET)}; got {name!r}")
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise FileNotFoundError(f"there is no folder {data_dir} to look for {name} in")
+    given = [Path(place) for place in (data_dir, os.environ.get("NETMOMENTS_DATA")) if place]
+    folders = [folder for place in (*given, cache_folder()) for folder in (place, place / name)]
+    for folder in folders:
+        found = _held(name, folder)
+        if found is not None:
+            return found
+    listed = "".join(f"\n  {folder}" for folder in folders)
+    raise FileNotFoundError(
+        f"{name} is not in any of{listed}\n{HOW_TO_GET[name]}; or name the folder it is in (data_dir, --data-dir)"
+    )
+
+
+def _held(name: str, folder: Path) -> Path | None:
+    if name == "mnist":
+        return folder if holds_idx_images(folder) else None
+    files = (folder / "fer2013.npz", folder / "fer2013.csv")
+    return next((path for path in files if path.is_file()), None)
+
+
+MNIST_CLASSES = tuple("0123456789")
+SPLIT_PREFIXES = {"train": ("train",), "test": ("t10k", "test")}
+
+
+def idx_images_file(folder: Path, split: str) -> Path | None:
+    """The images of a split in a folder of IDX files: train-images-idx3-ubyte, t10k-images.idx3-ubyte.gz, ..."""
+    for prefix in SPLIT_PREFIXES[split]:
+        for path in sorted(folder.glob(f"{prefix}-images[-.]idx3-ubyte*")):
+            if path.name.endswith(("ubyte", ".gz")):
+                return path
+    return None
+
+
+def holds_idx_images(folder: Path) -> bool:
+    """Whether a folder has the images of any split."""
+    return any(idx_images_file(folder, split) for split in SPLIT_PREFIXES)
+
+
+def idx_labels_file(images_file: Path) -> Path | None:
+    """The labels beside an IDX file of images, gzipped or not; None if there are none."""
+    name = re.sub(r"images([-.])idx3", r"labels\1idx1", images_file.name)
+    if name == images_file.name:
+        return None
+    plain = images_file.with_name(name.removesuffix(".gz"))
+    alternatives = (images_file.with_name(name), plain, plain.with_name(plain.name + ".gz"))
+    return next((path for path in alternatives if path.is_file()), None)
+
+
+def read_idx_folder(folder: Path, split: str, classes: tuple[str, ...] = ()) -> LabelledImages:
+    """One split of a folder of IDX files."""
+    require_split(str(folder), split, SPLIT_PREFIXES)
+    path = idx_images_file(folder, split)
+    if path is None:
+        wanted = f"{SPLIT_PREFIXES[split][0]}-images-idx3-ubyte[.gz]"
+        raise FileNotFoundError(f"{folder} has no {split} images: {wanted} is missing; `netmoments download mnist`")
+    return read_idx_images(path, split, classes)
+
+
+def read_idx_images(path: Path, prefix: str, classes: tuple[str, ...] = ()) -> LabelledImages:
+    """The uint8 images of an IDX file, with the labels beside it if there are any; named "prefix/0", "prefix/1", ..."""
+    pixels = read_idx(path)
+    if pixels.ndim < 3:
+        raise ValueError(
+            f"{path}: images must be (N, H, W) or (N, H, W, C), got shape {pixels.shape}; are these labels?"
+        )
+    labels_file = idx_labels_file(path)
+    labels = None if labels_file is None else read_idx(labels_file)
+    if labels is not None and (labels.dtype.kind not in "iu" or labels.shape != pixels.shape[:1]):
+        raise ValueError(
+            f"{labels_file}: need one whole number for each of the {len(pixels)} images in {path}, "
+            f"got {labels.dtype} of shape {labels.shape}; these files do not belong together"
+        )
+    try:
+        return LabelledImages(
+            images_from_array(pixels),
+            None if labels is None else torch.from_numpy(labels.astype("int64")),
+            tuple(f"{prefix}/{index}" for index in range(len(pixels))),
+            classes,
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+SIDE = 48
+HEADER = b"emotion,pixels,Usage"
+
+
+def read_fer2013_csv(path: Path, split: str) -> LabelledImages:
+    """One split of Kaggle's fer2013.csv, read line by line; the pixels of other splits are passed over unread."""
+    split = fer2013_split(str(path), split)
+    wanted = FER2013_USAGES[split].encode()
+    usages = {usage.encode() for usage in FER2013_USAGES.values()}
+    pixels, labels = bytearray(), []
+    with path.open("rb") as file, Progress(f"reading {path.name}", path.stat().st_size) as progress:
+        header = file.readline(1000).rstrip(b"\r\n")
+        if header != HEADER:
+            raise ValueError(
+                f"{path}: the first line must be {HEADER.decode()}, got {header[:40]!r}; is it fer2013.csv?"
+            )
+        for number, line in enumerate(file, start=2):
+            progress.advance(len(line))
+            fields = line.rstrip(b"\r\n").split(b",")
+            if fields == [b""]:
+                continue
+            if len(fields) != 3 or fields[2] not in usages:
+                raise _malformed(
+                    path, number, f"{HEADER.decode()} with Usage {', '.join(FER2013_USAGES.values())}", line
+                )
+            if fields[2] == wanted:
+                labels.append(_label(path, number, fields[0]))
+                pixels += _pixels(path, number, fields[1])
+    if not labels:
+        raise ValueError(f"{path}: no rows with Usage {wanted.decode()}, which split={split!r} asks for")
+    images = np.frombuffer(pixels, np.uint8).reshape(-1, SIDE, SIDE)
+    names = tuple(f"{split}/{index}" for index in range(len(labels)))
+    return LabelledImages(images_from_array(images), torch.tensor(labels), names, FER2013_CLASSES)
+
+
+def _label(path: Path, number: int, field: bytes) -> int:
+    if not field.isdigit() or int(field) >= len(FER2013_CLASSES):
+        raise _malformed(path, number, f"an emotion from 0 to {len(FER2013_CLASSES) - 1}", field)
+    return int(field)
+
+
+def _pixels(path: Path, number: int, field: bytes) -> bytes:
+    wanted = f"{SIDE * SIDE} pixels from 0 to 255"
+    if field.translate(None, b"0123456789 ") or not field.strip():
+        raise _malformed(path, number, wanted, field)
+    values = np.fromstring(field, np.int64, sep=" ")
+    if values.size != SIDE * SIDE or values.max() > 255:
+        raise _malformed(path, number, f"{wanted}, not {values.size} up to {values.max()}", field)
+    return values.astype(np.uint8).tobytes()
+
+
+def _malformed(path: Path, number: int, wanted: str, got: bytes) -> ValueError:
+    shown = got if len(got) <= 40 else got[:40] + b"..."
+    return ValueError(f"{path}, line {number}: need {wanted}, got {shown!r}; get the file again")
+
+
+DIGITS_CLASSES = tuple("0123456789")
+DIGITS_SPLITS = ("train", "test")
+BRIGHTEST = 16
+TEST_STRIDE = 4
+
+
+def read_digits(split: str) -> LabelledImages:
+    """1×8×8 images, 0 to 16 scaled to [0, 1]; every fourth image of each class is a test image: 1,352 and 445."""
+    require_split("digits", split, DIGITS_SPLITS)
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError('the digits come with scikit-learn: pip install "netmoments[data]"') from error
+    digits = load_digits()
+    labels = torch.from_numpy(digits.target.astype(np.int64))
+    images = torch.from_numpy(digits.images.astype(np.float32))[:, None] / BRIGHTEST
+    held_out = _every_fourth_of_each_class(labels)
+    chosen = (held_out if split == "test" else ~held_out).nonzero().squeeze(1)
+    names = tuple(f"{split}/{index}" for index in range(len(chosen)))
+    return LabelledImages(images[chosen], labels[chosen], names, DIGITS_CLASSES)
+
+
+def _every_fourth_of_each_class(labels: torch.Tensor) -> torch.Tensor:
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    for label in range(len(DIGITS_CLASSES)):
+        members = (labels == label).nonzero().squeeze(1)
+        held_out[members[TEST_STRIDE - 1 :: TEST_STRIDE]] = True
+    return held_out

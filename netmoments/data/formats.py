@@ -1,0 +1,317 @@
+"""Files that hold images: IDX, .npz, pictures, and folders of pictures."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from netmoments.data.images import (
+    FER2013_CLASSES,
+    FER2013_USAGES,
+    LabelledImages,
+    Skipped,
+    fer2013_split,
+    images_from_array,
+    require_no_split,
+    require_split,
+    resize_and_crop,
+)
+from netmoments.progress import Progress
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+GZIP_MAGIC = b"\x1f\x8b"
+IDX_MAGIC = b"\x00\x00"
+DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+MOST_DIMENSIONS = 4
+
+
+def looks_like_idx(path: Path) -> bool:
+    """Whether a file is called IDX, or begins like an IDX or a gzip file."""
+    if "idx" in path.name.lower():
+        return True
+    with path.open("rb") as file:
+        return file.read(2) in (IDX_MAGIC, GZIP_MAGIC)
+
+
+def read_idx(path: str | Path) -> np.ndarray[Any, Any]:
+    """The array in an IDX file of 1 to 4 dimensions, in the machine's byte order; gzip is told by its first bytes.
+
+    The header is two zero bytes, the type, the number of dimensions, and each dimension as a big-endian uint32.
+    A file that is no IDX file, is cut short or has bytes too many is a ValueError.
+    """
+    path = Path(path)
+    content = _decompressed(path)
+    if len(content) < 4 or content[:2] != IDX_MAGIC or content[2] not in DTYPES:
+        raise ValueError(
+            f"{path}: not an IDX file: it must begin with 00 00 and a type ({', '.join(f'{t:02x}' for t in DTYPES)}), "
+            f"got {content[:4].hex(' ') or 'an empty file'}"
+        )
+    dimensions = content[3]
+    if not 1 <= dimensions <= MOST_DIMENSIONS:
+        raise ValueError(
+            f"{path}: an IDX array must have 1 to {MOST_DIMENSIONS} dimensions, the header says {dimensions}"
+        )
+    start = 4 + 4 * dimensions
+    if len(content) < start:
+        raise ValueError(
+            f"{path}: the file ends inside its header, after {len(content)} of {start} bytes; get it again"
+        )
+    shape = struct.unpack(f">{dimensions}I", content[4:start])
+    dtype = np.dtype(DTYPES[content[2]])
+    wanted = start + math.prod(shape) * dtype.itemsize
+    if len(content) != wanted:
+        problem = "cut short" if len(content) < wanted else "too long"
+        raise ValueError(
+            f"{path}: the file is {problem}: shape {shape} needs {wanted} bytes, got {len(content)}; get it again"
+        )
+    return np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+def _decompressed(path: Path) -> bytes:
+    content = path.read_bytes()
+    if not content.startswith(GZIP_MAGIC):
+        return content
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: the gzip file is cut short or damaged ({error}); get it again") from error
+
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+PER_IMAGE = ("images", "labels", "names", "usage")
+KEYS = (*PER_IMAGE, "classes")
+
+
+def read_npz(path: Path, split: str) -> LabelledImages:
+    """The arrays `images` and, where present, `labels`, `names` and `classes`; other keys are passed over.
+
+    A file with `usage` (0 training, 1 public test, 2 private test) is FER2013 and has its splits; others have none.
+    """
+    arrays = _arrays(path)
+    prefix = path.stem
+    if "usage" in arrays:
+        prefix = fer2013_split(str(path), split)
+        arrays = _of_usage(path, arrays, list(FER2013_USAGES).index(prefix))
+    else:
+        require_no_split(str(path), split)
+    count = math.prod(arrays["images"].shape[:1])
+    names = arrays["names"].astype(str).tolist() if "names" in arrays else [f"{prefix}/{i}" for i in range(count)]
+    classes = arrays["classes"].astype(str).tolist() if "classes" in arrays else ()
+    if "usage" in arrays and not classes:
+        classes = FER2013_CLASSES
+    labels = arrays.get("labels")
+    if labels is not None and labels.dtype.kind not in "iu":
+        raise ValueError(f"{path}: labels must be whole numbers, got {labels.dtype}")
+    try:
+        return LabelledImages(
+            images_from_array(arrays["images"]),
+            None if labels is None else torch.from_numpy(labels.astype(np.int64)),
+            tuple(names),
+            tuple(classes),
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _arrays(path: Path) -> Arrays:
+    try:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            arrays = {key: file[key] for key in KEYS if key in file}
+            held = list(file)
+    except (
+        ValueError,
+        OSError,
+        EOFError,
+        KeyError,
+        AttributeError,
+        TypeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        raise ValueError(f"{path}: cannot be read as an .npz file of plain arrays ({error})") from error
+    if "images" not in arrays:
+        raise ValueError(f"{path}: need an array called images, the file holds {', '.join(held) or 'none'}")
+    count = arrays["images"].shape[:1]
+    for key in PER_IMAGE[1:]:
+        if key in arrays and arrays[key].shape != count:
+            raise ValueError(f"{path}: {key} must have shape {count}, one entry an image, got {arrays[key].shape}")
+    if "classes" in arrays and arrays["classes"].ndim != 1:
+        raise ValueError(f"{path}: classes must be a list of names, got shape {arrays['classes'].shape}")
+    return arrays
+
+
+def _of_usage(path: Path, arrays: Arrays, code: int) -> Arrays:
+    usage = arrays["usage"]
+    if usage.ndim != 1 or not np.isin(usage, range(len(FER2013_USAGES))).all():
+        raise ValueError(f"{path}: usage must be 0 (training), 1 (public test) or 2 (private test) for each image")
+    if not (usage == code).any():
+        raise ValueError(f"{path}: no image has usage {code} ({list(FER2013_USAGES)[code]})")
+    return {key: array[usage == code] if key in PER_IMAGE else array for key, array in arrays.items()}
+
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".pgm", ".ppm", ".tif", ".tiff")
+EIGHT_BIT_GREY = ("L", "1", "LA")
+SIXTEEN_BIT_GREY = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+
+
+class UnreadableImage(ValueError):
+    """A file that is no image, is damaged, or is too large to be honest."""
+
+
+def require_pillow() -> None:
+    """An ImportError that says how to get Pillow, if it is missing."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise ImportError('reading image files needs Pillow: pip install "netmoments[data]"') from error
+
+
+def read_picture(path: Path) -> Tensor:
+    """(1, H, W) of a grey image or (3, H, W) of any other, float32 in [0, 1]; transparency is dropped.
+
+    Turned upright as EXIF says. Of an animation, the first frame. Anything wrong with the file is an
+    `UnreadableImage`, whatever Pillow raised; so is what Pillow takes for a decompression bomb.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damaged metadata, which is not the picture
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                return _pixels(ImageOps.exif_transpose(image))
+    except Exception as error:
+        raise UnreadableImage(f"{type(error).__name__}: {error}".replace(str(path), path.name)) from error
+
+
+def _pixels(image: Image.Image) -> Tensor:
+    if image.mode in EIGHT_BIT_GREY:
+        return _scaled(np.asarray(image.convert("L")), 255)[None]
+    if image.mode in SIXTEEN_BIT_GREY:
+        return _scaled(np.asarray(image), 65535)[None]
+    if image.mode == "F":
+        raise ValueError("a floating-point image has no known white; save it with 8 or 16 bits")
+    if image.mode == "P":
+        image = image.convert("RGBA")  # a palette may hold transparency
+    return _scaled(np.asarray(image.convert("RGB")), 255).permute(2, 0, 1)
+
+
+def _scaled(values: np.ndarray[Any, Any], white: int) -> Tensor:
+    if values.min() < 0 or values.max() > white:
+        raise ValueError(f"grey values must be 0 to {white}, got {values.min()} to {values.max()}")
+    return torch.from_numpy(values.astype(np.float32)).div_(white)
+
+
+SPLIT_FOLDERS = {"train", "test", "val", "validation"}
+FEW = 3
+
+
+def read_image_folder(folder: Path, split: str, size: int | None) -> LabelledImages:
+    """The images of a folder.
+
+    Subfolders are classes, numbered in sorted order, or by their names if those are numbers; an empty one keeps its
+    number and is listed in `skipped`. A folder whose only subfolders are splits (train, test, val, validation) is
+    entered at `split`. Hidden files and files that are not images by their suffix are passed over; unreadable images
+    are listed in `skipped`.
+    """
+    subfolders = _subfolders(folder)
+    splits = [subfolder.name for subfolder in subfolders if subfolder.name in SPLIT_FOLDERS]
+    if subfolders and len(splits) == len(subfolders) and not _image_files(folder):
+        folder = folder / require_split(str(folder), split, splits)
+        subfolders = _subfolders(folder)
+    else:
+        require_no_split(str(folder), split)
+    flat = _image_files(folder)
+    by_class = [_image_files(subfolder) for subfolder in subfolders]
+    if flat and any(by_class):
+        raise ValueError(
+            f"{folder} has images both beside and inside its subfolders ({flat[0].name}, "
+            f"{next(files for files in by_class if files)[0].relative_to(folder).as_posix()}); move one kind away"
+        )
+    if flat:
+        return read_image_files(flat, folder, size)
+    if not any(by_class):
+        raise ValueError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}), nor have its subfolders")
+    return _read_classes(folder, subfolders, by_class, size)
+
+
+def _read_classes(
+    folder: Path, subfolders: Sequence[Path], by_class: Sequence[Sequence[Path]], size: int | None
+) -> LabelledImages:
+    read = read_image_files([path for files in by_class for path in files], folder, size)
+    names = tuple(subfolder.name for subfolder in subfolders)
+    numbers = _labels_of(names)
+    classes = names if sorted(numbers.values()) == list(range(len(names))) else ()
+    classes = tuple(sorted(classes, key=lambda name: numbers[name]))
+    empty = [
+        Skipped(str(subfolder), "no images in this class folder")
+        for subfolder, files in zip(subfolders, by_class, strict=True)
+        if not files
+    ]
+    labels = torch.tensor([numbers[name.split("/")[0]] for name in read.names])
+    return LabelledImages(read.images, labels, read.names, classes, (*read.skipped, *empty))
+
+
+def _labels_of(names: Sequence[str]) -> dict[str, int]:
+    """Folders named by numbers are those classes; others are numbered in sorted order."""
+    if all(name.isdecimal() for name in names) and len({int(name) for name in names}) == len(names):
+        return {name: int(name) for name in names}
+    return {name: label for label, name in enumerate(names)}
+
+
+def read_image_files(paths: Sequence[Path], folder: Path, size: int | None) -> LabelledImages:
+    """Image files, without labels, named from `folder` on; grey if all are grey, RGB otherwise."""
+    require_pillow()
+    pictures: dict[str, Tensor] = {}
+    skipped = []
+    with Progress(f"reading {folder.name}", len(paths)) as progress:
+        for path in paths:
+            try:
+                picture = read_picture(path)
+            except UnreadableImage as error:
+                skipped.append(Skipped(str(path), str(error)))
+            else:
+                name = path.relative_to(folder).as_posix()
+                pictures[name] = picture if size is None else resize_and_crop(picture[None], size)[0]
+                _require_one_size(folder, pictures, name)
+            progress.advance(1)
+    if not pictures:
+        listed = "; ".join(f"{Path(path).name}: {reason}" for path, reason in skipped[:FEW])
+        raise ValueError(f"{folder}: none of {len(skipped)} image files can be read: {listed}")
+    channels = max(picture.shape[0] for picture in pictures.values())
+    images = torch.stack([picture.expand(channels, -1, -1) for picture in pictures.values()])
+    return LabelledImages(images, None, tuple(pictures), (), tuple(skipped))
+
+
+def _require_one_size(folder: Path, pictures: dict[str, Tensor], name: str) -> None:
+    first = next(iter(pictures))
+    if pictures[name].shape[1:] != pictures[first].shape[1:]:
+        sizes = [f"{key} is {pictures[key].shape[1]}×{pictures[key].shape[2]}" for key in (first, name)]
+        raise ValueError(
+            f"{folder}: images must share one size, but {' and '.join(sizes)}; pass size=... to resize them"
+        )
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return [path for path in _visible(folder) if path.is_dir()]
+
+
+def _image_files(folder: Path) -> list[Path]:
+    return [path for path in _visible(folder) if path.suffix.lower() in IMAGE_SUFFIXES and not path.is_dir()]

@@ -1,0 +1,413 @@
+"""Gaussian inputs N(mean, covariance): what the arguments mean, what their values must be, and the distribution."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from netmoments.checks import (
+    describe,
+    require_broadcastable,
+    require_finite,
+    require_float_tensor,
+    require_float_tensors,
+    values_hold,
+)
+from netmoments.covariance import Covariance, Dense, Diagonal, Isotropic, LowRank
+from netmoments.precision import matvec
+
+CALLER = "Gaussian"
+
+
+def require_non_negative(name: str, value: Tensor) -> None:
+    """Finite and ≥ 0."""
+    require_finite(CALLER, name, value)
+    if not values_hold(value >= 0):
+        raise ValueError(f"{CALLER}: {name} must be ≥ 0 everywhere, got a smallest value of {float(value.min()):g}")
+
+
+def require_covariance_values(covariance: Covariance) -> None:
+    """Whatever the structure needs to be a covariance."""
+    match covariance:
+        case Isotropic(variance=variance) | Diagonal(variance=variance):
+            require_non_negative("variance", variance)
+        case LowRank(factor=factor, diagonal=diagonal):
+            require_finite(CALLER, "LowRank factor", factor)
+            require_non_negative("LowRank diagonal", torch.as_tensor(diagonal, dtype=factor.dtype))
+            require_finite(CALLER, "variance", covariance.variances())
+        case Dense(matrix=matrix):
+            require_finite(CALLER, "covariance", matrix)
+            require_symmetric(matrix)
+            require_positive_semidefinite(matrix)
+
+
+def tolerance(matrix: Tensor) -> float:
+    """max(n, 100)·eps: how far rounding may take a computed n×n covariance from being one, relative to its size."""
+    return max(matrix.shape[-1], 100) * torch.finfo(matrix.dtype).eps
+
+
+def require_symmetric(matrix: Tensor) -> None:
+    """|Σᵢⱼ − Σⱼᵢ| ≤ `tolerance`·max|Σ|, what rounding leaves of A Σ Aᵀ."""
+    largest = matrix.detach().abs().amax((-2, -1))
+    asymmetry = (matrix.detach() - matrix.detach().mT).abs().amax((-2, -1))
+    if not values_hold(asymmetry <= tolerance(matrix) * largest):
+        raise ValueError(
+            f"{CALLER}: covariance must be symmetric, got |Σ − Σᵀ| up to {float(asymmetry.max()):.3g} where the "
+            f"largest entry is {float(largest.max()):.3g}; pass (S + S.mT) / 2 if the difference is noise"
+        )
+
+
+def require_positive_semidefinite(matrix: Tensor) -> None:
+    """λ_min ≥ −`tolerance`·λ_max. A Cholesky factorization just above the bound decides; eigenvalues if it fails."""
+    fixed = matrix.detach()
+    bound = tolerance(matrix)
+    variances = fixed.diagonal(dim1=-2, dim2=-1)
+    if not values_hold(variances >= 0):
+        raise ValueError(
+            f"{CALLER}: covariance must have variances ≥ 0 on its diagonal, got {float(variances.min()):g}"
+        )
+    shift = bound * variances.amax(-1)
+    shifted = fixed + torch.diag_embed(shift.unsqueeze(-1).expand(variances.shape))
+    _, failed = torch.linalg.cholesky_ex(shifted)
+    if values_hold(failed == 0):
+        return
+    values = torch.linalg.eigvalsh(fixed)
+    smallest, largest = values[..., 0], values[..., -1]
+    if not values_hold(smallest >= -bound * largest):
+        worst = int((smallest / largest.clamp(min=torch.finfo(matrix.dtype).tiny)).argmin())
+        raise ValueError(
+            f"{CALLER}: covariance must be positive semidefinite, got a smallest eigenvalue of "
+            f"{float(smallest.flatten()[worst]):.3g} (largest {float(largest.flatten()[worst]):.3g}, "
+            f"tolerance {bound:.1g} of it)"
+        )
+
+
+CALLER = "Gaussian"
+
+
+def read_covariance(value: Any, mean: Tensor, event_ndim: int) -> Covariance:
+    """The structure meant by `covariance=value` for this mean."""
+    batch, event = _split(mean, event_ndim)
+    size = event.numel()
+    if isinstance(value, Covariance):
+        return _read_structure(value, mean, batch, event)
+    if _is_number(value):
+        return Isotropic(_number("covariance", value, mean), size)
+    _, value = require_float_tensors(CALLER, mean=mean, covariance=value)
+    readings: dict[str, Covariance] = {}
+    if value.shape == (*batch, *(1,) * event_ndim):
+        readings["one variance for each batch entry"] = Isotropic(value.reshape(batch), size)
+    elif value.shape in (event, batch + event):
+        readings["variances"] = Diagonal(value.reshape(*value.shape[: value.dim() - event_ndim], size))
+    if value.shape in ((size, size), (*batch, size, size)):
+        readings["a dense matrix"] = Dense(value)
+    if len(readings) == 1 or (readings and size == 1):
+        return next(iter(readings.values()))
+    if readings:
+        raise ValueError(
+            f"{CALLER}: covariance of shape {tuple(value.shape)} can be read as {' or as '.join(readings)} for a mean "
+            f"of shape {tuple(mean.shape)}; say which with nm.Diagonal(...) or nm.Dense(...)"
+        )
+    raise ValueError(
+        f"{CALLER}: covariance must be a number, variances of shape {_either(event, batch)}, or a dense matrix of "
+        f"shape {_either(torch.Size((size, size)), batch)} for a mean of shape {tuple(mean.shape)}, "
+        f"got {describe(value)}"
+    )
+
+
+def read_std(value: Any, mean: Tensor, event_ndim: int) -> Covariance:
+    """The structure meant by `std=value`: a number or standard deviations of the event's shape."""
+    batch, event = _split(mean, event_ndim)
+    if isinstance(value, Covariance):
+        raise TypeError(f"{CALLER}: std must be a number or a tensor, got {describe(value)}; pass it as covariance=")
+    if _is_number(value):
+        return Isotropic(_square("std", _number("std", value, mean)), event.numel())
+    _, value = require_float_tensors(CALLER, mean=mean, std=value)
+    if value.shape == (*batch, *(1,) * event_ndim):
+        return Isotropic(_square("std", value.reshape(batch)), event.numel())
+    if value.shape in (event, batch + event):
+        flat = value.reshape(*value.shape[: value.dim() - event_ndim], event.numel())
+        return Diagonal(_square("std", flat))
+    raise ValueError(
+        f"{CALLER}: std must be a number or standard deviations of shape {_either(event, batch)} for a mean of shape "
+        f"{tuple(mean.shape)}, got {describe(value)}; a dense matrix is a covariance="
+    )
+
+
+def _read_structure(value: Covariance, mean: Tensor, batch: torch.Size, event: torch.Size) -> Covariance:
+    """A structure given by hand: the same dtype, device and size as the mean, a diagonal flattened."""
+    size = event.numel()
+    if isinstance(value, Diagonal):
+        _, variance = require_float_tensors(CALLER, mean=mean, variance=value.variance)
+        value = Diagonal(_flat_event("Diagonal variance", variance, batch, event))
+    elif isinstance(value, LowRank):
+        value = _read_low_rank(value, mean, batch, event)
+    elif isinstance(value, Isotropic):
+        require_float_tensors(CALLER, mean=mean, variance=value.variance)
+    elif isinstance(value, Dense):
+        require_float_tensors(CALLER, mean=mean, covariance=value.matrix)
+        if value.matrix.dim() < 2 or value.matrix.shape[-2] != value.matrix.shape[-1]:
+            raise ValueError(f"{CALLER}: Dense needs a square matrix (..., n, n), got {describe(value.matrix)}")
+    if value.size != size:
+        raise ValueError(
+            f"{CALLER}: the covariance has {value.size} coordinates but a mean of shape {tuple(mean.shape)} has {size}"
+        )
+    if value.batch_shape not in (torch.Size(), batch):
+        raise ValueError(
+            f"{CALLER}: the covariance's batch shape must be {tuple(batch)} or (), got {tuple(value.batch_shape)}"
+        )
+    return value
+
+
+def _read_low_rank(value: LowRank, mean: Tensor, batch: torch.Size, event: torch.Size) -> LowRank:
+    _, factor = require_float_tensors(CALLER, mean=mean, factor=value.factor)
+    if factor.dim() < 2 or factor.shape[-2] != event.numel() or factor.shape[-1] == 0:
+        raise ValueError(
+            f"{CALLER}: LowRank factor must have shape (..., {event.numel()}, r) with r ≥ 1, got {describe(factor)}"
+        )
+    if not isinstance(value.diagonal, Tensor) and _is_number(value.diagonal):
+        return LowRank(factor, float(value.diagonal))
+    if isinstance(value.diagonal, Tensor) and value.diagonal.dim() == 0:
+        value = LowRank(factor, value.diagonal.expand(event.numel()))
+    _, diagonal = require_float_tensors(CALLER, mean=mean, diagonal=value.diagonal)
+    return LowRank(factor, _flat_event("LowRank diagonal", diagonal, batch, event))
+
+
+def _flat_event(name: str, value: Tensor, batch: torch.Size, event: torch.Size) -> Tensor:
+    """(batch..., event...) or (batch..., n) as (batch..., n)."""
+    size = event.numel()
+    for lead in (torch.Size(), batch):
+        if value.shape in (lead + event, torch.Size((*lead, size))):
+            return value.reshape(*lead, size)
+    raise ValueError(f"{CALLER}: {name} must have shape {_either(event, batch)}, got {describe(value)}")
+
+
+def _split(mean: Tensor, event_ndim: int) -> tuple[torch.Size, torch.Size]:
+    at = mean.dim() - event_ndim
+    return mean.shape[:at], mean.shape[at:]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _number(name: str, value: Any, mean: Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return require_float_tensors(CALLER, mean=mean, **{name: value})[1]
+    return torch.tensor(float(value), dtype=mean.dtype, device=mean.device)
+
+
+def _square(name: str, std: Tensor) -> Tensor:
+    require_non_negative(name, std)
+    square = std * std
+    if not values_hold(torch.isfinite(square) & ((square > 0) | (std == 0))):
+        raise ValueError(
+            f"{CALLER}: {name} is too small or too large for its square in {str(std.dtype).removeprefix('torch.')}, "
+            f"got values from {float(std.min()):g} to {float(std.max()):g}; use float64"
+        )
+    return square
+
+
+def _either(event: torch.Size, batch: torch.Size) -> str:
+    return f"{tuple(event)} or {tuple(batch + event)}" if batch else f"{tuple(event)}"
+
+
+class Gaussian:
+    """N(mean, covariance) over vectors or images, with leading batch dimensions.
+
+    Args:
+        mean: (..., n) or (..., C, H, W), float32 or float64. A mean of 1 or 2 dimensions is a vector or a batch of
+            vectors, one of 3 or 4 an image or a batch of images; anything else must say `event_ndim`.
+        covariance: a number (the *variance* of every coordinate), a tensor of the mean's event shape (variances),
+            a dense (..., n, n) matrix, `LowRank(factor, diagonal)`, or any `Covariance`. Batch dimensions are the
+            mean's or absent; one variance an image has shape (batch..., 1, ..., 1).
+        std: instead of `covariance`: a number or a tensor of *standard deviations*.
+        event_ndim: how many trailing dimensions of the mean make one input.
+
+    Values are validated here: finite, variances ≥ 0, a dense covariance symmetric to max(n, 100)·eps of its largest
+    entry, its smallest eigenvalue no less than −max(n, 100)·eps of its largest (for n ≤ 100: 2e-14 in float64, 1e-5 in
+    float32). A singular covariance is good input. Inside `torch.func.vmap` values cannot be read and are not checked.
+
+    >>> Gaussian(torch.zeros(3, 28, 28), std=0.05)
+    Gaussian(event (3, 28, 28), Isotropic, float32 on cpu)
+    """
+
+    mean: Tensor
+    covariance: Covariance
+    event_ndim: int
+
+    def __init__(
+        self,
+        mean: Tensor,
+        covariance: Tensor | float | Covariance | None = None,
+        *,
+        std: Tensor | float | None = None,
+        event_ndim: int | None = None,
+    ) -> None:
+        mean = require_float_tensor("Gaussian", "mean", mean)
+        event_ndim = event_dimensions("Gaussian", "mean", mean, event_ndim)
+        if mean.numel() == 0:
+            raise ValueError(
+                f"Gaussian: mean must have at least one coordinate and no empty batch, got {describe(mean)}"
+            )
+        if (covariance is None) == (std is None):
+            given = "neither" if std is None else "both"
+            raise ValueError(
+                f"Gaussian: give either covariance= (variances) or std= (standard deviations), got {given}"
+            )
+        require_finite("Gaussian", "mean", mean)
+        structure = (
+            read_std(std, mean, event_ndim) if covariance is None else read_covariance(covariance, mean, event_ndim)
+        )
+        require_covariance_values(structure)
+        self._set(mean, structure, event_ndim)
+
+    def _set(self, mean: Tensor, covariance: Covariance, event_ndim: int) -> None:
+        object.__setattr__(self, "mean", mean)
+        object.__setattr__(self, "covariance", covariance)
+        object.__setattr__(self, "event_ndim", event_ndim)
+
+    @classmethod
+    def _trusted(cls, mean: Tensor, covariance: Covariance, event_ndim: int) -> Gaussian:
+        """Built from parts that are valid by construction, without looking at their values again."""
+        made = cls.__new__(cls)
+        made._set(mean, covariance, event_ndim)
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Gaussian is immutable; build a new one instead of setting {name!r}")
+
+    def __repr__(self) -> str:
+        batch = f"batch {tuple(self.batch_shape)}, " if self.batch_shape else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        kind = type(self.covariance).__name__
+        return f"Gaussian({batch}event {tuple(self.event_shape)}, {kind}, {dtype} on {self.device})"
+
+    @property
+    def event_shape(self) -> torch.Size:
+        """Shape of one input."""
+        return self.mean.shape[self.mean.dim() - self.event_ndim :]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        own = self.mean.shape[: self.mean.dim() - self.event_ndim]
+        return torch.broadcast_shapes(own, self.covariance.batch_shape)
+
+    @property
+    def size(self) -> int:
+        """n, the number of coordinates of one input."""
+        return self.event_shape.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.mean.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.mean.device
+
+    @property
+    def flat_mean(self) -> Tensor:
+        """The mean as (..., n)."""
+        return self.mean.reshape(*self.mean.shape[: self.mean.dim() - self.event_ndim], self.size)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of every coordinate, of the mean's event shape."""
+        flat = self.covariance.variances()
+        return flat.reshape(*flat.shape[:-1], *self.event_shape)
+
+    def to(self, *args: Any, **kwargs: Any) -> Gaussian:
+        """Convert to another dtype or device, as `Tensor.to` does."""
+        mean = require_float_tensor("Gaussian.to", "mean", self.mean.to(*args, **kwargs))
+        moved = Gaussian._trusted(mean, self.covariance.to(*args, **kwargs), self.event_ndim)
+        require_finite("Gaussian.to", "mean", mean)
+        require_finite("Gaussian.to", "variance", moved.covariance.variances())
+        return moved
+
+    def flattened(self) -> Gaussian:
+        """The same with one batch dimension, (N, ...), one input being a batch of 1."""
+        batch = self.batch_shape
+        mean = self.mean.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
+        return Gaussian._trusted(mean, self.covariance.flattened(batch), self.event_ndim)
+
+    def entries(self, index: Tensor | slice) -> Gaussian:
+        """Chosen entries of a Gaussian with one batch dimension."""
+        if len(self.batch_shape) != 1:
+            raise ValueError(f"Gaussian.entries: one batch dimension is needed, got {tuple(self.batch_shape)}")
+        flat = self.flattened()
+        return Gaussian._trusted(flat.mean[index], flat.covariance.entries(index), self.event_ndim)
+
+    @torch.no_grad()
+    def sample(self, count: int, *, generator: Generator | None = None) -> Tensor:
+        """`count` independent samples, (count, *batch_shape, *event_shape). They carry no gradient."""
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"Gaussian.sample: count must be a positive integer, got {count!r}")
+        deviation = self.covariance.draw((count, *self.batch_shape), generator)
+        return (self.flat_mean + deviation).reshape(count, *self.batch_shape, *self.event_shape)
+
+    def affine(self, matrix: Tensor, offset: Tensor | None = None) -> Gaussian:
+        """The distribution of A x + c for A (..., p, n) and c (..., p), over vectors of length p.
+
+        σ²I never becomes n×n, and where p exceeds the rank of the covariance the result is `LowRank`, not p×p (its
+        factor then has derivative 0, not ∞, in a variance that is exactly 0).
+        """
+        matrix = require_matrix_for(self, "Gaussian.affine", "matrix", matrix)
+        require_finite("Gaussian.affine", "matrix", matrix)
+        mean = matvec(matrix, self.flat_mean)
+        if offset is not None:
+            _, offset = require_float_tensors("Gaussian.affine", matrix=matrix, offset=offset)
+            require_finite("Gaussian.affine", "offset", offset)
+            if offset.dim() < 1 or offset.shape[-1] != matrix.shape[-2]:
+                raise ValueError(
+                    f"Gaussian.affine: offset must have shape (..., {matrix.shape[-2]}), got {describe(offset)}"
+                )
+            require_broadcastable("Gaussian.affine", matrix=mean.shape[:-1], offset=offset.shape[:-1])
+            mean = mean + offset
+        return Gaussian._trusted(mean, self.covariance.pushed(matrix), event_ndim=1)
+
+
+def require_matrix_for(noise: Gaussian, caller: str, name: str, matrix: Any) -> Tensor:
+    """A matrix (..., p, n) that can act on this noise: its dtype, its device, its n columns."""
+    matrix = require_float_tensor(caller, name, matrix)
+    if matrix.dim() < 2 or matrix.shape[-1] != noise.size or matrix.shape[-2] == 0:
+        event = f" (event shape {tuple(noise.event_shape)})" if noise.event_ndim != 1 else ""
+        raise ValueError(
+            f"{caller}: {name} must have shape (..., p, {noise.size}), a column for each of the noise's "
+            f"{noise.size} coordinates{event} and p ≥ 1, got {describe(matrix)}"
+        )
+    if matrix.dtype != noise.dtype:
+        raise TypeError(
+            f"{caller}: {name} is {matrix.dtype} but the noise is {noise.dtype}; "
+            f"convert one, e.g. noise.to({matrix.dtype})"
+        )
+    if matrix.device != noise.device:
+        raise ValueError(
+            f"{caller}: {name} is on {matrix.device} but the noise on {noise.device}; "
+            f"move one, e.g. noise.to({str(matrix.device)!r})"
+        )
+    require_broadcastable(caller, **{name: matrix.shape[:-2], "noise": noise.batch_shape})
+    return matrix
+
+
+def event_dimensions(caller: str, name: str, value: Tensor, event_ndim: int | None) -> int:
+    """How many trailing dimensions make one input: 1 of (n,), (N, n); 3 of (C, H, W), (N, C, H, W); else as told."""
+    if event_ndim is None:
+        if value.dim() in (1, 2):
+            return 1
+        if value.dim() in (3, 4):
+            return 3
+        raise ValueError(
+            f"{caller}: {name} of {value.dim()} dimensions does not say which are one input (1 or 2 dimensions are "
+            f"read as (..., n), 3 or 4 as (..., C, H, W)), got {describe(value)}; pass event_ndim="
+        )
+    if isinstance(event_ndim, bool) or not isinstance(event_ndim, int) or not 1 <= event_ndim <= value.dim():
+        raise ValueError(
+            f"{caller}: event_ndim must be between 1 and the {value.dim()} dimensions of {name}, got {event_ndim!r}"
+        )
+    return event_ndim

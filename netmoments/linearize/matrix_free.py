@@ -1,0 +1,221 @@
+"""The two-stage linearization of networks whose Jacobian cannot be stored: A and B as linear maps.
+
+SqueezeNet's first ReLU has 1.2 million units over 155 thousand inputs: A would take 730 GB. Everything the moments need
+of it can be had in passes through the network instead, a bounded number of directions at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import jvp, vmap
+
+from netmoments.checks import describe
+from netmoments.covariance import Covariance, Diagonal, Isotropic
+from netmoments.gaussian import Gaussian
+from netmoments.linearize.jacobian import by_reverse_mode
+from netmoments.linearize.two_stage import after_the_cut, prepared
+from netmoments.memory import directions_at_once, scratch_budget, scratch_for
+from netmoments.network.relu_calls import Cut
+from netmoments.normal import standard_deviation
+from netmoments.precision import full_precision, matmul, matvec
+from netmoments.progress import Progress
+from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean
+from netmoments.relu.quadratic_form import pairs_form
+from netmoments.relu.tiles import Tile, Units, active, nonlinear_covariance, tile_elements, units_of
+
+CALLER = "two_stage_maps"
+
+
+def two_stage_maps(
+    network: Any,
+    at: Tensor,
+    layer: int | str = -1,
+    *,
+    outputs: Sequence[int] | Tensor | None = None,
+    event_ndim: int | None = None,
+    memory_budget: int | None = None,
+) -> TwoStageMaps:
+    """`two_stage` at one point without storing A: the same mean, variance and covariance, paid for in passes.
+
+    The variances of the pre-activations take as many passes through the part before the ReLU as there are inputs, or
+    units with influence on the chosen outputs if those are fewer; the covariance two more for every unit that the noise
+    takes across zero. Choose few `outputs`. Memory stays within `memory_budget`, by default half of what is free.
+    """
+    cut, points, batch, indices, largest, limit = prepared(
+        CALLER, network, at, layer, outputs, event_ndim, memory_budget
+    )
+    if batch.numel() != 1:
+        raise ValueError(f"{CALLER}: one point at a time, got {describe(at)}")
+    working = directions_at_once(points.device, largest, points.element_size(), memory_budget)
+    with torch.inference_mode(False), full_precision():
+        point = points.clone()
+        z, out, B, D, live = after_the_cut(cut, point, indices, working)
+    A = StemMap(cut, point, live[0], working)
+    return TwoStageMaps(A, z[0, live[0]], B[0], out[0], None if D is None else D[0], limit)
+
+
+@dataclass(frozen=True, eq=False)
+class StemMap:
+    """A = ∂z/∂x at a point, for the units `live`, (L, n), as products in chunks of directions."""
+
+    cut: Cut
+    point: Tensor
+    live: Tensor
+    chunk: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.live), self.point[0].numel()
+
+    def times(self, directions: Tensor) -> Tensor:
+        """A v for directions v (c, n): (c, L), by forward mode."""
+
+        def along(direction: Tensor) -> Tensor:
+            return jvp(self.cut.stem, (self.point,), (direction.reshape(self.point.shape),))[1].flatten()[self.live]
+
+        with torch.no_grad(), full_precision():
+            return torch.cat([vmap(along)(part) for part in directions.split(self.chunk)])
+
+    def transposed_times(self, weights: Tensor) -> Tensor:
+        """Aᵀ w for weights w (c, L): (c, n), by reverse mode."""
+        with torch.inference_mode(False), torch.enable_grad(), full_precision():
+            x = self.point.clone().requires_grad_()
+            z = self.cut.stem(x).flatten()[self.live]
+            if not z.requires_grad:
+                return weights.new_zeros(len(weights), x.numel())
+            parts = [
+                torch.autograd.grad(z, x, part, retain_graph=True, is_grads_batched=True)[0].flatten(1)
+                for part in weights.split(self.chunk)
+            ]
+        return torch.cat(parts)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Chosen rows of A, (r, n)."""
+        with torch.inference_mode(False), torch.enable_grad(), full_precision():
+            x = self.point.clone().requires_grad_()
+            z = self.cut.stem(x)
+            (found,) = (
+                by_reverse_mode(z, (x,), self.live[index].unsqueeze(0), self.chunk) if z.requires_grad else (None,)
+            )
+        return self.point.new_zeros(len(index), x.numel()) if found is None else found[0]
+
+    def columns(self, index: Tensor) -> Tensor:
+        """Chosen columns of A, (L, c)."""
+        return self.times(torch.nn.functional.one_hot(index, self.shape[1]).to(self.point)).T
+
+    def row_norms(self) -> Tensor:
+        """The Euclidean norm of every row, (L,)."""
+        return self.row_variances(Isotropic(self.point.new_ones(()), self.shape[1])).sqrt()
+
+    def row_variances(self, covariance: Covariance) -> Tensor:
+        """diag(A Σ Aᵀ), (L,): by columns where Σ is diagonal and there are fewer inputs than units, else by rows."""
+        units, inputs = self.shape
+        if inputs < units and isinstance(covariance, Isotropic | Diagonal):
+            total = self.point.new_zeros(units)
+            variances = covariance.variances().expand(inputs)
+            for index in _chunks(inputs, self.chunk, "variances, column by column", self.point.device):
+                total += matvec(self.columns(index).square(), variances[index])
+            return total
+        parts = [
+            covariance.push_diagonal(self.rows(index))
+            for index in _chunks(units, self.chunk, "variances, row by row", self.point.device)
+        ]
+        return torch.cat(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class TwoStageMaps:
+    """out ≈ B relu(A x + c₁) + D x + c₂ at a point, with A a linear map; B (k, L) for the chosen outputs."""
+
+    A: StemMap
+    z: Tensor
+    """A·point + c₁, (L,)."""
+    B: Tensor
+    out: Tensor
+    """The network's chosen outputs at the point, (k,)."""
+    D: Tensor | None
+    limit: int
+
+    def mean(self, noise: Gaussian) -> Tensor:
+        """E of the chosen outputs, (k,)."""
+        mean, variance = self._pre_activations(noise)
+        return self._mean(noise, mean, variance)
+
+    def variance(self, noise: Gaussian) -> Tensor:
+        """Var of the chosen outputs, (k,)."""
+        return self.covariance(noise).diagonal()
+
+    def covariance(self, noise: Gaussian) -> Tensor:
+        """Cov of the chosen outputs, (k, k)."""
+        return self.moments(noise)[1]
+
+    def moments(self, noise: Gaussian) -> tuple[Tensor, Tensor]:
+        """Mean (k,) and covariance (k, k) together, with the passes they share made once."""
+        mean, variance = self._pre_activations(noise)
+        gate = open_probability(mean, variance)
+        slopes = self.A.transposed_times(self.B * gate)
+        linear = noise.covariance.push(slopes if self.D is None else slopes + self.D)
+        own = matmul(self.B * nonlinear_variance(mean, variance), self.B.mT)
+        nonlinear = own + self._pairs(noise.covariance, mean, variance)
+        return self._mean(noise, mean, variance), linear + 0.5 * (nonlinear + nonlinear.mT)
+
+    def _pre_activations(self, noise: Gaussian) -> tuple[Tensor, Tensor]:
+        """Means and variances of the live units."""
+        if noise.batch_shape or noise.size != self.A.shape[1] or noise.dtype != self.z.dtype:
+            raise ValueError(
+                f"{CALLER}: the noise must be one Gaussian over {self.A.shape[1]} inputs in {self.z.dtype}, got {noise}"
+            )
+        moved = noise.flat_mean - self.A.point.flatten()
+        mean = self.z + self.A.times(moved.unsqueeze(0))[0] if bool(moved.any()) else self.z
+        return mean, self.A.row_variances(noise.covariance)
+
+    def _mean(self, noise: Gaussian, mean: Tensor, variance: Tensor) -> Tensor:
+        expected = relu_mean(mean, standard_deviation(variance))
+        change = matvec(self.B, expected - torch.relu(self.z))
+        if self.D is not None:
+            change = change + matvec(self.D, noise.flat_mean - self.A.point.flatten())
+        return self.out + change
+
+    def _pairs(self, covariance: Covariance, mean: Tensor, variance: Tensor) -> Tensor:
+        """B N Bᵀ over pairs of units that the noise takes across zero."""
+        units = units_of(mean.unsqueeze(0), variance.unsqueeze(0))
+        chosen = active(units)[0].nonzero().squeeze(1)
+        if len(chosen) == 0:
+            return self.B.new_zeros(len(self.B), len(self.B))
+        B = self.B[:, chosen]
+        if 2 * len(chosen) * self.A.shape[1] * mean.element_size() <= self.limit:
+            rows = self.A.rows(chosen)
+            left, right = rows.unsqueeze(0), covariance.times(rows).unsqueeze(0)
+            budget = scratch_budget(mean.device, None)
+            mean, variance = mean[chosen].unsqueeze(0), variance[chosen].unsqueeze(0)
+            return pairs_form(mean, variance, left, right, B.unsqueeze(0), budget)[0]
+        product = self._streamed(covariance, Units(units.h[:, chosen], units.s[:, chosen]), chosen, B)
+        return matmul(B, product)
+
+    def _streamed(self, covariance: Covariance, units: Units, chosen: Tensor, B: Tensor) -> Tensor:
+        """N Bᵀ, (units, k), a strip of rows of A at a time: A Σ Aᵀ of a strip is A times Σ times its rows."""
+        elements = tile_elements(scratch_budget(B.device, None), B.dtype)
+        scratch = scratch_for(B, elements)
+        product = B.new_zeros(len(chosen), len(B))
+        for index in _chunks(len(chosen), self.A.chunk, "pairs of units", B.device):
+            rows = slice(int(index[0]), int(index[-1]) + 1)
+            strip = self.A.times(covariance.times(self.A.rows(chosen[rows])))[:, chosen]
+            width = max(1, elements // len(index))
+            for left in range(0, rows.stop, width):
+                columns = slice(left, min(left + width, rows.stop))
+                value = nonlinear_covariance(units, Tile(rows, columns), strip[:, columns].unsqueeze(0), scratch)[0]
+                product[rows] += matmul(value, B[:, columns].mT)
+                product[columns] += matmul(value.mT, B[:, rows].mT)
+        return product
+
+
+def _chunks(count: int, chunk: int, what: str, device: torch.device) -> Iterator[Tensor]:
+    """Indices 0 … count − 1 in chunks, with progress."""
+    with Progress(what, count) as progress:
+        for index in torch.arange(count, device=device).split(chunk):
+            yield index
+            progress.advance(len(index))

@@ -1,0 +1,158 @@
+"""How much is worked on at a time: one rule for the size of every piece of work, and memory that is used again.
+
+Work is cut into pieces by the bytes that one of its entries takes. What a piece may take depends on the kind of work
+and on the device only:
+
+| kind       | CPU     | GPU    | what it is                                                                        |
+|------------|---------|--------|-----------------------------------------------------------------------------------|
+| `inputs`   | 1 MiB   | 64 MiB | inputs of a network that runs on its own: its activations should stay in a cache   |
+| `cache`    | 2 MiB   | 1 GiB  | numbers that are looked at several times: what a CPU's cache holds, or fills a GPU |
+| `scratch`  | 16 MiB  | 1 GiB  | temporary numbers of a tile of pairs                                              |
+| `pass`     | 32 MiB  | 1 GiB  | numbers that pass through an affine part of a network once                        |
+| `backward` | 256 MiB | 4 GiB  | activations kept for derivatives                                                  |
+| `matrices` | 1 GiB   | 16 GiB | Jacobians that are kept                                                           |
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["inputs", "cache", "scratch", "pass", "backward", "matrices"]
+
+MIB = 2**20
+PIECE: dict[str, dict[Kind, int]] = {
+    "cpu": {
+        "inputs": MIB, "cache": 2 * MIB, "scratch": 16 * MIB, "pass": 32 * MIB, "backward": 256 * MIB,
+        "matrices": 1024 * MIB,
+    },
+    "cuda": {
+        "inputs": 64 * MIB, "cache": 1024 * MIB, "scratch": 1024 * MIB, "pass": 1024 * MIB, "backward": 4096 * MIB,
+        "matrices": 16384 * MIB,
+    },
+}  # fmt: skip
+"""Bytes that a piece of work of each kind may take."""
+
+COPIES = 6
+"""Tensors of the size of the largest activation that a direction's pass holds at a time: values, gradients, scratch."""
+
+DIRECTIONS = 64
+"""Directions of each point that go through the network together, at least, before points are put together."""
+
+
+def piece_bytes(kind: Kind, device: torch.device) -> int:
+    """Bytes that a piece of this kind of work may take on a device."""
+    return PIECE.get(device.type, PIECE["cpu"])[kind]
+
+
+def piece_size(kind: Kind, device: torch.device, bytes_each: int) -> int:
+    """How many entries, of so many bytes each, make one piece; at least 1."""
+    return max(1, piece_bytes(kind, device) // max(1, bytes_each))
+
+
+def elements_together(kind: Kind, like: Tensor, each: int) -> int:
+    """The same for entries of `each` numbers like those of a tensor."""
+    return piece_size(kind, like.device, each * like.element_size())
+
+
+def scratch_budget(device: torch.device, memory_budget: int | None) -> int:
+    """Bytes of scratch memory for tiles of pairs: the caller's, or a piece of that kind."""
+    if memory_budget is None:
+        return piece_bytes("scratch", device)
+    if isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 2**16:
+        raise ValueError(f"memory_budget must be a number of bytes, at least 65536, got {memory_budget!r}")
+    return memory_budget
+
+
+def memory_limit(device: torch.device, budget: int | None) -> int:
+    """The bytes that results of intermediate steps may keep: the budget if there is one, else half of what is free."""
+    if budget is not None:
+        if isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0:
+            raise ValueError(f"memory_budget must be a positive number of bytes, got {budget!r}")
+        return budget
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) // 2
+    return _free_memory() // 2
+
+
+def points_at_once(device: torch.device, elements: int, itemsize: int, budget: int | None) -> int:
+    """How many points are linearized together, so that a good number of directions of each fit."""
+    return max(1, directions_at_once(device, elements, itemsize, budget) // DIRECTIONS)
+
+
+def directions_at_once(device: torch.device, elements: int, itemsize: int, budget: int | None) -> int:
+    """How many directions go through a network at a time, each with `elements` numbers in its largest activation."""
+    working = piece_bytes("backward", device)
+    working = working if budget is None else min(working, max(1, budget // 2))
+    return max(1, working // (COPIES * elements * itemsize))
+
+
+def gigabytes(count: float) -> str:
+    """A number of bytes, to be read."""
+    if count >= 1e10:
+        return f"{count / 1e9:,.0f} GB"
+    return f"{count / 1e9:.2g} GB" if count >= 1e8 else f"{count / 1e6:.2g} MB"
+
+
+def _free_memory() -> int:
+    """What the system says is available, without swapping."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (ValueError, OSError, AttributeError):
+        return 4 * 2**30
+
+
+SLOTS = 21
+"""Buffers of the size of one tile: 13 for the quadrature, 6 more for derivatives, 2 for their weights."""
+
+KEPT_BYTES = 64 * 2**20
+"""Up to this size a CPU thread keeps its scratch memory for the next call: fresh pages cost more than arithmetic."""
+
+_kept = threading.local()
+
+
+class Scratch:
+    """Named buffers of one dtype and device, each of up to `elements` elements, in one block of memory.
+
+    A buffer's content lasts until its name is asked for again. Only what is used becomes resident.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, elements: int) -> None:
+        self.elements = elements
+        with torch.inference_mode(False):  # else a block kept from inside inference mode would be unusable outside
+            self._block = torch.empty(SLOTS, elements, dtype=dtype, device=device)
+        self._slots: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: torch.Size) -> Tensor:
+        """An uninitialized tensor of this shape."""
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = self._slots[name] = self._block[len(self._slots)]
+        return slot[: shape.numel()].view(shape)
+
+
+def scratch_for(like: Tensor, elements: int) -> Scratch:
+    """Scratch memory for blocks of up to `elements` pairs; on a CPU the thread's own, kept between calls."""
+    size = SLOTS * elements * like.dtype.itemsize
+    if like.device.type != "cpu" or size > KEPT_BYTES:
+        return Scratch(like.dtype, like.device, elements)
+    kept: dict[torch.dtype, Scratch] = _kept.__dict__.setdefault("by_dtype", {})
+    if like.dtype not in kept or kept[like.dtype].elements < elements:
+        kept[like.dtype] = Scratch(like.dtype, like.device, elements)
+    return kept[like.dtype]
+
+
+def common_shape(*tensors: Tensor) -> torch.Size:
+    """The broadcast shape of tensors with equally many dimensions (`torch.broadcast_shapes` is slow)."""
+    return torch.Size(map(max, *(x.shape for x in tensors)))

@@ -1,0 +1,324 @@
+"""Which calls of a network are ReLUs, watched while it runs, and the network cut at one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import vmap
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from netmoments.checks import describe
+from netmoments.network.exported import ExportedNetwork
+
+Call = Callable[..., Any]
+aten = torch.ops.aten
+
+_RELUS: set[Call] = {functional.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
+_RELUS |= {aten.relu.default, aten.relu_.default}
+_CLAMPS: set[Call] = {torch.clamp, torch.clamp_, torch.clip, torch.clip_, Tensor.clamp, Tensor.clamp_, Tensor.clip}
+_CLAMPS |= {Tensor.clip_, aten.clamp.default, aten.clamp_.default}
+_LOWER_CLAMPS: set[Call] = {torch.clamp_min, torch.clamp_min_, Tensor.clamp_min, Tensor.clamp_min_}
+_LOWER_CLAMPS |= {aten.clamp_min.default, aten.clamp_min_.default}
+_THRESHOLD: Call = functional.threshold  # a function of Python, which passes on another name
+_THRESHOLDS: set[Call] = {_THRESHOLD, torch.threshold, torch.threshold_}
+_THRESHOLDS |= {aten.threshold.default, aten.threshold_.default}
+
+_SMOOTH = {
+    "gelu", "sigmoid", "silu", "softmax", "softmin", "softplus", "tanh", "elu", "selu", "celu", "mish",
+    "hardswish", "hardsigmoid", "logsigmoid", "log_softmax", "log_sigmoid", "softsign", "tanhshrink", "exp",
+    "expm1", "log", "log1p", "erf", "sin", "cos", "sqrt", "rsqrt", "pow", "square", "reciprocal",
+    "layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize", "scaled_dot_product_attention",
+    "native_layer_norm", "multi_head_attention_forward", "local_response_norm", "cosine_similarity", "bilinear",
+    "lstm", "gru", "rnn_tanh", "lstm_cell", "gru_cell", "rnn_tanh_cell", "glu", "logsumexp", "prod", "atan", "erfc",
+    "exp2", "log2", "log10", "sinh", "cosh",
+}  # fmt: skip
+
+
+def is_relu(function: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call computes max(x, 0): relu in all its spellings, clamp(min=0), threshold(0, 0)."""
+    if function in _RELUS:
+        return True
+    if function in _CLAMPS:
+        lower, upper = _argument(args, kwargs, 1, "min"), _argument(args, kwargs, 2, "max")
+        return _is_zero(lower) and upper is None
+    if function in _LOWER_CLAMPS:
+        return _is_zero(_argument(args, kwargs, 1, "min"))
+    if function in _THRESHOLDS:
+        return _is_zero(_argument(args, kwargs, 1, "threshold")) and _is_zero(_argument(args, kwargs, 2, "value"))
+    return False
+
+
+def is_in_place(function: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a ReLU call overwrites its input."""
+    position = {functional.relu: 1, _THRESHOLD: 3}.get(function)
+    if position is not None:
+        return bool(_argument(args, kwargs, position, "inplace"))
+    return _name(function).endswith("_")
+
+
+def pre_activations(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The input of a ReLU call."""
+    value = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    if not isinstance(value, Tensor):
+        raise TypeError(f"a ReLU was called with {describe(value)} for its input")
+    return value
+
+
+def smooth_name(function: Call) -> str | None:
+    """The name of a smooth nonlinear function, None for everything else."""
+    name = _name(function).rstrip("_")
+    return name if name in _SMOOTH else None
+
+
+def _name(function: Call) -> str:
+    """`relu` for torch.relu, functional.relu and aten.relu.default alike."""
+    name: str = getattr(function, "__name__", "")
+    return name.split(".")[0]
+
+
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)
+
+
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.requires_grad and bool((value == 0).all())
+    return value is not None and value == 0
+
+
+@dataclass(frozen=True)
+class Relu:
+    """One call of a ReLU: its place in the order of calls, its name, and the shape of one image's pre-activations."""
+
+    index: int
+    name: str
+    shape: torch.Size
+    batched: bool = field(default=True, repr=False)
+    """Whether its input has the images of a batch as its first dimension; if not, each image is run by itself."""
+
+    @property
+    def size(self) -> int:
+        return self.shape.numel()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a network did with an example."""
+
+    relus: tuple[Relu, ...]
+    smooth: tuple[str, ...]
+    """Smooth functions it called, with the modules that did."""
+    output: Tensor
+    largest: int
+    """Elements of the largest tensor that any call returned, for one image."""
+    shapes: tuple[torch.Size, ...]
+    """What the ReLUs were called with, the whole batch."""
+    differentiable: bool = True
+    """Whether the scores have a derivative in the input."""
+
+
+def trace(network: nn.Module, inputs: Tensor) -> Trace:
+    """Run the network on a batch of inputs (N, ...) and record it."""
+    watcher = _Watcher(inputs.shape[0])
+    with torch.no_grad(), _module_names(network, watcher.modules), watcher:
+        output = network(inputs.clone())  # a copy: the first call may be in place
+    names = _exported_names(network.program) if isinstance(network, ExportedNetwork) else watcher.names
+    numbered = zip(_numbered(names), watcher.shapes, strict=True)
+    relus = tuple(Relu(index, name, shape[1:]) for index, (name, shape) in enumerate(numbered))
+    return Trace(relus, tuple(dict.fromkeys(watcher.smooth)), output, watcher.largest, tuple(watcher.shapes))
+
+
+def with_batch_known(alone: Trace, pair: Trace) -> Trace:
+    """The trace of one image, told by that of two which ReLUs have the images as the first dimension of their input.
+
+    Others see images folded into another dimension, (N·T, C) say, or are called once an image.
+    """
+    same_calls = len(alone.shapes) == len(pair.shapes)
+
+    def known(relu: Relu) -> Relu:
+        one = alone.shapes[relu.index]
+        if same_calls and one[:1] == (1,) and pair.shapes[relu.index] == (2, *one[1:]):
+            return relu
+        return replace(relu, shape=one[1:] if one[:1] == (1,) else one, batched=False)
+
+    return replace(alone, relus=tuple(known(relu) for relu in alone.relus))
+
+
+class _Watcher(TorchFunctionMode):
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.modules: list[str] = []
+        self.names: list[str] = []
+        self.shapes: list[torch.Size] = []
+        self.smooth: list[str] = []
+        self.largest = 0
+        self._batch = batch
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        where = self.modules[-1] if self.modules else "network"
+        if is_relu(func, args, kwargs):
+            self.names.append(where)
+            self.shapes.append(pre_activations(args, kwargs).shape)
+        elif (smooth := smooth_name(func)) is not None:
+            self.smooth.append(f"{smooth} in {where}")
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, -(-result.numel() // self._batch))
+        return result
+
+
+@contextmanager
+def _module_names(network: nn.Module, stack: list[str]) -> Iterator[None]:
+    """Inside this block `stack` ends with the name of the module that is running."""
+
+    def entering(name: str) -> Callable[..., None]:
+        return lambda *_: stack.append(name)
+
+    def leaving(*_: Any) -> None:
+        stack.pop()
+
+    handles: list[Any] = []
+    for name, module in network.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
+            handles.append(module.register_forward_pre_hook(entering(name or "network")))
+            handles.append(module.register_forward_hook(leaving, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _exported_names(network: fx.GraphModule) -> list[str]:
+    """For an exported program: the module each ReLU came from, in the order of calls."""
+    found = []
+    for node in network.graph.nodes:
+        if node.op == "call_function" and is_relu(node.target, node.args, node.kwargs):
+            modules = node.meta.get("nn_module_stack") or {}
+            path = next(reversed(modules.values()))[0] if modules else ""
+            found.append(path or "network")
+    return found
+
+
+def _numbered(names: list[str]) -> list[str]:
+    """Names that occur once as they are, others as name#0, name#1, …"""
+    times = Counter(names)
+    seen: Counter[str] = Counter()
+    result = []
+    for name in names:
+        result.append(name if times[name] == 1 else f"{name}#{seen[name]}")
+        seen[name] += 1
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """network(x) = head(x, relu(stem(x))).
+
+    `stem` gives the pre-activations z of the chosen ReLU, (N, *relu.shape); `head` runs the network with y in place of
+    that ReLU's output. The head depends on x itself only through paths around the cut (skip connections).
+    """
+
+    network: nn.Module
+    relu: Relu
+
+    def stem(self, x: Tensor) -> Tensor:
+        if self.relu.batched:
+            return self._stem(x)
+        return vmap(lambda image: self._stem(image.unsqueeze(0)).reshape(self.relu.shape))(x)
+
+    def head(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.relu.batched:
+            return self._head(x, y)
+        return vmap(lambda image, own: self._head(image.unsqueeze(0), own).squeeze(0))(x, y)
+
+    @property
+    def _runs(self) -> nn.Module:
+        return self.network.program if isinstance(self.network, ExportedNetwork) else self.network
+
+    def _stem(self, x: Tensor) -> Tensor:
+        try:
+            with _AtRelu(self.relu.index, _stop):
+                self._runs(x.clone())  # a copy: the first call may be in place
+        except _Reached as reached:
+            return reached.value
+        raise RuntimeError(
+            f"the network never reached its ReLU {self.relu.name!r}: it does not always do the same calls"
+        )
+
+    def _head(self, x: Tensor, y: Tensor) -> Tensor:
+        with _AtRelu(self.relu.index, _replaced_by(y)):
+            return self._runs(x.clone())
+
+
+def find_relu(relus: Sequence[Relu], layer: int | str) -> Relu:
+    """The ReLU that `layer` names: a number counted from either end, or a name."""
+    listed = ", ".join(f"{relu.index} {relu.name!r}" for relu in relus)
+    if not relus:
+        raise ValueError(
+            "the network has no ReLU (nn.ReLU, relu(), clamp(min=0) were looked for; scripted modules cannot be looked "
+            "into); without one, use method='linear' or method='sampling'"
+        )
+    if isinstance(layer, bool) or not isinstance(layer, int | str):
+        raise TypeError(f"layer must be a number or a name, got {layer!r}; the ReLUs are: {listed}")
+    if isinstance(layer, int):
+        if not -len(relus) <= layer < len(relus):
+            raise ValueError(f"layer {layer} is not one of the network's {len(relus)} ReLUs: {listed}")
+        return relus[layer]
+    for relu in relus:
+        if relu.name == layer:
+            return relu
+    calls = [relu.name for relu in relus if relu.name.rsplit("#", 1)[0] == layer]
+    if calls:
+        raise ValueError(f"{layer!r} calls a ReLU {len(calls)} times; choose one of {', '.join(calls)}")
+    raise ValueError(f"no ReLU is named {layer!r}; the ReLUs are: {listed}")
+
+
+class _Reached(BaseException):
+    """Not an Exception: a network that catches those must not catch this."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class _AtRelu(TorchFunctionMode):
+    """Counts ReLU calls and has the chosen one done by `treat(pre-activations, in place or not)`."""
+
+    def __init__(self, index: int, treat: Callable[[Tensor, bool], Tensor]) -> None:
+        super().__init__()
+        self._left = index
+        self._treat = treat
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_relu(func, args, kwargs):
+            self._left -= 1
+            if self._left == -1:
+                return self._treat(pre_activations(args, kwargs), is_in_place(func, args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _stop(z: Tensor, in_place: bool) -> Tensor:
+    raise _Reached(z)
+
+
+def _replaced_by(y: Tensor) -> Callable[[Tensor, bool], Tensor]:
+    def treat(z: Tensor, in_place: bool) -> Tensor:
+        value = y.reshape(z.shape)
+        if in_place:  # code may go on with z itself
+            return z.copy_(value)
+        return value.clone()  # code may go on to change it
+
+    return treat

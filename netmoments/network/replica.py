@@ -1,0 +1,180 @@
+"""A private twin of a network, and what a run of it does: how a network is looked into without being changed.
+
+Hooks are put on, tensors put in and operations recorded on the twin only, so that neither an error, nor an interrupt, nor
+another thread can leave the user's network in another state than it was in.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from netmoments.precision import full_precision
+
+
+def replica(network: nn.Module) -> nn.Module:
+    """A network of the same modules with the same parameters, attributes and hooks, whose modules are its own.
+
+    A module used twice is used twice here too. Buffers are copies, parameters the same tensors. Lists, dictionaries,
+    bound methods, partial functions and closures that hold modules hold those of the twin; any other attribute is
+    shared. Scripted modules cannot be copied and are shared too.
+    """
+    twins: dict[int, Any] = {}
+    modules = [module for module in network.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    for module in modules:
+        twins[id(module)] = object.__new__(type(module))
+    for buffer in network.buffers():
+        twins[id(buffer)] = buffer.detach().clone()
+    for module in modules:
+        own = vars(module)
+        kept = {"_graph", "_code"} if isinstance(module, fx.GraphModule) else set()
+        twin = {name: value if name in kept else _held(value, twins) for name, value in own.items()}
+        twin["_compiled_call_impl"] = None
+        vars(twins[id(module)]).update(twin)
+    return twins.get(id(network), network)
+
+
+def _held(value: Any, twins: Mapping[int, Any]) -> Any:
+    """An attribute of the twin: modules and buffers replaced by their twins, inside containers and functions too."""
+    if id(value) in twins:
+        return twins[id(value)]
+    if isinstance(value, dict):
+        return _like(value, {key: _held(item, twins) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_held(item, twins) for item in value))
+    if isinstance(value, list | tuple | set) and type(value) in (list, tuple, set):
+        return type(value)(_held(item, twins) for item in value)
+    if isinstance(value, types.MethodType) and id(value.__self__) in twins:
+        return types.MethodType(value.__func__, twins[id(value.__self__)])
+    if isinstance(value, functools.partial):
+        arguments = (_held(item, twins) for item in value.args)
+        return functools.partial(_held(value.func, twins), *arguments, **_held(value.keywords, twins))
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        return _rebound(value, twins)
+    return value
+
+
+def _like(old: dict[Any, Any], new: dict[Any, Any]) -> Any:
+    """A dictionary of the same kind, for the kinds that modules have."""
+    if type(old) is dict:
+        return new
+    try:
+        return type(old)(new)
+    except TypeError:
+        return new
+
+
+def _rebound(function: types.FunctionType, twins: Mapping[int, Any]) -> Any:
+    """A function that closes over modules, closing over their twins."""
+    cells = function.__closure__ or ()
+    try:
+        held = [cell.cell_contents for cell in cells]
+    except ValueError:  # a cell that is not filled yet
+        return function
+    if not any(id(item) in twins for item in held):
+        return function
+    closure = tuple(types.CellType(twins.get(id(item), item)) for item in held)
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def named_tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once."""
+    return {**dict(network.named_parameters()), **dict(network.named_buffers())}
+
+
+class TensorSlots:
+    """Where a twin keeps its parameters and buffers, so that others can be put in their place.
+
+    A tensor that several modules share, or a module that is used twice, has one name.
+    """
+
+    def __init__(self, twin: nn.Module) -> None:
+        self.tensors = named_tensors(twin)
+        names = {id(tensor): name for name, tensor in self.tensors.items()}
+        self._slots = [
+            (held, key, names[id(value)])
+            for module in twin.modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+            for held in (module._parameters, module._buffers)
+            for key, value in held.items()
+            if value is not None
+        ]
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Have the twin run with these, by name."""
+        for held, key, name in self._slots:
+            held[key] = tensors[name]  # type: ignore[assignment]
+
+
+class _Constant:
+    """A tensor that a run used but neither made nor found among the network's parameters and buffers."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value.detach().clone()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Constant) or self.value.shape != other.value.shape:
+            return False
+        same = self.value.dtype == other.value.dtype and self.value.device == other.value.device
+        return same and torch.equal(self.value.nan_to_num(), other.value.nan_to_num())
+
+    def __hash__(self) -> int:
+        return hash(self.value.shape)
+
+
+class _Recorder(TorchDispatchMode):
+    """Every operation of a run with its arguments: numbers as they are, tensors by where they come from."""
+
+    def __init__(self, network: nn.Module, image: Tensor) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, ...]] = []
+        self._known = WeakIdKeyDictionary()
+        self._known[image] = "input"
+        for place, tensor in enumerate((*network.parameters(), *network.buffers())):
+            self._known[tensor] = place
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.operations.append((func, *(self._described(x) for x in (*args, *kwargs.items()))))
+        result = func(*args, **kwargs)
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made not in self._known:
+                self._known[made] = len(self.operations)
+        return result
+
+    def _described(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            found = self._known.get(argument)
+            return _Constant(argument) if found is None else (found, argument.shape)
+        if isinstance(argument, list | tuple):
+            return tuple(self._described(item) for item in argument)
+        if isinstance(argument, float) and argument != argument:
+            return "nan"
+        return argument
+
+
+def operations_of(network: nn.Module, image: Tensor) -> list[tuple[Any, ...]]:
+    """What a run on one image does, operation by operation: two lists are equal if the network is the same function.
+
+    The values of parameters and buffers do not count, which of them are used does; so do all numbers and other tensors
+    that enter, wherever the network keeps them.
+    """
+    with torch.inference_mode(False), torch.no_grad(), full_precision(), torch.random.fork_rng(devices=[]):
+        x = image.detach().clone()
+        with _Recorder(network, x) as recorder:
+            network(x)
+    return recorder.operations

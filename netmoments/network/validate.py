@@ -1,0 +1,177 @@
+"""What a network must be before anything is computed about it, checked once and said clearly."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from netmoments.checks import describe, require_finite, require_float_tensor
+from netmoments.network.exported import ExportedNetwork, exported_network
+from netmoments.network.relu_calls import Trace, trace, with_batch_known
+from netmoments.network.replica import replica
+from netmoments.precision import full_precision
+
+COPIES = 8
+"""Of an image, in one batch: noise that two runs hide by chance shows among them."""
+
+
+def as_network(network: Any, caller: str) -> nn.Module:
+    """A module in eval mode: as given, unwrapped if compiled, or an exported program made callable with any batch."""
+    if isinstance(network, torch.export.ExportedProgram):
+        network = exported_network(network)
+    if isinstance(network, fx.GraphModule) and hasattr(network, "_guards_fn"):
+        network = ExportedNetwork(network)
+    network = getattr(network, "_orig_mod", network)
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"{caller}: network must be a torch.nn.Module or an exported program, got {describe(network)}")
+    if isinstance(network, torch.jit.ScriptModule):
+        raise TypeError(
+            f"{caller}: a scripted network cannot be looked into; pass the module it was made from, or export that "
+            f"with torch.export"
+        )
+    if not isinstance(network, ExportedNetwork):
+        _require_eval(network, caller)
+    return network
+
+
+def _require_eval(network: nn.Module, caller: str) -> None:
+    if network.training:
+        raise ValueError(
+            f"{caller}: the network is in training mode, where dropout and batch normalisation are random; call "
+            f"network.eval() first"
+        )
+    exported = {id(x) for module in network.modules() if isinstance(module, ExportedNetwork) for x in module.modules()}
+    left_on = [
+        name
+        for name, module in network.named_modules()
+        if module.training and id(module) not in exported and not any(child.training for child in module.children())
+    ]
+    if left_on:
+        raise ValueError(f"{caller}: {', '.join(left_on[:4])} left in training mode; call network.eval()")
+
+
+def require_inputs(network: nn.Module, inputs: Any, caller: str) -> None:
+    """A batch (N, ...) of at least one image, of the dtype and on the device of the network."""
+    require_float_tensor(caller, "the input", inputs)
+    if inputs.dim() < 2 or inputs.numel() == 0:
+        raise ValueError(f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}")
+    _require_matching_dtype(network, inputs, caller)
+
+
+def require_derivatives(found: Trace, caller: str) -> None:
+    """A network that changes with its input but has no derivative there cannot be linearized."""
+    if not found.differentiable:
+        raise ValueError(
+            f"{caller}: the network's scores change with the input but their derivative is zero or missing: forward is "
+            f"under torch.no_grad(), detaches the input, or rounds it; take that out, or use sampling"
+        )
+
+
+def examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
+    """The trace of a network on one image (1, ...), once it is known to be a function of each image by itself.
+
+    It is run on the image twice and on copies of it (is it deterministic?), on another image, and on both together (does
+    the batch matter?). All runs are those of a twin, and leave the random state as it was.
+    """
+    devices = [image.device] if image.device.type == "cuda" else []
+    with torch.inference_mode(False), full_precision(), torch.random.fork_rng(devices=devices):
+        return _examined(replica(network), image.detach().clone(), caller)
+
+
+def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
+    with full_precision():
+        try:
+            alone = trace(network, image)
+        except _REFUSALS as error:
+            raise ValueError(
+                f"{caller}: the network cannot take an input of shape {tuple(image.shape[1:])}: {_first_line(error)}"
+            ) from error
+        _require_scores(alone.output, image, caller)
+        other = another_image(image)
+        with torch.no_grad():
+            again, apart = network(image.clone()), network(other.clone())
+        _require_deterministic(same_values(alone.output, again), caller)
+        try:
+            pair = trace(network, torch.cat([image, other]))
+            with torch.no_grad():
+                copies = network(image.repeat(COPIES, *(1,) * (image.dim() - 1)))
+        except _REFUSALS as error:
+            raise ValueError(
+                f"{caller}: the network takes one image but not a batch of two: {_first_line(error)}"
+            ) from error
+    _require_deterministic(same_values(copies[:1].expand_as(copies), copies), caller)
+    together = pair.output
+    if len(together) != 2 or not (same_values(again, together[:1]) and same_values(apart, together[1:])):
+        raise ValueError(
+            f"{caller}: the network's output for an image depends on the other images of the batch (batch "
+            f"normalisation in training mode?); netmoments needs each image treated by itself"
+        )
+    changes = not same_values(again, apart)
+    differentiable = not changes or _has_derivative(network, torch.cat([image, other]))
+    return dataclasses.replace(with_batch_known(alone, pair), differentiable=differentiable)
+
+
+def _require_deterministic(same: bool, caller: str) -> None:
+    if not same:
+        raise ValueError(
+            f"{caller}: the network is not deterministic: two runs on the same input differ (dropout or noise left on?)"
+        )
+
+
+def _has_derivative(network: nn.Module, images: Tensor) -> bool:
+    """Whether the scores of any of the images have a derivative in it that is not zero."""
+    with torch.inference_mode(False), torch.enable_grad(), full_precision():
+        x = images.clone().requires_grad_()
+        out = network(x.clone())
+        if not out.requires_grad:
+            return False
+        weights = torch.linspace(1, 2, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
+        (slope,) = torch.autograd.grad(out, x, weights, allow_unused=True)
+    return slope is not None and bool(slope.any())
+
+
+_REFUSALS = (RuntimeError, AssertionError, ValueError, IndexError, TypeError, AttributeError, KeyError)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def another_image(image: Tensor) -> Tensor:
+    """An image unlike the given one, whatever that is."""
+    ramp = torch.linspace(0.25, 1, image.numel(), dtype=image.dtype, device=image.device).reshape(image.shape)
+    return 0.5 * image.flip(-1) + ramp
+
+
+def _require_scores(output: Any, image: Tensor, caller: str) -> None:
+    if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[0] != 1 or output.shape[1] == 0:
+        raise ValueError(
+            f"{caller}: the network must return scores of shape (batch, classes), got {describe(output)} for one input "
+            f"of shape {tuple(image.shape[1:])}; wrap it in a module that picks or flattens them"
+        )
+    require_finite(caller, "the network's output", output)
+
+
+def _require_matching_dtype(network: nn.Module, image: Tensor, caller: str) -> None:
+    for name, parameter in network.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != image.dtype:
+            raise TypeError(
+                f"{caller}: the network is {parameter.dtype} ({name}) but the input {image.dtype}; convert one, e.g. "
+                f"network.to({image.dtype})"
+            )
+        if parameter.device != image.device:
+            raise ValueError(
+                f"{caller}: the network is on {parameter.device} ({name}) but the input on {image.device}; move one, "
+                f"e.g. input.to({str(parameter.device)!r})"
+            )
+
+
+def same_values(x: Tensor, y: Tensor) -> bool:
+    """Equal up to the rounding of another order of summation; what is not finite differs from nothing."""
+    if x.shape != y.shape:
+        return False
+    tolerance = 1e4 * torch.finfo(x.dtype).eps * x.abs().max().clamp(min=1e-30)
+    return not bool(((x - y).abs() > tolerance).any())

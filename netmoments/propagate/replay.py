@@ -1,0 +1,90 @@
+"""Work on a GPU that comes again with tensors of the same shapes: recorded once, then replayed in one launch.
+
+A sketch of one image is some thousand small steps, each over before the host has asked for the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Work = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(eq=False)
+class _Recording:
+    """A recorded graph, and the tensors it reads and writes, which it owns."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    used: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+    @classmethod
+    def of(cls, work: Work, inputs: tuple[Tensor, ...]) -> _Recording:
+        """On a stream of its own, of the inputs' device; if it fails, the caller's stream is the current one again."""
+        device = inputs[0].device
+        before = torch.cuda.current_stream(device)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        with torch.inference_mode(False), torch.no_grad():  # else callers outside inference mode could not use it
+            own = tuple(x.clone() for x in inputs)
+            try:
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    outputs = work(*own)
+            finally:
+                torch.cuda.set_stream(before)
+        return cls(graph, own, outputs)
+
+    def replay(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        stream = torch.cuda.current_stream(inputs[0].device)
+        stream.wait_event(self.used)  # of a caller on another stream
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given)
+            own.record_stream(stream)
+        self.graph.replay()
+        found = tuple(x.clone() for x in self.outputs)
+        self.used.record(stream)
+        return found
+
+
+@dataclass(eq=False)
+class _Shapes:
+    """Work that was asked for with inputs of some shapes: its recording, or that there can be none."""
+
+    recording: _Recording | None = None
+    refused: bool = False
+
+
+KEPT = 2
+"""Shapes that are remembered: those of a batch's parts, and of its last."""
+
+_lock = threading.Lock()
+
+
+def replayed(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """`work(*inputs)`, which must depend on nothing but these and the owner of `recordings`, and never make the host
+    wait.
+
+    It is done as it is the first time that inputs of these shapes come, recorded the second time, and replayed from
+    then on. A recording lives as long as its owner, or until others have come.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return work(*inputs)
+    key = tuple((x.shape, x.dtype, x.device) for x in inputs)
+    with _lock, torch.cuda.device_of(inputs[0]):
+        found = recordings.pop(key, None)
+        recordings[key] = found or _Shapes()  # the latest last
+        if len(recordings) > KEPT:
+            del recordings[next(iter(recordings))]
+        if found is not None and found.recording is None and not found.refused:
+            try:
+                found.recording = _Recording.of(work, inputs)
+            except RuntimeError:  # something in it cannot be recorded
+                found.refused = True
+        if found is not None and found.recording is not None:
+            return found.recording.replay(inputs)
+    return work(*inputs)

@@ -1,0 +1,357 @@
+"""The two integrals behind the covariance of two ReLUs, to rounding, for every correlation.
+
+For z₁ ~ N(h,1), z₂ ~ N(k,1) with correlation ρ, Price's theorem gives
+
+    Cov(relu z₁, relu z₂) = ρΦ(h)Φ(k) + J,      J = ∫₀^ρ (ρ − r) φ₂(h,k;r) dr      (nonlinear part)
+    P(z₁>0, z₂>0)         = Φ(h)Φ(k) + D,       D = ∫₀^ρ φ₂(h,k;r) dr              (orthant excess)
+
+with φ₂ the bivariate normal density at (h,k). The half-angle substitution r = 2τ/(1+τ²) makes both algebraic,
+
+    φ₂ dr = (1/π) exp(−(1+τ²)·[((h+k)/2)²/(1+τ)² + ((h−k)/2)²/(1−τ)²]) dτ/(1+τ²),
+
+no trigonometry and a sum of squares in the exponent, so nothing cancels as ρ → ±1. With T = ρ/(1+√(1−ρ²)) the
+range is τ = Tu, u in [0,1], and Gauss–Legendre in u needs fewer nodes than in r or in the angle asin r, whose
+singularities are closer. Beyond |ρ| = 0.99 the nodes of J are graded towards u = 1; D, whose integrand has a boundary
+layer of any width there, comes from Owen's T."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from netmoments.memory import Scratch, common_shape
+from netmoments.normal import density, distribution, owen_t
+from netmoments.relu.quadrature_rules import (
+    NONLINEAR_RULES,
+    RULES,
+    SERIES_RULES,
+    Rule,
+    SeriesRule,
+)
+
+GEOMETRY_COST = 1.5
+"""What comes before the first node, in nodes."""
+
+SEARCH_COST = 0.5
+"""Looking for the pairs of a block that need a better rule, likewise."""
+
+EXCEPTION_COST = 250_000
+"""Treating some pairs apart costs, however few they are, as much as a node for so many pairs: calls, not arithmetic."""
+
+GATHER_COST = 4
+"""Picking a single pair out of a block costs about as much as this many nodes."""
+
+FEW = 65536
+"""Up to this many exponentials are done at once: node by node, the calls would cost more than the arithmetic."""
+
+SURVEY = 1024
+"""How many pairs of a block are looked at to choose its rule: a matter of speed, every pair gets nodes enough."""
+
+
+def nonlinear_part(
+    h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None, series: TileSeries | None = None
+) -> Tensor:
+    """J(h,k;ρ) = Cov(relu z₁, relu z₂) − ρΦ(h)Φ(k) for unit variances: positive, O(ρ²), even under k, ρ → −k, −ρ.
+
+    The three broadcast and have equally many dimensions. |ρ| > 1 is an error. The result lives in `scratch`, if given.
+    With the series' factors of the same units, moderate correlations take the series instead of nodes.
+    """
+    scratch = scratch or _fresh(h, k, rho)
+    rules = NONLINEAR_RULES[rho.dtype]
+    if series is None:
+        return _by_correlation(_nonlinear_sum, rules, (), h, k, rho, scratch)
+
+    def evaluate(rule: Rule | SeriesRule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
+        if isinstance(rule, SeriesRule):
+            return nonlinear_sum(series, rule.terms, rho, scratch)
+        return _nonlinear_sum(rule, h, k, rho, scratch)
+
+    return _by_correlation(evaluate, rules, SERIES_RULES[rho.dtype], h, k, rho, scratch)
+
+
+def orthant_excess(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """D(h,k;ρ) = P(z₁>0, z₂>0) − Φ(h)Φ(k) = ∂J/∂ρ, of the sign of ρ. Conventions as for `nonlinear_part`."""
+    return _by_correlation(_excess_sum, RULES[rho.dtype], (), h, k, rho, scratch or _fresh(h, k, rho))
+
+
+def nonlinear_part_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
+    """J with one rule for every pair, whatever its correlation: to study rules."""
+    return _nonlinear_sum(rule, h, k, rho, _fresh(h, k, rho))
+
+
+def orthant_excess_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
+    """D with one rule for every pair (Owen's T if its limit is 1): to study rules."""
+    return _excess_sum(rule, h, k, rho, _fresh(h, k, rho))
+
+
+def _fresh(h: Tensor, k: Tensor, rho: Tensor) -> Scratch:
+    return Scratch(rho.dtype, rho.device, common_shape(h, k, rho).numel())
+
+
+class _Geometry(NamedTuple):
+    """What all nodes of a block share, with P = ((h+k)/2)² and M = ((h−k)/2)²."""
+
+    extent: Tensor  # T, of the sign of ρ
+    below: Tensor  # 1 − T, to full relative accuracy
+    above: Tensor  # 1 + T, likewise
+    square: Tensor  # T²
+    plus: Tensor  # −P/2
+    minus: Tensor  # −M/2
+    both: Tensor  # −(P + M)/2
+
+
+def _geometry(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> _Geometry:
+    one = rho.new_ones(())
+    below = torch.sub(one, rho, out=scratch.take("below", rho.shape))
+    above = torch.add(one, rho, out=scratch.take("above", rho.shape))
+    root = torch.mul(below, above, out=scratch.take("root", rho.shape)).sqrt_()
+    below.add_(root)
+    above.add_(root)
+    root.add_(1)
+    extent = torch.div(rho, root, out=scratch.take("extent", rho.shape))
+    pairs = common_shape(h, k, rho)
+    plus = torch.add(h, k, out=scratch.take("plus", pairs)).square_().mul_(-0.125)
+    minus = torch.sub(h, k, out=scratch.take("minus", pairs)).square_().mul_(-0.125)
+    return _Geometry(
+        extent=extent,
+        below=below.div_(root),
+        above=above.div_(root),
+        square=torch.mul(extent, extent, out=root),
+        plus=plus,
+        minus=minus,
+        both=torch.add(plus, minus, out=scratch.take("both", pairs)),
+    )
+
+
+class _Nodes:
+    """The exponentials of a block, node by node, in memory taken once."""
+
+    def __init__(self, at: _Geometry, scratch: Scratch) -> None:
+        self._at = at
+        self._one = at.extent.new_ones(())
+        self._ratio = scratch.take("ratio", at.extent.shape)
+        self._factor = scratch.take("factor", at.extent.shape)
+        self._height = scratch.take("height", at.both.shape)
+        self.total = scratch.take("total", at.both.shape).zero_()
+
+    def height(self, v: float) -> Tensor:
+        """exp(−(P + M + Pr + M/r)/2) with r = ((1−τ)/(1+τ))², at the node u = 1 − v.
+
+        This is the exponent of the module's docstring, since 1 + τ² is half of (1+τ)² + (1−τ)².
+        """
+        at, ratio = self._at, self._ratio
+        torch.add(at.below, at.extent, alpha=v, out=ratio)
+        torch.add(at.above, at.extent, alpha=-v, out=self._factor)
+        ratio.div_(self._factor).square_()
+        torch.addcmul(at.both, at.plus, ratio, out=self._height)
+        return self._height.addcdiv_(at.minus, ratio).exp_()
+
+    def spread(self, u: float) -> Tensor:
+        """1 + τ²."""
+        return torch.add(self._one, self._at.square, alpha=u * u, out=self._ratio)
+
+    def shortfall(self, u: float) -> Tensor:
+        """1 − Tτ."""
+        return torch.add(self._one, self._at.square, alpha=-u, out=self._factor)
+
+
+def _nonlinear_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
+    """J = 2T²/(π(1+T²)) Σ w(1−u) (1−Tτ)/(1+τ²)² exp(…), as ρ − r = 2(T−τ)(1−Tτ)/((1+T²)(1+τ²))."""
+    at = _geometry(h, k, rho, scratch)
+    if rule.cost * at.both.numel() <= FEW:
+        every = _all_nodes(rule, at)
+        short = every.heights * (every.weight * every.v) * (1 - at.square * every.u)
+        total = short.div_(every.spread.square_()).sum(0)
+    else:
+        nodes = _Nodes(at, scratch)
+        total = nodes.total
+        for u, weight, v in rule.nodes:
+            height = nodes.height(v)
+            total.addcmul_(nodes.shortfall(u).div_(nodes.spread(u).square_()), height, value=weight * v)
+    return total.mul_((at.square / (1 + at.square)).mul_(2 / math.pi))
+
+
+def _excess_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
+    """D = T/π Σ w/(1+τ²) exp(…), or from Owen's T where no rule would do."""
+    if rule.limit == 1.0:
+        return excess_by_owen(h, k, rho, scratch)
+    at = _geometry(h, k, rho, scratch)
+    if rule.cost * at.both.numel() <= FEW:
+        every = _all_nodes(rule, at)
+        total = (every.heights * every.weight).div_(every.spread).sum(0)
+    else:
+        nodes = _Nodes(at, scratch)
+        total = nodes.total
+        for u, weight, v in rule.nodes:
+            height = nodes.height(v)
+            total.addcdiv_(height, nodes.spread(u), value=weight)
+    return total.mul_(at.extent.mul_(1 / math.pi))
+
+
+class _AllNodes(NamedTuple):
+    """All nodes of a small block at once, along a new first dimension: what `_Nodes` gives one by one."""
+
+    u: Tensor
+    weight: Tensor
+    v: Tensor
+    heights: Tensor
+    spread: Tensor
+
+
+def _all_nodes(rule: Rule, at: _Geometry) -> _AllNodes:
+    table = torch.tensor(rule.nodes, dtype=at.extent.dtype, device=at.extent.device)
+    u, weight, v = (column.view(-1, *(1,) * at.extent.dim()) for column in table.unbind(1))
+    ratio = torch.addcmul(at.below, at.extent, v).div_(torch.addcmul(at.above, at.extent, v, value=-1)).square_()
+    heights = torch.addcmul(at.both, at.plus, ratio).addcdiv_(at.minus, ratio).exp_()
+    return _AllNodes(u, weight, v, heights, spread=torch.addcmul(heights.new_ones(()), at.square, u * u))
+
+
+Evaluation = Callable[[Any, Tensor, Tensor, Tensor, Scratch], Tensor]
+
+
+def _by_correlation(
+    evaluate: Evaluation,
+    rules: tuple[Rule, ...],
+    series: tuple[SeriesRule, ...],
+    h: Tensor,
+    k: Tensor,
+    rho: Tensor,
+    scratch: Scratch,
+) -> Tensor:
+    """Evaluate a block with the rule that suits most of it, then pick out the pairs that need a better one."""
+    low, high = (float(x) for x in torch.aminmax(rho))
+    largest = max(-low, high)
+    if not largest <= 1:
+        raise ValueError(
+            f"correlations must be within [−1, 1], got {largest}: a mean or covariance holds NaN or infinity"
+        )
+    rules = rules[: next(i for i, rule in enumerate(rules) if largest <= rule.limit) + 1]
+    enough = next((i for i, rule in enumerate(series) if largest <= rule.limit), len(series))
+    base = _cheapest_base(rules, series[: enough + 1], rho, largest)
+    if base.limit >= largest:
+        return evaluate(base, h, k, rho, scratch)
+    beyond = torch.abs(rho, out=scratch.take("size", rho.shape)) > base.limit
+    where = beyond.expand(common_shape(h, k, rho)).nonzero(as_tuple=True)
+    result = evaluate(base, h, k, rho, scratch)
+    picked_h, picked_k, picked_rho = (x.expand(result.shape)[where] for x in (h, k, rho))
+    result[where] = evaluate(rules[-1], picked_h, picked_k, picked_rho, _fresh(picked_h, picked_k, picked_rho))
+    return result
+
+
+def _cheapest_base(
+    rules: tuple[Rule, ...], series: tuple[SeriesRule, ...], rho: Tensor, largest: float
+) -> Rule | SeriesRule:
+    """Which rule to use for the whole block, given that the pairs beyond its limit then get the last of `rules`."""
+    apart, exception = SEARCH_COST + EXCEPTION_COST / rho.numel(), rules[-1].cost + GATHER_COST
+    candidates: tuple[Rule | SeriesRule, ...] = (*series, *rules)
+    enough = min((rule for rule in candidates if largest <= rule.limit), key=_block_cost)
+    if _block_cost(enough) <= apart:
+        return enough
+    survey = rho.flatten()[:: max(1, rho.numel() // SURVEY)].abs().unsqueeze(-1)
+    limits = torch.tensor([rule.limit for rule in candidates], dtype=rho.dtype, device=rho.device)
+    beyond = (survey > limits).sum(0).tolist()
+    costs = [
+        _block_cost(rule) + (apart if rule.limit < largest else 0) + exception * count / len(survey)
+        for rule, count in zip(candidates, beyond, strict=True)
+    ]
+    return candidates[costs.index(min(costs))]
+
+
+def _block_cost(rule: Rule | SeriesRule) -> float:
+    return rule.cost + (GEOMETRY_COST if isinstance(rule, Rule) else 0)
+
+
+class SeriesFactors:
+    """The factors aₙ of some units, computed as far as they are asked for."""
+
+    def __init__(self, h: Tensor) -> None:
+        self._h = h
+        self._factors = [density(h) * math.sqrt(0.5)]
+        self._together = self._factors[0].unsqueeze(0)
+
+    def first(self, terms: int) -> Tensor:
+        """a₀, a₁, …, at least `terms` of them along a new first dimension."""
+        while len(self._factors) < terms:
+            n = len(self._factors) - 1
+            following = self._h * self._factors[n] / math.sqrt(n + 3)
+            if n > 0:
+                following.sub_(self._factors[n - 1], alpha=n / math.sqrt((n + 2) * (n + 3)))
+            self._factors.append(following)
+        if len(self._together) < terms:
+            self._together = torch.stack(self._factors)
+        return self._together
+
+
+class TileSeries(NamedTuple):
+    """The series of a tile of pairs: the factors of all units, and which of them are its rows and its columns."""
+
+    factors: SeriesFactors
+    rows: slice
+    columns: slice
+
+    def downwards(self, terms: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """aₙ of the rows and of the columns, the last term first."""
+        factors = self.factors.first(terms)[:terms].flip(0)
+        return zip(
+            factors[..., self.rows].unsqueeze(-1).unbind(),
+            factors[..., self.columns].unsqueeze(-2).unbind(),
+            strict=True,
+        )
+
+
+def nonlinear_sum(series: TileSeries, terms: int, rho: Tensor, scratch: Scratch) -> Tensor:
+    """J by the first terms, Horner's way. The result lives in the scratch memory."""
+    pairs = series.downwards(terms)
+    a, b = next(pairs)
+    outer, shape = common_shape(a, b), common_shape(a, b, rho)
+    total, term = scratch.take("total", shape), scratch.take("height", outer)
+    total.copy_(torch.mul(a, b, out=term))
+    for a, b in pairs:
+        torch.mul(a, b, out=term)
+        torch.addcmul(term, total, rho, out=total)
+    return total.mul_(rho).mul_(rho)
+
+
+class Conditional(NamedTuple):
+    """Standardized means (h−ρk)/q and (k−ρh)/q of each unit given that the other is 0; q = √(1−ρ²) is their deviation.
+
+    At ρ = ±1 they are huge, so that Φ gives 0 or 1, unless the numerator is 0, when they are 0.
+    """
+
+    first: Tensor
+    second: Tensor
+    deviation: Tensor
+
+
+def conditional(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Conditional:
+    """The numerators are written (h∓k) ± (1−|ρ|)k, so that nothing cancels near ρ = ±1."""
+    one, pairs = rho.new_ones(()), common_shape(h, k, rho)
+    size = torch.abs(rho, out=scratch.take("size", rho.shape))
+    gap = torch.sub(one, size, out=scratch.take("gap", rho.shape))
+    deviation = torch.addcmul(gap, gap, size, out=scratch.take("deviation", rho.shape)).sqrt_()
+    flip = torch.copysign(one, rho, out=scratch.take("flip", rho.shape))
+    slack = gap.mul_(flip)
+    divisor = torch.clamp(deviation, min=torch.finfo(rho.dtype).tiny, out=size)
+    first = torch.addcmul(h, flip, k, value=-1, out=scratch.take("first", pairs)).addcmul_(slack, k).div_(divisor)
+    second = torch.addcmul(k, flip, h, value=-1, out=scratch.take("second", pairs)).addcmul_(slack, h).div_(divisor)
+    return Conditional(first, second, deviation)
+
+
+def excess_by_owen(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
+    """P(z₁>0, z₂>0) − Φ(h)Φ(k) for any ρ in [−1, 1], to rounding:
+
+    P = Φ(h)/2 + Φ(k)/2 − T(h, (k−ρh)/hq) − T(k, (h−ρk)/kq) − [h and k on different sides of 0]/2   (Owen 1956)
+    """
+    h, k, rho = torch.broadcast_tensors(h, k, rho)
+    origin = (h.abs() < 1e-30) & (k.abs() < 1e-30)  # here the two directions are lost; P itself is continuous: step off
+    h = torch.where(origin, 1e-30, h)
+    k = torch.where(origin, 1e-30, k)
+    given = conditional(h, k, rho, scratch)
+    below_h, below_k = distribution(h), distribution(k)
+    opposite = 0.5 * ((h < 0) != (k < 0)).to(h.dtype)
+    probability = 0.5 * (below_h + below_k) - owen_t(h, given.second) - owen_t(k, given.first) - opposite
+    return probability - below_h * below_k

@@ -1,0 +1,248 @@
+"""Quadratic forms: B N Bᵀ of the nonlinear covariances between units, without ever storing N, and B K Bᵀ of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from netmoments.memory import scratch_for
+from netmoments.precision import full_precision, matmul, row_products
+from netmoments.relu.covariance import flat_layer, flatten_batch, relu_covariance, unflatten_batch
+from netmoments.relu.tiles import (
+    Chunk,
+    Tile,
+    UnitGradients,
+    Units,
+    active,
+    chunks,
+    nonlinear_covariance,
+    refuse_forward_mode,
+    refuse_second_derivative,
+    tile_elements,
+    tile_gradient,
+    triangle,
+    units_of,
+    vmap_forward,
+    vmap_gradient,
+)
+from netmoments.relu.triton import launch as fused
+from netmoments.relu.triton import quadratic_form as fused_form
+
+
+def pairs_form(
+    mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, memory_budget: int
+) -> Tensor:
+    """B N Bᵀ, (images, d, d), for the nonlinear covariances N of pairs of different units (the diagonal of N is 0).
+
+    The pre-activations have Cov(zᵢ, zⱼ) = leftᵢ · rightⱼ. Dimension 0 of every input is images, or 1 where they share
+    it: mean and variance (·, p), left and right (·, p, r), weights B (·, d, p). Differentiable in all of them, tile by
+    tile, with nothing stored.
+    """
+    return _PairsForm.apply(mean, variance, left, right, weights, False, memory_budget)
+
+
+def pairs_form_diagonal(
+    mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, memory_budget: int
+) -> Tensor:
+    """The diagonal of `pairs_form`, (images, d), for when there are many outputs."""
+    return _PairsForm.apply(mean, variance, left, right, weights, True, memory_budget)
+
+
+def layer_form(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
+    """B K Bᵀ, (..., d, d), for K = Cov(relu z), z ~ N(mean, covariance), and weights B (..., d, p).
+
+    On a GPU with Triton K is never stored, nor anything of its size in the backward pass but, if it is wanted, the
+    gradient in the covariance. Elsewhere this is `relu_covariance` and two products.
+    """
+    if fused.available(mean):
+        return _layer_form(mean, covariance, weights, diagonal=False)
+    return matmul(weights, matmul(relu_covariance(mean, covariance), weights.mT))
+
+
+def layer_form_diagonal(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
+    """The diagonal of `layer_form`, (..., d): the variances of B relu(z)."""
+    if fused.available(mean):
+        return _layer_form(mean, covariance, weights, diagonal=True)
+    return row_products(matmul(weights, relu_covariance(mean, covariance)), weights)
+
+
+def _layer_form(mean: Tensor, covariance: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
+    """By the GPU's kernels, with one batch dimension."""
+    batch = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2], weights.shape[:-2])
+    inputs = (*flat_layer(mean, covariance, batch), flatten_batch(weights, batch, 2))
+    return unflatten_batch(fused_form.LayerForm.apply(*inputs, diagonal), batch)
+
+
+class _Layer(NamedTuple):
+    """The inputs of one chunk, restricted to the units that matter."""
+
+    units: Units
+    left: Tensor
+    right: Tensor
+    columns: Tensor
+    """The columns of B, (images or 1, units, d)."""
+
+    @classmethod
+    def of(cls, chunk: Chunk, units: Units, left: Tensor, right: Tensor, weights: Tensor) -> _Layer:
+        return cls(chunk.restrict(units), chunk.pick(left), chunk.pick(right), chunk.pick(weights.mT))
+
+    def covariance(self, tile: Tile) -> Tensor:
+        """Covariances of the pre-activations of a tile's pairs."""
+        return self.left[:, tile.rows] @ self.right[:, tile.columns].mT
+
+
+def _lower_tiles(layer: _Layer, images: int, elements: int) -> Iterator[tuple[Tile, Tensor]]:
+    """Tiles of L, the part of N below its diagonal; N = L + Lᵀ. A value lasts until the next is asked for."""
+    scratch, units = scratch_for(layer.left, images * elements), layer.units.with_series()
+    for tile in triangle(layer.columns.shape[1], elements):
+        yield tile, nonlinear_covariance(units, tile, layer.covariance(tile), scratch)
+
+
+def _times_columns(layer: _Layer, images: int, elements: int) -> Tensor:
+    """N Bᵀ, (images, units, d)."""
+    product = layer.columns.new_zeros(images, *layer.columns.shape[1:])
+    for tile, value in _lower_tiles(layer, images, elements):
+        product[:, tile.rows] += value @ layer.columns[:, tile.columns]
+        product[:, tile.columns] += value.mT @ layer.columns[:, tile.rows]
+    return product
+
+
+def _lower_times_columns(layer: _Layer, images: int, elements: int) -> Tensor:
+    """L Bᵀ, (images, units, d), which is enough for B N Bᵀ = B L Bᵀ + (B L Bᵀ)ᵀ."""
+    product = layer.columns.new_zeros(images, *layer.columns.shape[1:])
+    for tile, value in _lower_tiles(layer, images, elements):
+        product[:, tile.rows] += value @ layer.columns[:, tile.columns]
+    return product
+
+
+def _source_gradients(layer: _Layer, images: int, upstream: Tensor, elements: int) -> tuple[Tensor, ...]:
+    """Gradients in mean, variance, left and right, where the pair (i, j) has the weight upstreamᵢ · bⱼ."""
+    scratch = scratch_for(layer.left, images * elements)
+    by_unit = UnitGradients(images, layer.units)
+    by_left, by_right = torch.zeros_like(layer.left), torch.zeros_like(layer.right)
+    for tile in triangle(by_unit.by_mean.shape[1], elements):
+        rows, columns = tile
+        covariance = layer.covariance(tile)
+        weight = upstream[:, rows] @ layer.columns[:, columns].mT
+        slopes = tile_gradient(layer.units, tile, covariance, weight, scratch)
+        by_unit.add_tile(slopes, tile)
+        by_pair = (weight * slopes.by_covariance).sum_to_size(covariance.shape)
+        by_left[:, rows] += (by_pair @ layer.right[:, columns]).sum_to_size(by_left[:, rows].shape)
+        by_right[:, columns] += (by_pair.mT @ layer.left[:, rows]).sum_to_size(by_right[:, columns].shape)
+    return by_unit.by_mean, by_unit.by_variance, by_left, by_right
+
+
+def _live(weights: Tensor) -> Tensor:
+    """Units that some output uses: the others, behind a max-pool say, never matter to B N Bᵀ."""
+    return (weights != 0).any(1)
+
+
+class _PairsForm(Function):
+    @staticmethod
+    def forward(
+        mean: Tensor,
+        variance: Tensor,
+        left: Tensor,
+        right: Tensor,
+        weights: Tensor,
+        diagonal: bool,
+        memory_budget: int,
+    ) -> Tensor:
+        if fused.available(mean):
+            form = fused_form.pairs_form_diagonal if diagonal else fused_form.pairs_form
+            return form(mean, variance, left, right, weights, _live(weights), memory_budget)
+        images = max(x.shape[0] for x in (mean, variance, left, right, weights))
+        units = units_of(mean, variance)
+        outputs = weights.shape[1]
+        result = mean.new_zeros(images, outputs) if diagonal else mean.new_zeros(images, outputs, outputs)
+        elements = tile_elements(memory_budget, mean.dtype)
+        shared = left.shape[0] == right.shape[0] == 1
+        with full_precision():
+            for chunk in chunks(active(units) & _live(weights), images, elements, shared):
+                layer = _Layer.of(chunk, units, left, right, weights)
+                product = _lower_times_columns(layer, chunk.count, elements // chunk.count)
+                if diagonal:
+                    result[chunk.images] = product.mul_(layer.columns).sum(1).mul_(2)
+                else:
+                    half = layer.columns.mT @ product
+                    result[chunk.images] = half + half.mT
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:5])
+        ctx.memory_budget = inputs[6]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = _PairsFormGradient.apply(grad, *ctx.saved_tensors, ctx.needs_input_grad[4], ctx.memory_budget)
+        return (*gradients, None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        return vmap_forward(_PairsForm, info.batch_size, in_dims, inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_forward_mode()
+
+
+class _PairsFormGradient(Function):
+    """The vector–Jacobian product of `_PairsForm`, for an upstream gradient G of the form or of its diagonal.
+
+    It weights the pair (i, j) by bᵢᵀ(G + Gᵀ)bⱼ, with b the columns of B; the gradient in B is (G + Gᵀ) B N, for which
+    no unit may be skipped, and which is computed only if wanted.
+    """
+
+    @staticmethod
+    def forward(
+        grad: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        left: Tensor,
+        right: Tensor,
+        weights: Tensor,
+        weights_too: bool,
+        memory_budget: int,
+    ) -> Any:
+        if fused.available(mean):
+            live = None if weights_too else _live(weights)
+            return fused_form.pairs_form_gradients(grad, mean, variance, left, right, weights, live, memory_budget)
+        units = units_of(mean, variance)
+        relevant = active(units) if weights_too else active(units) & _live(weights)
+        results = tuple(torch.zeros_like(x) for x in (mean, variance, left, right, weights.mT))
+        elements = tile_elements(memory_budget, mean.dtype)
+        shared = left.shape[0] == right.shape[0] == 1
+        with full_precision():
+            for chunk in chunks(relevant, grad.shape[0], elements, shared):
+                layer = _Layer.of(chunk, units, left, right, weights)
+                here = grad[chunk.images]
+                upstream = _times_symmetric(layer.columns, here)
+                parts = _source_gradients(layer, chunk.count, upstream, elements // chunk.count)
+                for target, part in zip(results, parts, strict=False):
+                    chunk.add(target, part)
+                if weights_too:
+                    product = _times_columns(layer, chunk.count, elements // chunk.count)
+                    chunk.add(results[4], _times_symmetric(product, here))
+        return (*results[:4], results[4].mT.contiguous())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        refuse_second_derivative()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        return vmap_gradient(_PairsFormGradient, info.batch_size, in_dims, inputs)
+
+
+def _times_symmetric(matrix: Tensor, grad: Tensor) -> Tensor:
+    """matrix (G + Gᵀ) for G (images, d, d), or the diagonal G given as (images, d)."""
+    return matrix * (2 * grad).unsqueeze(1) if grad.dim() == 2 else matrix @ (grad + grad.mT)

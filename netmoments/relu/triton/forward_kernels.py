@@ -1,0 +1,427 @@
+"""Triton kernels for the lower triangle of a layer's covariance, stored with its mirror image or summed into a form.
+
+A program takes a run of tiles, row by row, and asks for the covariances of the next tile before it evaluates the one it
+has. Pairs beyond the reach of what serves the whole tile, few in most tiles, are marked by these kernels and evaluated,
+many tiles' together, by the `strong` ones."""
+
+from __future__ import annotations
+
+from netmoments.relu.triton.kernels import (
+    BLOCK,
+    DEVIATION,
+    FIRST,
+    GATE,
+    INTERPRETED,
+    INVERSE,
+    MEAN,
+    OWN,
+    columns_of,
+    constexpr,
+    jit,
+    nonlinear_nodes,
+    nonlinear_series,
+    quantity,
+    reciprocal,
+    tl,
+    whole_covariance,
+)
+
+BINS = constexpr(512)
+"""Parts of [0, 1], a power of two: a table looked up by correlation has a row for each, and one for 1 itself."""
+
+TERMS_OF_BIN = constexpr(0)  # columns of such a table
+START_OF_BIN = constexpr(1)
+STOP_OF_BIN = constexpr(2)
+COLUMNS_OF_BIN = constexpr(3)
+
+LANES = constexpr(128)
+"""Strongly correlated pairs that a program evaluates at a time."""
+
+
+@jit
+def tile_position(index):
+    """Block row and block column of a tile of the lower triangle, counted row by row."""
+    row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
+    row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
+    return row, index - row * (row + 1) // 2
+
+
+@jit
+def following(row, column):
+    """Position of the tile after this one."""
+    return tl.where(column == row, row + 1, row), tl.where(column == row, 0, column + 1)
+
+
+@jit
+def bin_of(lookup, size):
+    """The row of a table for the correlation `size`, from 0 to 1: the product is exact."""
+    return lookup + (size * BINS).to(tl.int32) * COLUMNS_OF_BIN
+
+
+@jit
+def terms_up_to(lookup, size):
+    """How many terms of the series are enough up to the correlation `size`, a multiple of AT_ONCE."""
+    return tl.load(bin_of(lookup, size) + TERMS_OF_BIN)
+
+
+@jit
+def rule_up_to(lookup, size):
+    """First and last node of a rule that serves up to the correlation `size`."""
+    row = bin_of(lookup, size)
+    return tl.load(row + START_OF_BIN), tl.load(row + STOP_OF_BIN)
+
+
+@jit
+def largest_of(size):
+    """The largest of some numbers ≥ 0, which may be NaN where one of them is.
+
+    As integers float32 are ordered alike, and sooner compared.
+    """
+    if size.dtype == tl.float32:
+        return tl.max(size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    else:
+        return tl.max(size)
+
+
+@jit
+def columns_of_side(table, image, start, units, TERMS: constexpr, SIDE: constexpr):
+    """`columns_of` the units along one side of a tile, from `start` on: all in one block, since SIDE divides BLOCK."""
+    nth = start // BLOCK
+    block = image * ((units + BLOCK - 1) // BLOCK) + nth
+    return table + block.to(tl.int64) * (BLOCK * (FIRST + TERMS)) + (start - nth * BLOCK) + tl.arange(0, SIDE)
+
+
+@jit
+def covariances_ahead(source, by_row, top, left, units, wanted, SIDE: constexpr, EVEN: constexpr):
+    """The covariances of a tile, asked for long before they are used; 0 outside, and everywhere unless `wanted`.
+
+    EVEN says that the tiles divide the layer, so that nothing is outside.
+    """
+    i = tl.arange(0, SIDE)
+    at = source + top.to(tl.int64) * by_row + left + i[:, None] * by_row + i[None, :]
+    if EVEN:
+        return tl.load(at, mask=wanted, other=0)
+    else:
+        return tl.load(at, mask=wanted & (top + i < units)[:, None] & (left + i < units)[None, :], other=0)
+
+
+@jit
+def moderate_nodes(rho, row, column, nodes, start, stop):
+    """J by quadrature where 1 − τ⁴ loses nothing, |ρ| ≤ 0.9 say: fewer operations than `nonlinear_nodes`.
+
+    With τ = uT and s = (1+τ²)/(1−τ²) = 2/(1−τ²) − 1 the exponent is s·(−(h²+k²)s/2 + 2hkτ/(1−τ²)).
+    """
+    h = quantity(row, MEAN)[:, None]
+    k = quantity(column, MEAN)[None, :]
+    extent = rho * reciprocal(1 + tl.sqrt(tl.maximum(1 - rho * rho, 0.0)))
+    square = extent * extent
+    even = (h * h + k * k) * -0.7213475204444817
+    odd = h * k * extent * 1.4426950408889634
+    total = tl.zeros_like(rho)
+    for n in range(start, stop):
+        u = tl.load(nodes + 3 * n)
+        weight = tl.load(nodes + 3 * n + 1)
+        y = square * (u * u)
+        inverse = reciprocal(1 - y * y)
+        twice = inverse + inverse
+        over_minus = twice + twice * y
+        over_plus = inverse - inverse * y
+        height = tl.exp2((over_minus - 1) * (over_minus * (even + odd * u) - even))
+        total += (weight - square * (weight * u)) * over_plus * over_plus * height
+    return total * square * reciprocal(1 + square) * 0.6366197723675814
+
+
+@jit
+def mark(chosen, marks, tile, SIDE: constexpr):
+    """Mark the chosen pairs of a tile: a bit for each place, counted row by row, the lowest bit of a word first."""
+    WORD: constexpr = min(SIDE, 32)
+    WORDS: constexpr = SIDE * SIDE // WORD
+    bits = tl.reshape(chosen, (WORDS, WORD)).to(tl.int32) << tl.arange(0, WORD)[None, :]
+    tl.store(marks + tile * WORDS + tl.arange(0, WORDS), tl.sum(bits, 1))
+
+
+@jit
+def weak_part(
+    rho, row, column, lookup, series_reach, nodes, reach, marked, marks, tile, BY_NODES: constexpr, SIDE: constexpr
+):
+    """J of the pairs of a tile with |ρ| ≤ `reach`, 0 for the others, NaN where ρ is.
+
+    Up to `series_reach` the series is cheapest, beyond, if BY_NODES, quadrature. The first of the programs that share
+    the tile says in `marked` whether there are others, and which in `marks`.
+    """
+    size = tl.abs(rho)
+    largest = largest_of(size)
+    within = largest <= reach
+    if tl.program_id(2) == 0:
+        tl.store(marked + tile, tl.where(within, 0, 1))
+        if not within:
+            mark(size > reach, marks, tile, SIDE)
+    largest = tl.where(within, largest, reach)
+    if BY_NODES:
+        if largest > series_reach:
+            start, stop = rule_up_to(lookup, largest)
+            value = moderate_nodes(rho, row, column, nodes, start, stop)
+        else:
+            value = nonlinear_series(rho, row, column, terms_up_to(lookup, largest))
+    else:
+        value = nonlinear_series(rho, row, column, terms_up_to(lookup, largest))
+    return tl.where(size > reach, 0.0, value)
+
+
+@jit
+def covariance_kernel(
+    table, covariance, result, marked, marks, lookup, series_reach, nodes, reach,
+    units, covariance_by_image, tiles, run,
+    TERMS: constexpr, BY_NODES: constexpr, SIDE: constexpr, EVEN: constexpr,
+):  # fmt: skip
+    """Cov(relu z) of a layer but for the nonlinear parts of strongly correlated pairs: each tile of the lower triangle,
+    and its mirror image, `run` tiles a program."""
+    image = tl.program_id(1)
+    source = covariance + image.to(tl.int64) * covariance_by_image
+    square = result + image.to(tl.int64) * units * units
+    inner = tl.arange(0, SIDE)[:, None] * units + tl.arange(0, SIDE)[None, :]
+    first = tl.program_id(0) * run
+    end = min(first + run, tiles)
+    block_row, block_column = tile_position(first)
+    ahead = covariances_ahead(source, units, block_row * SIDE, block_column * SIDE, units, first < end, SIDE, EVEN)
+    for tile in range(first, end):
+        top = block_row * SIDE
+        left = block_column * SIDE
+        i = top + tl.arange(0, SIDE)
+        j = left + tl.arange(0, SIDE)
+        c = tl.where(i[:, None] > j[None, :], ahead, 0.0)
+        block_row, block_column = following(block_row, block_column)
+        ahead = covariances_ahead(
+            source, units, block_row * SIDE, block_column * SIDE, units, tile + 1 < end, SIDE, EVEN
+        )
+        row = columns_of_side(table, image, top, units, TERMS, SIDE)
+        column = columns_of_side(table, image, left, units, TERMS, SIDE)
+        rho = c * quantity(row, INVERSE)[:, None] * quantity(column, INVERSE)[None, :]
+        nonlinear = weak_part(
+            rho, row, column, lookup, series_reach, nodes, reach, marked, marks, image.to(tl.int64) * tiles + tile,
+            BY_NODES, SIDE,
+        )  # fmt: skip
+        value = whole_covariance(c, nonlinear, row, column)
+        if top == left:
+            value = tl.where(i[:, None] == j[None, :], quantity(row, OWN)[:, None], value)
+            value = tl.where(i[:, None] >= j[None, :], value, tl.trans(value))
+        here = square + top.to(tl.int64) * units + left + inner
+        opposite = square + left.to(tl.int64) * units + top + inner
+        if EVEN:
+            tl.store(here, value)
+            tl.store(opposite, tl.trans(value))
+        else:
+            tl.store(here, value, mask=(i < units)[:, None] & (j < units)[None, :])
+            tl.store(opposite, tl.trans(value), mask=(j < units)[:, None] & (i < units)[None, :])
+
+
+@jit
+def weights_of(weights, unit, output, units, outputs, EVEN: constexpr):
+    """B of some outputs and units; 0 outside."""
+    inside = (output < outputs)[:, None]
+    if not EVEN:
+        inside = inside & (unit < units)[None, :]
+    return tl.load(weights + output[:, None] * units + unit[None, :], mask=inside, other=0)
+
+
+@jit
+def high_and_low(x):
+    """A float32 as the sum of two numbers: x rounded to the 11 bits that tensor cores read, and the rest."""
+    high = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@jit
+def full_product(a, b, PRECISION: constexpr):
+    """a bᵀ; "tf32x3" is float32 on tensor cores, without the product of the low parts, and "ieee" any dtype."""
+    if PRECISION == "tf32x3":
+        a_high, a_low = high_and_low(a)
+        b_high, b_low = high_and_low(b)
+        product = tl.dot(a_low, tl.trans(b_high), input_precision="tf32")
+        product = tl.dot(a_high, tl.trans(b_low), product, input_precision="tf32")
+        return tl.dot(a_high, tl.trans(b_high), product, input_precision="tf32")
+    else:
+        return tl.dot(a, tl.trans(b), input_precision=PRECISION, out_dtype=a.dtype)
+
+
+@jit
+def diagonal_kernel(
+    table, covariance, weights, sums, marked, marks, lookup, series_reach, nodes, reach,
+    units, outputs, first_tile, origin, covariance_by_image, covariance_by_row, weights_by_image,
+    sums_by_image, sums_by_program, tiles, run,
+    TERMS: constexpr, BY_NODES: constexpr, SIDE: constexpr, EVEN: constexpr,
+    OUTPUTS: constexpr, PRECISION: constexpr,
+):  # fmt: skip
+    """What a run of tiles of the lower triangle, and their mirror images, add to the diagonal of B K Bᵀ, but for the
+    nonlinear parts of strongly correlated pairs: `sums` (images, programs, outputs), OUTPUTS of them a program.
+
+    `covariance` holds the rows from `origin` on only, and `first_tile` is the tile they start with. PRECISION is that
+    of the products of a tile; all else is summed in float64.
+    """
+    image = tl.program_id(1)
+    source = covariance + image.to(tl.int64) * covariance_by_image - origin.to(tl.int64) * covariance_by_row
+    output = tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)
+    weights += image.to(tl.int64) * weights_by_image
+    first = tl.program_id(0) * run
+    end = min(first + run, tiles)
+    block_row, block_column = tile_position(first_tile + first)
+    ahead = covariances_ahead(
+        source, covariance_by_row, block_row * SIDE, block_column * SIDE, units, first < end, SIDE, EVEN
+    )
+    total = tl.zeros((OUTPUTS, SIDE), tl.float64)
+    for tile in range(first, end):
+        top = block_row * SIDE
+        left = block_column * SIDE
+        i = top + tl.arange(0, SIDE)
+        j = left + tl.arange(0, SIDE)
+        c = tl.where(i[:, None] > j[None, :], ahead, 0.0)
+        block_row, block_column = following(block_row, block_column)
+        ahead = covariances_ahead(
+            source, covariance_by_row, block_row * SIDE, block_column * SIDE, units, tile + 1 < end, SIDE, EVEN
+        )
+        row = columns_of_side(table, image, top, units, TERMS, SIDE)
+        column = columns_of_side(table, image, left, units, TERMS, SIDE)
+        rho = c * quantity(row, INVERSE)[:, None] * quantity(column, INVERSE)[None, :]
+        nonlinear = weak_part(
+            rho, row, column, lookup, series_reach, nodes, reach, marked, marks, image.to(tl.int64) * tiles + tile,
+            BY_NODES, SIDE,
+        )  # fmt: skip
+        value = whole_covariance(c, nonlinear, row, column)
+        value = tl.where(i[:, None] == j[None, :], 0.5 * quantity(row, OWN)[:, None], value)
+        b_i = weights_of(weights, i, output, units, outputs, EVEN)
+        b_j = weights_of(weights, j, output, units, outputs, EVEN)
+        product = full_product(b_j, value, PRECISION)
+        total += (product * b_i).to(tl.float64)
+    here = sums + image.to(tl.int64) * sums_by_image + tl.program_id(0) * sums_by_program
+    tl.store(here + output, 2 * tl.sum(total, 1))
+
+
+@jit
+def ones(word):
+    """How many bits of a word of 32 are 1."""
+    if INTERPRETED:
+        pairs = word - ((word >> 1) & 0x55555555)
+        fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+        eights = (fours + (fours >> 4)) & 0x0F0F0F0F
+        sixteens = eights + (eights >> 8)
+        return (sixteens + (sixteens >> 16)) & 0x3F
+    else:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@jit
+def place_of_one(word, nth):
+    """Which bit of a word is the one number `nth` = 0, 1, … of those that are 1."""
+    place = tl.zeros_like(nth)
+    for step in tl.static_range(5):
+        below = ones((word >> place) & ((1 << (16 >> step)) - 1))
+        place = tl.where(nth >= below, place + (16 >> step), place)
+        nth = tl.where(nth >= below, nth - below, nth)
+    return place
+
+
+@jit
+def count_marks(image, marked, marks, running, tiles, GROUP: constexpr, SIDE: constexpr):
+    """Where the words of a group of tiles start in `marks`, how many there are, and how many pairs they mark.
+
+    Running sums of the latter are left in `running`, word by word.
+    """
+    WORDS: constexpr = SIDE * SIDE // min(SIDE, 32)
+    word = tl.arange(0, GROUP * WORDS)
+    first = tl.program_id(0) * GROUP
+    words = min(tiles - first, GROUP) * WORDS
+    tile = image.to(tl.int64) * tiles + first
+    full = tl.load(marked + tile + word // WORDS, mask=word < words, other=0) != 0
+    sums = tl.cumsum(ones(tl.load(marks + tile * WORDS + word, mask=full, other=0)), 0)
+    count = tl.max(sums, 0)
+    if count > 0:
+        tl.store(running + tile * WORDS + word, sums, mask=word < words)
+        tl.debug_barrier()
+    return tile * WORDS, words, count
+
+
+@jit
+def find_marks(nth, base, words, marks, running, LENGTH: constexpr):
+    """Word and bit of the marks with these numbers, by bisection of the running sums of at most LENGTH words."""
+    word = tl.zeros_like(nth)
+    before = tl.zeros_like(nth)
+    for halving in tl.static_range(1, 16):
+        if (LENGTH >> halving) > 0:
+            ahead = word + (LENGTH >> halving)
+            sums = tl.load(running + base + ahead - 1, mask=ahead <= words, other=2147483647)
+            before = tl.where(sums <= nth, sums, before)
+            word = tl.where(sums <= nth, ahead, word)
+    return word, place_of_one(tl.load(marks + base + word), nth - before)
+
+
+@jit
+def strong_pairs(
+    nth, base, words, table, image, source, by_row, units, first_tile, marks, running, nodes, lookup,
+    TERMS: constexpr, GROUP: constexpr, SIDE: constexpr,
+):  # fmt: skip
+    """The strongly correlated pairs with these numbers of a group of tiles: units i > j, ΦΦc and s₁s₂J."""
+    WORD: constexpr = min(SIDE, 32)
+    WORDS: constexpr = SIDE * SIDE // WORD
+    word, bit = find_marks(nth, base, words, marks, running, GROUP * WORDS)
+    place = word % WORDS * WORD + bit
+    block_row, block_column = tile_position(first_tile + tl.program_id(0) * GROUP + word // WORDS)
+    i = block_row * SIDE + place // SIDE
+    j = block_column * SIDE + place % SIDE
+    c = tl.load(source + i.to(tl.int64) * by_row + j)
+    row = columns_of(table, image, i, units, TERMS)
+    column = columns_of(table, image, j, units, TERMS)
+    rho = c * quantity(row, INVERSE) * quantity(column, INVERSE)
+    rho = tl.minimum(tl.maximum(rho, -1.0), 1.0)
+    start, stop = rule_up_to(lookup, largest_of(tl.abs(rho)))
+    nonlinear = nonlinear_nodes(quantity(row, MEAN), quantity(column, MEAN), rho, nodes, start, stop)
+    separable = c * quantity(row, GATE) * quantity(column, GATE)
+    return i, j, separable, nonlinear * quantity(row, DEVIATION) * quantity(column, DEVIATION)
+
+
+@jit
+def strong_covariance_kernel(
+    table, covariance, result, marked, marks, running, nodes, lookup, units, covariance_by_image, tiles,
+    TERMS: constexpr, GROUP: constexpr, SIDE: constexpr,
+):  # fmt: skip
+    """What `covariance_kernel` left out: the covariances of the pairs beyond `reach`, GROUP tiles a program."""
+    image = tl.program_id(1)
+    source = covariance + image.to(tl.int64) * covariance_by_image
+    square = result + image.to(tl.int64) * units * units
+    base, words, count = count_marks(image, marked, marks, running, tiles, GROUP, SIDE)
+    for done in range(0, count, LANES):
+        nth = done + tl.arange(0, LANES)
+        i, j, separable, nonlinear = strong_pairs(
+            tl.where(nth < count, nth, 0), base, words, table, image, source, units, units, 0, marks, running,
+            nodes, lookup, TERMS, GROUP, SIDE,
+        )  # fmt: skip
+        tl.store(square + i.to(tl.int64) * units + j, separable + nonlinear, mask=nth < count)
+        tl.store(square + j.to(tl.int64) * units + i, separable + nonlinear, mask=nth < count)
+
+
+@jit
+def strong_diagonal_kernel(
+    table, covariance, weights, sums, marked, marks, running, nodes, lookup,
+    units, outputs, first_tile, origin, covariance_by_image, covariance_by_row, weights_by_image,
+    sums_by_image, sums_by_program, tiles,
+    TERMS: constexpr, GROUP: constexpr, SIDE: constexpr, OUTPUTS: constexpr,
+):  # fmt: skip
+    """What `diagonal_kernel` left out: `sums` (images, programs, outputs), OUTPUTS of them a program."""
+    image = tl.program_id(1)
+    source = covariance + image.to(tl.int64) * covariance_by_image - origin.to(tl.int64) * covariance_by_row
+    output = tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)
+    weights += image.to(tl.int64) * weights_by_image
+    base, words, count = count_marks(image, marked, marks, running, tiles, GROUP, SIDE)
+    total = tl.zeros((LANES, OUTPUTS), tl.float64)
+    for done in range(0, count, LANES):
+        nth = done + tl.arange(0, LANES)
+        i, j, _, nonlinear = strong_pairs(
+            tl.where(nth < count, nth, 0), base, words, table, image, source, covariance_by_row, units, first_tile,
+            marks, running, nodes, lookup, TERMS, GROUP, SIDE,
+        )  # fmt: skip
+        wanted = (nth < count)[:, None] & (output < outputs)[None, :]
+        b_i = tl.load(weights + output[None, :] * units + i[:, None], mask=wanted, other=0)
+        b_j = tl.load(weights + output[None, :] * units + j[:, None], mask=wanted, other=0)
+        total += (nonlinear[:, None] * b_i * b_j).to(tl.float64)
+    here = sums + image.to(tl.int64) * sums_by_image + tl.program_id(0) * sums_by_program
+    tl.store(here + output, 2 * tl.sum(total, 0))

@@ -1,0 +1,484 @@
+"""The GPU's kernels for a layer of ReLUs: what they look up, and how they are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from netmoments.normal import gauss_legendre, standard_deviation
+from netmoments.relu.marginal import standardize, variance_slopes
+from netmoments.relu.quadrature_rules import NONLINEAR_RULES, Rule, excess_limits, nonlinear_limits, recurrence
+from netmoments.relu.tiles import Units, gate_slopes, saturation
+from netmoments.relu.triton import forward_kernels, kernels
+
+TERMS = {torch.float32: 24, torch.float64: 80}
+"""Terms of the series at most, to be had where nodes cost more."""
+
+CHEAP = {torch.float32: 12, torch.float64: 80}
+"""Up to this many terms are cheaper than the nodes that would do as well."""
+
+MODERATE = {torch.float32: 0.87, torch.float64: 0.0}
+"""Up to this correlation a whole tile is evaluated by the nodes that its largest one needs."""
+
+OWEN_NODES = {torch.float32: 7, torch.float64: 14}
+"""As many as `normal.owen_t` takes."""
+
+
+class Tables(NamedTuple):
+    """The constants of the kernels on a device: rules for the nodes, limits for the series."""
+
+    steps: Tensor
+    nodes: Tensor
+    rules: Tensor
+    node_limits: Tensor
+    series_limits: Tensor
+    excess_limits: Tensor
+    owen: Tensor
+    weak: Tensor
+    """What is `enough`, by correlation, up to `reach`."""
+    strong: Tensor
+    """What is `enough`, by correlation."""
+    series_reach: float
+    """Up to this correlation the series is cheaper than nodes."""
+    reach: float
+    """Beyond this correlation pairs are evaluated apart from the others."""
+    last_reach: float
+    excess_reach: float
+
+
+@cache
+def tables(dtype: torch.dtype, device: torch.device) -> Tables:
+    """Made once for each dtype and device."""
+    terms, rules = TERMS[dtype], NONLINEAR_RULES[dtype]
+    series, excess = nonlinear_limits(terms, dtype), excess_limits(terms, dtype)
+    starts = [0]
+    for rule in rules:
+        starts.append(starts[-1] + rule.cost)
+    owen = [(u * u, w) for u, w in zip(*gauss_legendre(OWEN_NODES[dtype]), strict=True)]
+    series_reach = series[CHEAP[dtype]]
+    reach = max(series_reach, MODERATE[dtype])
+    with torch.inference_mode(False):
+        return Tables(
+            steps=torch.tensor(recurrence(terms), dtype=torch.float64, device=device),
+            nodes=torch.tensor([(u, w * v, v) for rule in rules for u, w, v in rule.nodes], dtype=dtype, device=device),
+            rules=torch.tensor(starts, dtype=torch.int32, device=device),
+            node_limits=_padded([rule.limit for rule in rules[:-1]], dtype, device),
+            series_limits=_padded(series[:-1], dtype, device),
+            excess_limits=_padded(excess[:-1], dtype, device),
+            owen=torch.tensor(owen, dtype=dtype, device=device),
+            weak=torch.tensor(enough(series, rules, series_reach, reach), dtype=torch.int32, device=device),
+            strong=torch.tensor(enough(series, rules, series_reach, 1.0), dtype=torch.int32, device=device),
+            series_reach=series_reach,
+            reach=reach,
+            last_reach=series[-1],
+            excess_reach=excess[-1],
+        )
+
+
+def enough(
+    series: Sequence[float], rules: Sequence[Rule], series_reach: float, reach: float
+) -> list[tuple[int, int, int]]:
+    """Terms of the series, first and last node of a rule, good for all correlations of a part of [0, 1].
+
+    A row for each of the parts, and one for 1 itself. Correlations are cut to `series_reach`, and for rules to `reach`.
+    """
+    parts, at_once = int(forward_kernels.BINS), int(kernels.AT_ONCE)
+    rows = []
+    for part in range(parts + 1):
+        largest = min((part + 1) / parts, reach)
+        terms = sum(limit < min(largest, series_reach) for limit in series[:-1])
+        nth = sum(rule.limit < largest for rule in rules[:-1])
+        start = sum(rule.cost for rule in rules[:nth])
+        rows.append((-(-terms // at_once) * at_once, start, start + rules[nth].cost))
+    return rows
+
+
+def _padded(limits: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """To a power of two, with a limit that no correlation exceeds."""
+    length = 1 << (len(limits) - 1).bit_length()
+    return torch.tensor([*limits, *[2.0] * (length - len(limits))], dtype=dtype, device=device)
+
+
+class Shape(NamedTuple):
+    """Tiles of side×side pairs, up to `run` of them one after the other by one program.
+
+    A program has so many warps, whose threads use so many registers at most.
+    """
+
+    side: int
+    warps: int
+    registers: int
+    run: int = 1
+
+    def options(self) -> dict[str, int]:
+        """What Triton's compiler is told."""
+        return {"SIDE": self.side, "num_warps": self.warps, "maxnreg": self.registers}
+
+
+TILES = {torch.float32: Shape(32, 4, 96, 4), torch.float64: Shape(32, 4, 168, 8)}
+DIAGONAL_TILES = {torch.float32: Shape(16, 1, 128, 8), torch.float64: Shape(32, 4, 168, 8)}
+WIDE_TILES = {torch.float32: Shape(32, 4, 168, 8), torch.float64: Shape(32, 4, 255, 8)}
+"""Of the diagonal of a form with more than a few outputs."""
+
+FEW, MANY = 16, 64
+"""Outputs of a form's diagonal that a program sums: if there are no more than a few, and else."""
+
+PRECISION = {torch.float32: "tf32x3", torch.float64: "ieee"}
+"""Of the products of a tile with the weights of a form: see `forward_kernels.full_product`."""
+
+GROUPS = (2**12, 2**16)
+"""Pairs whose strongly correlated ones go together, in tiles: of fewer than MANY_PAIRS in all, and else."""
+
+MANY_PAIRS = 2**25
+
+RUNS = 2048
+"""Runs of tiles are shorter where there would be fewer of them."""
+
+MOST_IMAGES = 65535
+"""Images in one launch: CUDA's limit."""
+
+
+def available(tensor: Tensor) -> bool:
+    """Whether the kernels can be used for this tensor: Triton is installed, and the tensor on a CUDA device."""
+    return kernels.PRESENT and (tensor.is_cuda or bool(kernels.INTERPRETED))
+
+
+class Layer(NamedTuple):
+    """What the kernels need to know of each unit of each image, and whether a mean or a variance was no number."""
+
+    table: Tensor
+    """(images, blocks of units, quantities, units of a block)."""
+    units: int
+    fault: Tensor
+
+    @property
+    def images(self) -> int:
+        return self.table.shape[0]
+
+    def active(self) -> Tensor:
+        """Units that are neither certain nor linear or dead to rounding, (images, units)."""
+        return (self.table[:, :, int(kernels.INVERSE)] != 0).flatten(1)[:, : self.units]
+
+    def nonlinear(self) -> Layer:
+        """The layer with its gates shut and no variances of its own: what is left is the nonlinear part of pairs."""
+        self.table[:, :, int(kernels.GATE) : int(kernels.OWN) + 1] = 0
+        return self
+
+
+def layer_of(mean: Tensor, variance: Tensor, fault: Tensor | None = None) -> Layer:
+    """The layer with these means and variances, (images or 1, units); `fault` collects what `refuse` reports."""
+    images, units = max(mean.shape[0], variance.shape[0]), mean.shape[1]
+    terms, block = TERMS[mean.dtype], int(kernels.BLOCK)
+    fault = torch.zeros(1, dtype=torch.int32, device=mean.device) if fault is None else fault
+    table = mean.new_empty(images, -(-units // block), int(kernels.FIRST) + terms, block)
+    with torch.cuda.device_of(table):
+        kernels.units_kernel[(table.shape[1], images)](
+            mean, variance, table, fault, tables(mean.dtype, mean.device).steps,
+            units, by_image(mean), mean.stride(1), by_image(variance), variance.stride(1), saturation(mean.dtype),
+            TERMS=terms, num_warps=2,
+        )  # fmt: skip
+    return Layer(table, units, fault)
+
+
+def by_image(tensor: Tensor) -> int:
+    """How far apart images are in memory; 0 where they share."""
+    return 0 if tensor.shape[0] == 1 else tensor.stride(0)
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor with its last dimension dense in memory, and the one before it dense upon that."""
+    return tensor if tensor[0].is_contiguous() else tensor.contiguous()
+
+
+def refuse(code: int) -> None:
+    """NaN or a negative variance is an error, as in `tiling.units_of`."""
+    if code == 1:
+        raise ValueError("the mean of a ReLU layer holds NaN")
+    if code:
+        raise ValueError("the diagonal of the covariance of a ReLU layer must be ≥ 0, got a negative value or NaN")
+
+
+class Verdict:
+    """A layer's fault on its way to the host, so that waiting for it does not wait for what is launched after."""
+
+    def __init__(self, fault: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._code = fault
+        if fault.is_cuda:
+            self._code = torch.empty(fault.shape, dtype=fault.dtype, pin_memory=True)
+            with torch.cuda.device_of(fault):
+                self._code.copy_(fault, non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record()
+
+    def check(self) -> None:
+        """Wait, and raise the error if there is one."""
+        if self._event is not None:
+            self._event.synchronize()
+        refuse(int(self._code.max()))
+
+
+def image_chunks(images: int, bytes_each: int, memory_budget: int) -> Iterator[slice]:
+    """As many images at a time as fit the budget."""
+    together = max(1, min(MOST_IMAGES, memory_budget // bytes_each))
+    for start in range(0, images, together):
+        yield slice(start, min(start + together, images))
+
+
+def part_of(tensor: Tensor, images: slice) -> Tensor:
+    """Some images of a tensor, or all of it where they share it."""
+    return tensor if tensor.shape[0] == 1 else tensor[images]
+
+
+def table_bytes(units: int, dtype: torch.dtype) -> int:
+    """About the memory that one image's table and notes take."""
+    return (int(kernels.FIRST) + TERMS[dtype]) * units * dtype.itemsize + units * units // 8
+
+
+class _Marks(NamedTuple):
+    """Which tiles have strongly correlated pairs, and, a bit for each pair, which.
+
+    From the kernels that leave these pairs out for those that evaluate them, which count them in `running`.
+    """
+
+    marked: Tensor
+    marks: Tensor
+    running: Tensor
+
+    @classmethod
+    def unknown(cls, tiles: int, side: int, device: torch.device) -> _Marks:
+        words = tiles * side * side // min(side, 32)
+        return cls(*(torch.empty(count, dtype=torch.int32, device=device) for count in (tiles, words, words)))
+
+
+def _tiles(blocks: int) -> int:
+    """How many tiles the lower triangle of so many blocks has."""
+    return blocks * (blocks + 1) // 2
+
+
+def _run(shape: Shape, tiles: int) -> int:
+    """How many tiles one program takes, where there are so many in all."""
+    return min(shape.run, max(1, tiles // RUNS))
+
+
+def _group(shape: Shape, tiles: int) -> int:
+    """How many tiles' strongly correlated pairs go together, where there are so many in all."""
+    pairs = shape.side * shape.side
+    return GROUPS[tiles * pairs >= MANY_PAIRS] // pairs
+
+
+@cache
+def _weak(shape: Shape, dtype: torch.dtype, device: torch.device, even: bool) -> dict[str, Any]:
+    """The arguments of the kernels that evaluate all but the strongly correlated pairs of a layer."""
+    at = tables(dtype, device)
+    return {
+        "lookup": at.weak,
+        "series_reach": at.series_reach,
+        "nodes": at.nodes,
+        "reach": at.reach,
+        "TERMS": TERMS[dtype],
+        "BY_NODES": at.series_reach < at.reach,
+        "EVEN": even,
+        "num_stages": 1,  # the kernels themselves ask for covariances ahead
+        **shape.options(),
+    }
+
+
+@cache
+def _strong(side: int, group: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The arguments of the kernels that evaluate the strongly correlated pairs."""
+    at = tables(dtype, device)
+    return {
+        "lookup": at.strong,
+        "nodes": at.nodes,
+        "TERMS": TERMS[dtype],
+        "GROUP": group,
+        "SIDE": side,
+        "num_warps": int(forward_kernels.LANES) // 32,
+    }
+
+
+def relu_covariance(mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Tensor:
+    """Cov(relu z), (images, units, units); of the covariance, taken as symmetric, the lower triangle is read."""
+    units, dtype, device = mean.shape[1], mean.dtype, mean.device
+    images = max(x.shape[0] for x in (mean, variance, covariance))
+    shape = TILES[dtype]
+    tiles = _tiles(-(-units // shape.side))
+    covariance = dense_rows(covariance)
+    result = covariance.new_empty(images, units, units)
+    fault = torch.zeros(1, dtype=torch.int32, device=device)
+    verdict: Verdict | None = None
+    for chunk in image_chunks(images, table_bytes(units, dtype), memory_budget):
+        here = result[chunk]
+        layer = layer_of(part_of(mean, chunk).expand(len(here), -1), part_of(variance, chunk), fault)
+        verdict = Verdict(fault)
+        source = part_of(covariance, chunk)
+        run, group = _run(shape, tiles * len(here)), _group(shape, tiles * len(here))
+        numbers = {"units": units, "covariance_by_image": by_image(source), "tiles": tiles}
+        with torch.cuda.device_of(result):
+            marks = _Marks.unknown(tiles * len(here), shape.side, device)
+            forward_kernels.covariance_kernel[(-(-tiles // run), len(here))](
+                layer.table, source, here, marks.marked, marks.marks,
+                **numbers, run=run, **_weak(shape, dtype, device, units % shape.side == 0),
+            )  # fmt: skip
+            forward_kernels.strong_covariance_kernel[(-(-tiles // group), len(here))](
+                layer.table, source, here, *marks, **numbers, **_strong(shape.side, group, dtype, device)
+            )
+    if verdict is not None:
+        verdict.check()
+    return result
+
+
+class Strip(NamedTuple):
+    """The covariances of the pre-activations of some units, from `start` on, with the units up to its last column."""
+
+    covariance: Tensor
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.covariance.shape[1]
+
+
+def form_diagonal(layer: Layer, strip: Strip, weights: Tensor) -> Tensor:
+    """What the pairs of a strip (each row i with all columns j ≤ i) and their mirror images add to diag(B K Bᵀ)."""
+    dtype, device, images, outputs = weights.dtype, weights.device, layer.images, weights.shape[1]
+    shape, together = (DIAGONAL_TILES[dtype], FEW) if outputs <= FEW else (WIDE_TILES[dtype], MANY)
+    first, last = strip.start // shape.side, -(-strip.stop // shape.side)
+    tiles = _tiles(last) - _tiles(first)
+    run, group = _run(shape, tiles * images), _group(shape, tiles * images)
+    programs, strong_programs, parts = -(-tiles // run), -(-tiles // group), -(-outputs // together)
+    weights, covariance = dense_rows(weights), dense_rows(strip.covariance)
+    sums = weights.new_empty(images, programs + strong_programs, parts * together, dtype=torch.float64)
+    marks = _Marks.unknown(images * tiles, shape.side, device)
+    numbers = {
+        "units": layer.units,
+        "outputs": outputs,
+        "first_tile": _tiles(first),
+        "origin": strip.start,
+        "covariance_by_image": by_image(covariance),
+        "covariance_by_row": covariance.stride(1),
+        "weights_by_image": by_image(weights),
+        "sums_by_image": sums.stride(0),
+        "sums_by_program": sums.stride(1),
+        "tiles": tiles,
+    }
+    with torch.cuda.device_of(sums):
+        forward_kernels.diagonal_kernel[(programs, images, parts)](
+            layer.table, covariance, weights, sums, marks.marked, marks.marks,
+            **numbers, run=run, OUTPUTS=together, PRECISION=PRECISION[dtype],
+            **_weak(shape, dtype, device, layer.units % shape.side == 0),
+        )  # fmt: skip
+        forward_kernels.strong_diagonal_kernel[(strong_programs, images, -(-outputs // FEW))](
+            layer.table, covariance, weights, sums[:, programs:], *marks,
+            **numbers, OUTPUTS=FEW, **_strong(shape.side, group, dtype, device),
+        )  # fmt: skip
+    return sums.sum(1)[:, :outputs].to(dtype)
+
+
+PRODUCT_TILES = {torch.float32: Shape(32, 4, 255), torch.float64: Shape(32, 4, 255)}
+GRADIENT_TILES = {torch.float32: Shape(32, 4, 255), torch.float64: Shape(32, 8, 255)}
+
+PROGRAMS = 1024
+"""Work is split until there are at least about so many programs, to fill a GPU."""
+
+
+class _Parts(NamedTuple):
+    """Columns split into parts, each of so many blocks, so that there are programs enough."""
+
+    rows: int
+    parts: int
+    blocks: int
+
+    @classmethod
+    def of(cls, layer: Layer, strip: Strip, side: int, numbers: int) -> _Parts:
+        """`numbers` is how many each part writes for a unit and image."""
+        rows, columns = -(-strip.covariance.shape[1] // side), -(-layer.units // side)
+        most = max(1, 2**24 // max(1, layer.images * layer.units * numbers))
+        parts = min(columns, most, -(-PROGRAMS // (rows * layer.images)))
+        blocks = -(-columns // parts)
+        return cls(rows, -(-columns // blocks), blocks)
+
+
+def form_product(layer: Layer, strip: Strip, weights: Tensor) -> Tensor:
+    """K Bᵀ of the units of a strip of full rows, as (images, outputs, units): 0 for the other units."""
+    outputs = weights.shape[1]
+    weights, covariance = dense_rows(weights), dense_rows(strip.covariance)
+    shape = PRODUCT_TILES[weights.dtype]
+    split = _Parts.of(layer, strip, shape.side, outputs)
+    product = weights.new_zeros(split.parts, layer.images, outputs, layer.units)
+    at = tables(weights.dtype, weights.device)
+    with torch.cuda.device_of(product):
+        kernels.product_kernel[(split.rows, split.parts, layer.images)](
+            layer.table, covariance, weights, product,
+            units=layer.units, outputs=outputs, origin=strip.start, stop=strip.stop, blocks=split.blocks,
+            covariance_by_image=by_image(covariance), covariance_by_row=covariance.stride(1),
+            weights_by_image=by_image(weights),
+            patches=weights.new_empty(2 * split.rows * split.parts * layer.images * shape.side**2),
+            nodes=at.nodes, rules=at.rules, node_limits=at.node_limits, series_limits=at.series_limits,
+            reach=at.last_reach, TERMS=TERMS[weights.dtype], NODE_LIMITS=len(at.node_limits),
+            LIMITS=len(at.series_limits), LANES=32 * shape.warps, **shape.options(),
+        )  # fmt: skip
+    return product.sum(0)
+
+
+class Gradients(NamedTuple):
+    """Derivatives of a weighted sum of covariances of pairs of different units.
+
+    Of their nonlinear parts in each unit's mean and variance, of their separable parts in its gate, each (images,
+    units), and of both in the covariance of each pair's pre-activations, (images, rows of the strip, units).
+    """
+
+    by_mean: Tensor
+    by_variance: Tensor
+    by_gate: Tensor
+    by_covariance: Tensor | None
+
+    def with_own(self, own: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """Derivatives in means and variances, gates and the units' own variances (weighted by `own`) included."""
+        std = standard_deviation(variance)
+        gate_by_mean, gate_by_variance = gate_slopes(Units(standardize(mean, std), std))
+        own_by_mean, own_by_variance = variance_slopes(mean, variance)
+        return (
+            self.by_mean + self.by_gate * gate_by_mean + own * own_by_mean,
+            self.by_variance + self.by_gate * gate_by_variance + own * own_by_variance,
+        )
+
+
+def covariance_gradient(layer: Layer, covariance: Tensor, grad: Tensor) -> Gradients:
+    """The derivatives of Σ gradᵢⱼKᵢⱼ, with grad (images, units, units)."""
+    strip, grad = Strip(dense_rows(covariance), 0), dense_rows(grad)
+    by_covariance = grad.new_empty(layer.images, layer.units, layer.units)
+    return _gradients(layer, strip, grad, grad, by_covariance, factored=False)
+
+
+def form_gradient(layer: Layer, strip: Strip, pull: Tensor, weights: Tensor, with_covariance: bool) -> Gradients:
+    """The derivatives of ½Σ (pullᵢ·bⱼ)Kᵢⱼ for a strip of full rows, with pull and B (images or 1, outputs, units)."""
+    by_covariance = None
+    if with_covariance:
+        by_covariance = weights.new_empty(layer.images, strip.covariance.shape[1], layer.units)
+    return _gradients(layer, strip, dense_rows(pull), dense_rows(weights), by_covariance, factored=True)
+
+
+def _gradients(
+    layer: Layer, strip: Strip, weights: Tensor, partners: Tensor, by_covariance: Tensor | None, factored: bool
+) -> Gradients:
+    dtype, covariance = weights.dtype, dense_rows(strip.covariance)
+    at, shape = tables(dtype, weights.device), GRADIENT_TILES[dtype]
+    split = _Parts.of(layer, strip, shape.side, 3)
+    sums = weights.new_zeros(3, split.parts, layer.images, layer.units)
+    with torch.cuda.device_of(sums):
+        kernels.gradient_kernel[(split.rows, split.parts, layer.images)](
+            layer.table, covariance, weights, partners, by_covariance, sums, at.owen, at.excess_limits, at.excess_reach,
+            units=layer.units, outputs=weights.shape[1], origin=strip.start, stop=strip.stop, blocks=split.blocks,
+            covariance_by_image=by_image(covariance), covariance_by_row=covariance.stride(1),
+            weights_by_image=by_image(weights), partners_by_image=by_image(partners),
+            TERMS=TERMS[dtype], LIMITS=len(at.excess_limits), OWEN=len(at.owen), FACTORED=factored,
+            **shape.options(),
+        )  # fmt: skip
+    by_mean, by_variance, by_gate = sums.sum(1)
+    return Gradients(by_mean, by_variance, by_gate, by_covariance)

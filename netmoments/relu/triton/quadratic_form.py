@@ -1,0 +1,243 @@
+"""B K Bᵀ on a GPU, for the covariance K of a layer of ReLUs or the nonlinear part of it, with K never stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from netmoments.precision import full_precision
+from netmoments.relu.tiles import refuse_forward_mode, refuse_second_derivative, vmap_forward, vmap_gradient
+from netmoments.relu.triton.kernels import BLOCK
+from netmoments.relu.triton.launch import (
+    Layer,
+    Strip,
+    Verdict,
+    form_diagonal,
+    form_gradient,
+    form_product,
+    image_chunks,
+    layer_of,
+    part_of,
+    refuse,
+    table_bytes,
+)
+
+
+class _Pairs(NamedTuple):
+    """The nonlinear part of the pairs of some images, restricted to the units that matter (at their `places`)."""
+
+    images: slice
+    places: Tensor
+    layer: Layer
+    left: Tensor
+    right: Tensor
+    weights: Tensor
+
+    def strips(self, memory_budget: int, squares: int, lower: bool) -> Iterator[Strip]:
+        """Covariances of the pre-activations, as many rows at a time as fit `squares` times into the budget.
+
+        With all columns, or, if only the lower triangle is wanted, up to the strip's last row. Strips start with a
+        block of units, and so with a tile.
+        """
+        units, block = self.layer.units, int(BLOCK)
+        images = max(self.left.shape[0], self.right.shape[0])
+        rows = memory_budget // (squares * images * units * self.left.dtype.itemsize) // block * block
+        for start in range(0, units, max(block, rows)):
+            stop = min(start + max(block, rows), units)
+            yield Strip(self.left[:, start:stop] @ self.right[:, : stop if lower else units].mT, start)
+
+
+def _relevant_pairs(
+    mean: Tensor,
+    variance: Tensor,
+    left: Tensor,
+    right: Tensor,
+    weights: Tensor,
+    live: Tensor | None,
+    memory_budget: int,
+) -> Iterator[_Pairs]:
+    """Chunks of images with the units that are active and `live` in one of them; the host waits once for each chunk."""
+    images, units = max(x.shape[0] for x in (mean, variance, left, right, weights)), mean.shape[1]
+    shared = left.shape[0] == right.shape[0] == 1
+    bytes_each = table_bytes(units, mean.dtype) + (0 if shared else units * units * mean.dtype.itemsize)
+    for chunk in image_chunks(images, bytes_each, memory_budget):
+        parts = [part_of(x, chunk) for x in (mean, variance, left, right, weights)]
+        layer = layer_of(parts[0].expand(chunk.stop - chunk.start, -1), parts[1])
+        relevant = layer.active() if live is None else layer.active() & part_of(live, chunk)
+        relevant = relevant.any(0)
+        order = relevant.argsort(descending=True, stable=True)
+        code, count = torch.cat((layer.fault, relevant.sum(0, keepdim=True))).tolist()
+        refuse(code)
+        if count == units:
+            yield _Pairs(chunk, order, layer.nonlinear(), *parts[2:])
+        elif count:
+            index = order[:count]
+            found = layer_of(parts[0].expand(layer.images, -1).index_select(1, index), parts[1].index_select(1, index))
+            yield _Pairs(
+                chunk,
+                index,
+                found.nonlinear(),
+                parts[2].index_select(1, index),
+                parts[3].index_select(1, index),
+                parts[4].index_select(2, index),
+            )
+
+
+def pairs_form(
+    mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, live: Tensor, memory_budget: int
+) -> Tensor:
+    """B N Bᵀ, (images, d, d): `form.pairs_form`."""
+    images, outputs = max(x.shape[0] for x in (mean, variance, left, right, weights)), weights.shape[1]
+    result = mean.new_zeros(images, outputs, outputs)
+    with full_precision():
+        for pairs in _relevant_pairs(mean, variance, left, right, weights, live, memory_budget):
+            for strip in pairs.strips(memory_budget, squares=1, lower=False):
+                result[pairs.images] += pairs.weights @ form_product(pairs.layer, strip, pairs.weights).mT
+    return result
+
+
+def pairs_form_diagonal(
+    mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, live: Tensor, memory_budget: int
+) -> Tensor:
+    """The diagonal of B N Bᵀ, (images, d): `form.pairs_form_diagonal`."""
+    images, outputs = max(x.shape[0] for x in (mean, variance, left, right, weights)), weights.shape[1]
+    result = mean.new_zeros(images, outputs)
+    with full_precision():
+        for pairs in _relevant_pairs(mean, variance, left, right, weights, live, memory_budget):
+            for strip in pairs.strips(memory_budget, squares=1, lower=True):
+                result[pairs.images] += form_diagonal(pairs.layer, strip, pairs.weights)
+    return result
+
+
+def pairs_form_gradients(
+    grad: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    left: Tensor,
+    right: Tensor,
+    weights: Tensor,
+    live: Tensor | None,
+    memory_budget: int,
+) -> tuple[Tensor, ...]:
+    """Gradients of both in mean, variance, left, right and, if no unit is left out as not `live`, weights.
+
+    As in the plain version the pair i > j has its covariance from leftᵢ and rightⱼ.
+    """
+    inputs = (mean, variance, left, right, weights)
+    results = tuple(torch.zeros_like(x) for x in inputs)
+    with full_precision():
+        for pairs in _relevant_pairs(*inputs, live, memory_budget):
+            upstream = grad[pairs.images]
+            pull = symmetric_times(upstream, pairs.weights)
+            rows_of_left = torch.zeros_like(pairs.left)
+            by_right = torch.zeros_like(pairs.right)
+            for strip in pairs.strips(memory_budget, squares=2, lower=False):
+                found = form_gradient(pairs.layer, strip, pull, pairs.weights, with_covariance=True)
+                assert found.by_covariance is not None
+                by_pair = found.by_covariance.tril_(strip.start - 1)
+                rows = slice(strip.start, strip.stop)
+                shape = rows_of_left[:, rows].shape
+                rows_of_left[:, rows] = (by_pair @ pairs.right).mul_(2).sum_to_size(shape)
+                by_right += (by_pair.mT @ pairs.left[:, rows]).mul_(2).sum_to_size(by_right.shape)
+                _add(results[0], pairs, found.by_mean)
+                _add(results[1], pairs, found.by_variance)
+                if live is None:
+                    product = form_product(pairs.layer, strip, pairs.weights)
+                    _add(results[4].mT, pairs, symmetric_times(upstream, product).mT)
+            _add(results[2], pairs, rows_of_left)
+            _add(results[3], pairs, by_right)
+    return results
+
+
+def _add(target: Tensor, pairs: _Pairs, value: Tensor) -> None:
+    """target[images, units] += value, summed over images where the target is shared."""
+    part = target if target.shape[0] == 1 else target[pairs.images]
+    part.index_add_(1, pairs.places, value.sum_to_size(part.shape[0], *value.shape[1:]))
+
+
+def symmetric_times(grad: Tensor, matrix: Tensor) -> Tensor:
+    """(G + Gᵀ) matrix for G (images, d, d), or the diagonal G given as (images, d)."""
+    return matrix * (2 * grad).unsqueeze(-1) if grad.dim() == 2 else (grad + grad.mT) @ matrix
+
+
+class LayerForm(Function):
+    """(mean, variance, covariance, weights) → B K Bᵀ, (images, d, d), or its diagonal, (images, d)."""
+
+    @staticmethod
+    def forward(mean: Tensor, variance: Tensor, covariance: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
+        images = max(x.shape[0] for x in (mean, variance, covariance, weights))
+        layer = layer_of(mean.expand(images, -1), variance)
+        verdict = Verdict(layer.fault)
+        strip = Strip(covariance, 0)
+        if diagonal:
+            result = form_diagonal(layer, strip, weights)
+        else:
+            product = form_product(layer, strip, weights)
+            with full_precision():
+                result = weights @ product.mT
+        verdict.check()
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:4])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad
+        return (*_LayerFormGradient.apply(grad, *ctx.saved_tensors, wanted[2], wanted[3]), None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        return vmap_forward(LayerForm, info.batch_size, in_dims, inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_forward_mode()
+
+
+class _LayerFormGradient(Function):
+    """The vector–Jacobian product of `LayerForm`; in the covariance and the weights only if wanted, else zeros."""
+
+    @staticmethod
+    def forward(
+        grad: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        covariance: Tensor,
+        weights: Tensor,
+        covariance_too: bool,
+        weights_too: bool,
+    ) -> Any:
+        layer = layer_of(mean.expand(len(grad), -1), variance)
+        strip = Strip(covariance, 0)
+        with full_precision():
+            pull = symmetric_times(grad, weights)
+        found = form_gradient(layer, strip, pull, weights, covariance_too)
+        by_mean, by_variance = found.with_own(0.5 * (pull * weights).sum(1), mean, variance)
+        by_covariance = covariance.new_zeros(()) if found.by_covariance is None else found.by_covariance
+        by_weights = weights.new_zeros(())
+        if weights_too:
+            product = form_product(layer, strip, weights)
+            with full_precision():
+                by_weights = symmetric_times(grad, product)
+        found_for = zip(
+            (by_mean, by_variance, by_covariance, by_weights), (mean, variance, covariance, weights), strict=True
+        )
+        return tuple(x.expand(like.shape) if x.dim() == 0 else x.sum_to_size(like.shape) for x, like in found_for)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        refuse_second_derivative()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        return vmap_gradient(_LayerFormGradient, info.batch_size, in_dims, inputs)

@@ -1,0 +1,238 @@
+"""What an attack was asked and what came of it, in the same words in the terminal and on the page."""
+
+from __future__ import annotations
+
+import math
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from netmoments.attacks.base import GREY_LEVELS, Attack
+from netmoments.attacks.box import BoxAttack, PixelSupport
+from netmoments.attacks.sparse_smooth import SparseSmooth
+from netmoments.report.attack_study import AttackStudy, LeftOut
+from netmoments.report.words import in_words
+
+
+def in_grey_levels(value: float) -> str:
+    """A difference of pixels in [0, 1] as steps of 1/255.
+
+    >>> in_grey_levels(0.2), in_grey_levels(9.1)
+    ('51', '2,320')
+    """
+    return in_words(GREY_LEVELS * value)
+
+
+def share_asked(attack: Attack) -> float | None:
+    """Of the samples, to be fooled; None where a margin was asked for instead."""
+    if isinstance(attack, SparseSmooth):
+        return attack.share
+    return attack.wanted if isinstance(attack, BoxAttack) else None
+
+
+def asked_in_words(attack: Attack) -> str:
+    """What "as asked" means."""
+    share = share_asked(attack)
+    if share is not None:
+        return f"{100 * share:.3g}% of the samples"
+    assert isinstance(attack, SparseSmooth)
+    return f"a mean margin of at most {-(attack.gamma or 0.0):g}"
+
+
+def verdict_in_words(found: AttackStudy, number: int) -> str:
+    """Whether the network is fooled as asked, and if not, what is missing."""
+    result = found.result
+    if bool(result.fooled[number]):
+        return "fooled as asked"
+    if not bool(result.feasible[number]):
+        return "no: no such noise found"
+    if share_asked(found.attack) is None:
+        return f"no: mean margin {float(result.network_margin[number]):.3g}"
+    return "no: too few samples"
+
+
+def limits_in_words(attack: Attack) -> str:
+    """What μ may be, if little."""
+    if not isinstance(attack, BoxAttack):
+        return ""
+    pixels = f" on {attack.percent:g}% of the pixels" if isinstance(attack, PixelSupport) else ""
+    return f" with |μ| ≤ {in_grey_levels(attack.reach)} grey levels{pixels}"
+
+
+def success_in_words(found: AttackStudy, number: int) -> str:
+    """The share of fooled samples with its 95 % interval."""
+    success = found.result.success
+    rate, low, high = (float(end[number]) for end in (success.rate, success.low, success.high))
+    return f"{rate:.0%} ({math.floor(100 * low)}–{math.ceil(100 * high)})"
+
+
+def clipped_in_words(found: AttackStudy, number: int) -> str:
+    clipped = found.result.success_clipped
+    return "—" if clipped is None else f"{float(clipped.rate[number]):.0%}"
+
+
+def gap_in_words(found: AttackStudy, number: int) -> str:
+    gap = float(found.result.gap[number])
+    return f"{gap:.1%}" if gap <= 1 else "> 100%"
+
+
+def followed_in_words(found: AttackStudy, number: int) -> str:
+    """How long the network itself was followed."""
+    steps = int(found.result.polished[number])
+    return f"{steps} steps" if steps else "no"
+
+
+def size_in_words(found: AttackStudy, number: int) -> str:
+    """‖μ‖₁ + TV(μ), in grey levels."""
+    return in_grey_levels(float(found.result.l1[number] + found.result.tv[number]))
+
+
+def summary_in_words(found: AttackStudy) -> str:
+    """How many were fooled, and what was left out."""
+    said = (
+        f"{found.fooled} of {len(found)} images are fooled as asked ({asked_in_words(found.attack)})"
+        f"{limits_in_words(found.attack)}."
+    )
+    if found.left_out:
+        said += f" {len(found.left_out)} of {len(found) + len(found.left_out)} chosen images were left out."
+    return f"{said} {answers_in_words(found)}".strip()
+
+
+def answers_in_words(found: AttackStudy) -> str:
+    """Where the labels are from, if not from the data."""
+    return "The images have no labels: the network's own answers stand for them." if found.labels_are_answers else ""
+
+
+def headline_in_words(attack: Attack) -> str:
+    """What kind of noise it is."""
+    if isinstance(attack, SparseSmooth):
+        return "Sparse and smooth noise made to fool"
+    return "Noise on few pixels made to fool" if isinstance(attack, PixelSupport) else "Noise made to fool"
+
+
+def method_in_words(found: AttackStudy) -> str:
+    """What was solved, how, and what the numbers mean."""
+    attack = found.attack
+    own = _sparse_smooth(attack) if isinstance(attack, SparseSmooth) else _box(attack, found.result.targets is None)
+    return (
+        f"Noise is Gaussian, N(μ, σ²I), added to pixels in [0, 1]; a grey level is 1/255. {own} The expected scores "
+        f"are those of the network linearized before and after the ReLU {found.relu!r} at the image (two-stage "
+        f"linearization), with that ReLU treated exactly. {_bounds(attack)} What counts is the network itself: it is "
+        f"asked about {attack.samples:,} noisy copies of each image, and fooled as asked means "
+        f"{asked_in_words(attack)}, to within the error of sampling."
+    )
+
+
+def few_in_words(found: AttackStudy) -> str:
+    """What a report says above its few attacked images."""
+    return (
+        f"The noise above is the same on every pixel. Here its mean μ was chosen for each image, so that the answer "
+        f"changes for {asked_in_words(found.attack)} with as few pixels in as smooth patches as possible (least "
+        f"‖μ‖₁ + TV(μ)). {found.fooled} of {len(found)} images are fooled as asked; the command netmoments "
+        f"attack makes more."
+    )
+
+
+def _sparse_smooth(attack: SparseSmooth) -> str:
+    followed = (
+        " Then the network itself was followed, with what noise adds to its margins measured from samples."
+        if attack.polish
+        else ""
+    )
+    return (
+        f"σ is {in_grey_levels(attack.noise_level)} grey levels. μ has the least ‖μ‖₁ + TV(μ), few changed pixels in "
+        f"smooth patches, that fools the network: found by a primal–dual method on the expected scores, "
+        f"{attack.iterations} steps.{followed} The gap says by how much ‖μ‖₁ + TV could be smaller at most, by "
+        f"duality, with the margins linearized at the solution."
+    )
+
+
+def _box(attack: Attack, untargeted: bool) -> str:
+    assert isinstance(attack, BoxAttack)
+    pixels = f" of {attack.percent:g}% of the pixels, drawn at random," if isinstance(attack, PixelSupport) else ""
+    aim = "the label's expected score below a rival's" if untargeted else "all other expected scores below the target's"
+    followed = (
+        f" Where too few samples were fooled, the network itself was followed for {attack.polish} steps, if it helped."
+        if attack.polish
+        else ""
+    )
+    return (
+        f"The mean{pixels} changes by at most {in_grey_levels(attack.reach)} grey levels, and σ is at most "
+        f"{in_grey_levels(attack.most_noise)}; both were chosen to bring {aim} by as much as possible, in "
+        f"{attack.iterations} steps.{followed} The gap says what share of the fall of the margin may be missing."
+    )
+
+
+def _bounds(attack: Attack) -> str:
+    if attack.bounds is None:
+        return "Pixels of image + μ may leave [0, 1]."
+    return "Pixels of image + μ stay in [0, 1]; noisy copies do not, unless they are cut to it."
+
+
+SHOWN = 10
+"""Images that were left out, by name."""
+ANSWERS = (
+    "image", "label", "towards", "answer", "samples fooled", "clipped", "network followed", "verdict",
+)  # fmt: skip
+NOISE = ("image", "sparsity", "|μ| up to", "‖μ‖₁ + TV", "SSIM", "gap")
+FEW = ("image", "label", "answer", "samples fooled", "sparsity", "|μ| up to", "SSIM", "verdict")
+TO_THE_LEFT = ("image", "verdict")
+
+
+def draw_attack(found: AttackStudy) -> RenderableType:
+    """What the network says, what the noise is, a summary, and what was left out."""
+    clipped = "" if found.attack.bounds is None else ", as they are and clipped to [0, 1]"
+    parts: list[RenderableType] = [
+        Text(f"What the network says to {found.attack.samples:,} noisy copies{clipped}", style="bold"),
+        _table(found, ANSWERS),
+        Text("The noise; |μ| in grey levels", style="bold"),
+        _table(found, NOISE),
+        Text(summary_in_words(found), style="bold"),
+        *_named("left out", found.left_out),
+        *_named("could not be read", tuple(LeftOut(*item) for item in found.images.skipped)),
+    ]
+    return Group(*parts)
+
+
+def draw_few(found: AttackStudy) -> RenderableType:
+    """A short table, for a report on something else."""
+    return Group(_table(found, FEW), Text(summary_in_words(found)))
+
+
+def _table(found: AttackStudy, names: tuple[str, ...]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="left" if name in TO_THE_LEFT else "right")
+    for number in range(len(found)):
+        cells = _cells(found, number)
+        table.add_row(*(Text(cells[name]) for name in names))
+    return table
+
+
+def _cells(found: AttackStudy, number: int) -> dict[str, str]:
+    result = found.result
+    return {
+        "image": found.name(number),
+        "label": found.class_name(result.labels[number]),
+        "towards": found.class_name(result.towards[number]),
+        "answer": found.class_name(result.answers[number]),
+        "samples fooled": success_in_words(found, number),
+        "clipped": clipped_in_words(found, number),
+        "sparsity": f"{float(result.sparsity[number]):.0%}",
+        "|μ| up to": in_grey_levels(float(result.linf[number])),
+        "‖μ‖₁ + TV": size_in_words(found, number),
+        "SSIM": f"{float(result.ssim[number]):.3f}",
+        "gap": gap_in_words(found, number),
+        "network followed": followed_in_words(found, number),
+        "verdict": verdict_in_words(found, number),
+    }
+
+
+def _named(what: str, items: tuple[LeftOut, ...]) -> list[RenderableType]:
+    """Images and why, the first few by name."""
+    lines = [Text(f"  {what}: {item.name}: {item.reason}", style="yellow") for item in items[:SHOWN]]
+    if len(items) > SHOWN:
+        lines.append(Text(f"  and {len(items) - SHOWN} more", style="yellow"))
+    return list(lines)

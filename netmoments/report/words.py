@@ -1,0 +1,115 @@
+"""Numbers and facts as they are shown, the same in the terminal, in Markdown and on the page."""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from datetime import UTC, datetime
+
+import torch as pytorch
+
+from netmoments import __version__
+
+NOTHING = "—"
+"""Where there is no number."""
+
+_NUMBER = r"(?>[(\[]?[<>≤≥≈~±+−-]?\s?(?:\d[\d,.]*(?:e[+−-]?\d+)?|nan|inf|∞)(?:\s?(?:%|×|[a-zµμ]{1,2}\b))?[)\]]?)"
+_CELL = re.compile(rf"(?:[—-]|{_NUMBER}(?:\s*[±/–;]?\s*{_NUMBER})*+)?", re.IGNORECASE)
+
+
+def in_words(value: float) -> str:
+    """Three digits; from a thousand on whole, with separators; scientific below 1e-3 and from 1e9 on.
+
+    >>> [in_words(value) for value in (0.12345, 2.2e-16, -1234567.8, 999.9, 5, 0)]
+    ['0.123', '2.2e-16', '-1,234,568', '1,000', '5', '0']
+    """
+    if not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("∞" if value > 0 else "-∞")
+    rounded = float(f"{value:.3g}")
+    if rounded == 0:
+        return "0"
+    if abs(rounded) < 1e-3 or abs(rounded) >= 1e9:
+        digits, exponent = f"{value:.2e}".split("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:,.0f}" if abs(rounded) >= 1000 else f"{rounded:.3g}"
+
+
+def difference_in_words(value: float | None) -> str:
+    """With its sign.
+
+    >>> [difference_in_words(value) for value in (0.0123, -2.0, 0.0, None)]
+    ['+0.0123', '-2', '0', '—']
+    """
+    if value is None:
+        return NOTHING
+    return f"+{in_words(value)}" if value > 0 else in_words(value)
+
+
+def seconds_in_words(seconds: float) -> str:
+    """
+    >>> [seconds_in_words(value) for value in (0.0123, 59.7, 250, 5000)]
+    ['0.0123 s', '59.7 s', '4 min 10 s', '1 h 23 min']
+    """
+    if seconds < 60:
+        return f"{in_words(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def number_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[bool, ...]:
+    """For each column, whether its cells are numbers (with errors, units or nothing), which are aligned to the right.
+
+    >>> number_columns(["class", "error"], [["1", "0.2 ± 0.1"], ["avg", "—"]])
+    (False, True)
+    """
+    return tuple(
+        any(row[place].strip() for row in rows) and all(_CELL.fullmatch(row[place].strip()) for row in rows)
+        for place in range(len(columns))
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    device: str
+    torch: str
+
+    @classmethod
+    def here(cls, device: pytorch.device) -> Machine:
+        return cls(_name_of(device), pytorch.__version__)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    command: str
+    date: str
+    netmoments: str
+    torch: str
+    python: str
+    device: str
+    seed: int
+
+    @classmethod
+    def of_this_run(
+        cls, device: pytorch.device, seed: int, command: str | None = None, machines: Sequence[Machine] = ()
+    ) -> Provenance:
+        """Now; on these machines, or here; the command is the one that was typed unless another is given."""
+        if command is None:
+            command = shlex.join(["netmoments", *sys.argv[1:]])
+        date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        machines = machines or [Machine.here(device)]
+        devices, torches = (" and ".join(dict.fromkeys(names)) for names in zip(*map(astuple, machines), strict=True))
+        return cls(command, date, __version__, torches, platform.python_version(), devices, seed)
+
+
+def _name_of(device: pytorch.device) -> str:
+    if device.type == "cuda":
+        return pytorch.cuda.get_device_name(device) if pytorch.cuda.is_available() else "GPUs elsewhere"
+    threads = pytorch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"

@@ -1,0 +1,20 @@
+"""Rules for nonlinear layers: those that come with the library, and what users need to write their own."""
+
+from netmoments.rules.base import Local, Nonlinearity, OneInput, ThirdCumulants
+from netmoments.rules.maximum import Largest
+from netmoments.rules.piecewise_linear import PiecewiseLinear
+from netmoments.rules.registry import affine, elementwise, register_rule
+from netmoments.rules.smooth import Elementwise
+
+__all__ = [
+    "Elementwise",
+    "Largest",
+    "Local",
+    "Nonlinearity",
+    "OneInput",
+    "PiecewiseLinear",
+    "ThirdCumulants",
+    "affine",
+    "elementwise",
+    "register_rule",
+]

@@ -1,0 +1,120 @@
+"""Operations without a rule, known from samples only: what a sketch does where it has no formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from netmoments.memory import elements_together
+from netmoments.network.graph import Node, call, shape_of
+from netmoments.rules.base import Local, Nonlinearity, SketchedLayer, ThirdCumulants
+from netmoments.rules.registry import RuledCall, operator_name
+
+DISCONTINUOUS = {
+    "hardshrink", "threshold", "remainder", "fmod", "frac", "floor_divide", "heaviside", "sign", "sgn", "bernoulli",
+}  # fmt: skip
+"""Operations with jumps, which no mean of derivatives sees. (Rounding has no derivative at all, and is noticed.)"""
+
+
+@dataclass(frozen=True, eq=False)
+class BlackBox(Nonlinearity):
+    """y = function(z), any function of p numbers with n values and a derivative, from (p,) to (n,)."""
+
+    has_formula = False
+
+    name: str
+    function: Callable[[Tensor], Tensor]
+    windows: Tensor
+    """None of its units has a window: (n, 0)."""
+
+    def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
+        self._refuse()
+
+    def values(self, z: Tensor) -> Tensor:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise NotImplementedError(f"{self.name} has no formula; it is known from samples only")
+
+    def sketched(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
+        """Its mean and expected slopes are averages over the samples, moved to the mean."""
+        shifted = mean.unsqueeze(1) + (samples - samples.mean(1, keepdim=True)).detach()
+        together = elements_together("pass", samples, max(samples.shape[-1], self.units))
+        values, moved = (
+            self._at(x.flatten(0, 1), together).unflatten(0, samples.shape[:2]) for x in (samples, shifted)
+        )
+        varies = values.detach().std(1).any(-1)
+        shifted = shifted.detach()
+
+        def pull_back(weights: Tensor) -> Tensor:
+            pulled = torch.stack(
+                [self._expected_pull(at, own, together) for at, own in zip(shifted, weights, strict=True)]
+            )
+            lost = varies & weights.flatten(1).any(-1) & ~pulled.flatten(1).any(-1)
+            if bool(lost.any()):
+                raise ValueError(
+                    f"sketch: {self.name} changes with its input, but its derivative is zero (rounding?), so that "
+                    f'nothing can be said from it; use method="sampling"'
+                )
+            return pulled
+
+        return SketchedLayer(moved.mean(1), values, pull_back, None)
+
+    def _at(self, z: Tensor, together: int) -> Tensor:
+        """The values (K, n) at samples (K, p)."""
+        with self._named_failure():
+            return torch.func.vmap(self.function, chunk_size=together)(z)
+
+    def _expected_pull(self, samples: Tensor, weights: Tensor, together: int) -> Tensor:
+        """aᵀ E[∂f] for rows of weights a (k, n): (k, p)."""
+        total = weights.new_zeros(len(weights), samples.shape[1])
+        with self._named_failure():
+            for sample in samples:
+                back = torch.func.vjp(self.function, sample)[1]
+                total += torch.func.vmap(lambda row, back=back: back(row)[0], chunk_size=together)(weights)
+        return total / len(samples)
+
+    @contextmanager
+    def _named_failure(self) -> Iterator[None]:
+        """What torch cannot differentiate or map over samples is said in words."""
+        try:
+            yield
+        except (RuntimeError, NotImplementedError) as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ValueError(
+                f"sketch: {self.name} has no rule, and cannot be differentiated over samples: {reason}; use "
+                f'method="sampling"'
+            ) from error
+
+
+def black_box(
+    node: Node, constants: Mapping[Node, Any], noisy: frozenset[Node], like: Tensor, name: str
+) -> RuledCall | None:
+    """A node as a function of its noisy arguments put end to end; None if its numbers have another dtype, or it jumps."""
+    inputs = tuple(argument for argument in node.all_input_nodes if argument in noisy)
+    if operator_name(node) in DISCONTINUOUS:
+        return None
+    value = node.meta["val"]
+    first = value if isinstance(value, Tensor) else value[0]
+    sizes = [shape_of(argument).numel() for argument in inputs]
+    if first.dtype != like.dtype or not all(_is_of(argument, like.dtype) for argument in inputs):
+        return None
+
+    def function(z: Tensor) -> Tensor:
+        parts = z.split(sizes)
+        given = {node: part.reshape(shape_of(node)) for node, part in zip(inputs, parts, strict=True)}
+        result = call(node, {**constants, **given})
+        return (result if isinstance(result, Tensor) else result[0]).reshape(-1).clone()
+
+    windows = torch.zeros(first.numel(), 0, dtype=torch.int64, device=like.device)
+    return RuledCall(BlackBox(name, function, windows), inputs)
+
+
+def _is_of(node: Node, dtype: torch.dtype) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, Tensor) and value.dtype == dtype

@@ -1,0 +1,312 @@
+"""The largest of a few jointly Gaussian numbers from a few lines each: for sketches, which average over many windows.
+
+Windows come last, (..., M), so that every step is one operation on long rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from netmoments.memory import elements_together
+from netmoments.rules.base import FLOOR
+from netmoments.rules.sampled import joined
+
+MOST_SETS, SET_ELEMENTS = 1024, 2**22
+"""Sets of directions, taken in turn by a layer's windows, so that their errors do not add up; numbers in all sets."""
+FAR = 40.0
+"""Deviations, beyond which nothing happens."""
+
+
+class LargestMoments(NamedTuple):
+    """Of M windows of w inputs."""
+
+    mean: Tensor
+    """E f, (M,), differentiable in what it is computed from."""
+    gain: Tensor
+    """E ∇f, (w, M), without gradient."""
+    curvature: Tensor
+    """E ∇²f, (w, w, M), without gradient."""
+
+    def placed(self, order: Tensor, width: int) -> LargestMoments:
+        """The inputs at places (w, M) among more of them, of which the others do not matter."""
+        gain = self.gain.new_zeros(width, order.shape[-1]).scatter_(0, order, self.gain)
+        places = (order.unsqueeze(1) * width + order).flatten(0, 1)
+        wide = self.gain.new_zeros(width * width, order.shape[-1]).scatter_(0, places, self.curvature.flatten(0, 1))
+        return LargestMoments(self.mean, gain, wide.unflatten(0, (width, width)))
+
+
+def expected_largest(
+    mean: Tensor, covariance: Tensor, present: Tensor, directions: Tensor, *, with_zero: bool
+) -> LargestMoments:
+    """f = max of w Gaussian numbers, and of 0 where it is one of them, by exact integrals along lines through the mean.
+
+    Means (w, M), covariances (w, w, M), which of a window's places are inputs (w, M), unit directions v (P, w, M):
+    orthonormal frames, each in a random position. With S = RRᵀ and s = Rv the inputs on a line are m + s·t, and t has
+    the density ½χ_w(|t|). Input i is the largest between two crossings; with p, e the moments of order 0 and 1 of t
+    between them, averaged over the lines,
+
+        E f = Σ m p + s e,   E ∂f/∂zᵢ = pᵢ,   E ∇²f = E[∇f (t v)ᵀ] R⁻¹  (Stein),
+
+    without bias, and exact for functions of up to the third degree in the direction. As f is continuous, E f changes
+    with m and s by p and e alone: crossings need no derivative.
+    """
+    width = len(mean)
+    floor = FLOOR[mean.dtype] * _mean_variance(covariance.detach(), present) + 1e-30
+    root = _cholesky(covariance, floor)
+    slope = torch.where(present, _along(root, directions), 0.0)
+    start = torch.where(present, mean, -_reach(mean, covariance))
+    if with_zero:
+        start, slope = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (start, slope))
+    with torch.no_grad():
+        p, e = _moments_of_turns(start.expand_as(slope), slope, width)
+        centre = start.amax(0)
+        tilted = [(e[:, :width] * directions[:, d : d + 1]).mean(0) for d in range(width)]
+        curvature = _divided(tilted, [column.detach() for column in root])
+        probability = p.mean(0)
+    expected = ((start - centre) * probability).sum(0) + (slope * e).sum(1).mean(0) + centre
+    return LargestMoments(expected, probability[:width], 0.5 * (curvature + curvature.transpose(0, 1)))
+
+
+def _mean_variance(covariance: Tensor, present: Tensor) -> Tensor:
+    return covariance.diagonal(dim1=0, dim2=1).sum(-1) / present.sum(0)
+
+
+def _reach(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Below which no input of a window comes: there lie those that a window does not have."""
+    deviation = covariance.detach().diagonal(dim1=0, dim2=1).amax(-1).sqrt()
+    return FAR * (4 * deviation + mean.detach().abs().amax(0))
+
+
+def _cholesky(covariance: Tensor, floor: Tensor) -> list[Tensor]:
+    """Columns of R, RRᵀ = S + floor, each from the diagonal on: (w, M), (w − 1, M), …, (1, M)."""
+    columns: list[Tensor] = []
+    rest = covariance
+    while len(rest):
+        pivot = torch.maximum(rest[0, :1] + floor, floor).sqrt()
+        below = rest[1:, 0] / pivot
+        columns.append(torch.cat([pivot, below]))
+        rest = torch.addcmul(rest[1:, 1:], below.unsqueeze(1), below, value=-1)
+    return columns
+
+
+def _divided(columns: list[Tensor], root: list[Tensor]) -> Tensor:
+    """X with X R = L, (w, w, M), from the columns of L, (w, M) each, and of R as `_cholesky` gives them."""
+    found: list[Tensor] = []
+    for j in reversed(range(len(root))):
+        column = columns[j]
+        for later, own in enumerate(reversed(found), start=1):
+            column = column - own * root[j][later]
+        found.append(column / root[j][0])
+    return torch.stack(found[::-1], 1)
+
+
+def _along(root: list[Tensor], directions: Tensor) -> Tensor:
+    """s = Rv, (P, w, M)."""
+    rows = [directions[:, 0] * root[0][i] for i in range(len(root))]
+    for j, column in enumerate(root[1:], start=1):
+        for i in range(j, len(root)):
+            rows[i] = torch.addcmul(rows[i], directions[:, j], column[i - j])
+    return torch.stack(rows, 1)
+
+
+def _moments_of_turns(start: Tensor, slope: Tensor, degrees: int) -> tuple[Tensor, Tensor]:
+    """p = P(start + slope·t is the largest) and e = E[t; it is] of each of c lines, (P, c, M), |t| ~ χ."""
+    ordered, order = slope.sort(1)
+    below, beyond = _radial(_crossings(start.gather(1, order), ordered), degrees)
+    lines, count, windows = slope.shape
+    ends = slope.new_zeros(2, lines, count + 1, windows)  # F and ∫ τ dF at −∞, the crossings and +∞
+    ends[0, :, 1:-1], ends[0, :, -1], ends[1, :, 1:-1] = below, 1.0, beyond
+    p, e = ends[0, :, 1:] - ends[0, :, :-1], ends[1, :, :-1] - ends[1, :, 1:]
+    return torch.empty_like(p).scatter_(1, order, p), torch.empty_like(e).scatter_(1, order, e)
+
+
+def _crossings(start: Tensor, slope: Tensor) -> Tensor:
+    """Of lines start + slope·t, in the order of their slopes, the c − 1 places from which on a later one leads.
+
+    Line i is above all later ones until the first of its crossings with them; the largest of these ends up to i is
+    where the first i lines have had their turn. (P, c − 1, M), cut to ±`FAR`.
+    """
+    least = 1e-12 * slope.abs().amax(1, keepdim=True) + 1e-18  # parallel lines cross far away, on the right side
+    ends: list[Tensor] = []
+    for i in range(slope.shape[1] - 1):
+        steeper = torch.maximum(slope[:, i + 1 :] - slope[:, i : i + 1], least)
+        end = ((start[:, i : i + 1] - start[:, i + 1 :]) / steeper).amin(1)
+        ends.append(torch.maximum(end, ends[-1]) if ends else end)
+    return torch.stack(ends, 1).clamp(-FAR, FAR) if ends else slope[:, :0]
+
+
+def _radial(t: Tensor, degrees: int) -> tuple[Tensor, Tensor]:
+    """F(t) and ∫_t^∞ τ dF for the density ½χ_w(|t|), w the degrees of freedom.
+
+    With C_w the distribution of χ_w, F = ½ + ½ sign(t) C_w(|t|), and the other is ½ E χ_w (1 − C_{w+1}(|t|)).
+    """
+    square = t * t
+    bell = torch.exp(-0.5 * square)
+    own, next_one = (_odd_chi(t, square, bell, count) for count in (degrees, degrees + 1))
+    return own.mul_(0.5).add_(0.5), next_one.abs_().sub_(1).mul_(-0.5 * average_radius(degrees))
+
+
+def average_radius(degrees: int) -> float:
+    """E χ_w."""
+    return math.sqrt(2) * math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2))
+
+
+def _odd_chi(t: Tensor, square: Tensor, bell: Tensor, degrees: int) -> Tensor:
+    """sign(t) C_w(|t|), by C_w(x) = C_{w−2}(x) − x^{w−2} exp(−x²/2) / (2^{w/2−1} Γ(w/2)).
+
+    It starts from C_1 = erf(x/√2) or C_2 = 1 − exp(−x²/2).
+    """
+    if degrees % 2:
+        total, power = torch.erf(t * math.sqrt(0.5)), t * bell
+    else:
+        total, power = torch.copysign(1 - bell, t), torch.copysign(square * bell, t)
+    for count in range(4 - degrees % 2, degrees + 1, 2):
+        total.sub_(power, alpha=math.exp((1 - count / 2) * math.log(2) - math.lgamma(count / 2)))
+        if count < degrees:
+            power.mul_(square)
+    return total
+
+
+@cache
+def direction_sets(width: int, frames: int) -> Tensor:
+    """Sets of orthonormal frames in random positions, (frames · width, width, sets), in float64: always the same."""
+    sets = max(1, min(MOST_SETS, SET_ELEMENTS // (frames * width * width)))
+    generator = torch.Generator().manual_seed(width)
+    normal = torch.randn(sets, frames, width, width, dtype=torch.float64, generator=generator)
+    q, r = torch.linalg.qr(normal)
+    turned = q * torch.sign(r.diagonal(dim1=-2, dim2=-1)).unsqueeze(-2)
+    return turned.reshape(sets, frames * width, width).permute(1, 2, 0).contiguous()
+
+
+CHANCE = 3.5
+"""Deviations behind the leading input beyond which an input is left out: it would be the largest once in 4,000."""
+SIZES = (2, 4, 6, 9, 16, 32)
+"""Windows with at most so many contenders are treated together."""
+FRAMES, MOST_FRAMES = 2**13, 256
+"""Frames of lines for all windows of an image together: the fewer there are, the less their errors average out."""
+
+
+class Windows(NamedTuple):
+    """M windows of w inputs."""
+
+    mean: Tensor
+    """(w, M)."""
+    covariance: Tensor
+    """(w, w, M)."""
+    present: Tensor
+    """Which of the places are inputs, (w, M)."""
+    numbers: Tensor
+    """Which of the sets of directions each takes, (M,), modulo their number."""
+
+    def chosen(self, which: Tensor) -> Windows:
+        return Windows(*(x.index_select(-1, which) for x in self))
+
+    def reordered(self, order: Tensor, kept: Tensor) -> Windows:
+        """The inputs in another order, (c, M), those that are not kept left out."""
+        rows = self.covariance.gather(0, order.unsqueeze(1).expand(-1, self.covariance.shape[1], -1))
+        both = rows.gather(1, order.expand(len(order), *order.shape))
+        return Windows(self.mean.gather(0, order), both, kept, self.numbers)
+
+
+def largest_of_contenders(
+    windows: Tensor, mean: Tensor, covariance: Tensor, probes: int, *, with_zero: bool
+) -> LargestMoments:
+    """The moments (N, n), (N, n, w), (N, n, w, w) of the largest input of each window.
+
+    From windows (n, w), −1 for no input, and the means (N, n, w) and covariances (N, n, w, w) of what they look at.
+    """
+    images, units, _ = mean.shape
+    every = Windows(
+        mean.flatten(0, 1).mT,
+        covariance.flatten(0, 1).permute(1, 2, 0).contiguous(),
+        (windows >= 0).mT.repeat(1, images),
+        torch.arange(units, device=mean.device).repeat(images),
+    )
+    found = _narrowed(every, frames_for(units, probes), with_zero)
+    parts = (found.mean, found.gain.mT.contiguous(), found.curvature.permute(2, 0, 1).contiguous())
+    return LargestMoments(*(x.unflatten(0, (images, units)) for x in parts))
+
+
+def frames_for(units: int, probes: int) -> int:
+    """How many frames of lines each of so many windows gets."""
+    return min(max(1, FRAMES // units, probes // 64), MOST_FRAMES)
+
+
+def _in_parts(windows: Windows, frames: int, with_zero: bool) -> LargestMoments:
+    """`expected_largest`, some windows at a time."""
+    directions = direction_sets(len(windows.mean), frames).to(windows.mean)
+    together = elements_together("cache", windows.mean, 2 * len(directions) * (len(windows.mean) + 1))
+    parts = []
+    for start in range(0, windows.mean.shape[-1], together):
+        some = Windows(*(x[..., start : start + together] for x in windows))
+        own = directions.index_select(-1, some.numbers % directions.shape[-1])
+        parts.append(expected_largest(some.mean, some.covariance, some.present, own, with_zero=with_zero))
+    return LargestMoments(*(joined(part, -1) for part in zip(*parts, strict=True)))
+
+
+def _narrowed(windows: Windows, frames: int, with_zero: bool) -> LargestMoments:
+    """The same, each window without the inputs that are `CHANCE` deviations behind; many have only a leader left."""
+    behind = deviations_behind(windows, with_zero=with_zero)
+    near = behind <= CHANCE
+    gain = near & (behind == behind.amin(0))
+    expected, gain = (gain * windows.mean).sum(0), gain.to(windows.mean.dtype)
+    curvature = torch.zeros_like(windows.covariance, requires_grad=False)
+    width = len(near)
+    for which, size in _by_size(near.sum(0), _is_open(windows, near, with_zero=with_zero), width):
+        some = windows.chosen(which)
+        if size == width:
+            own = _in_parts(some, frames, with_zero)
+        else:
+            distance, order = (x[:size] for x in behind.index_select(-1, which).sort(0))
+            own = _in_parts(some.reordered(order, distance <= CHANCE), frames, with_zero).placed(order, width)
+        expected = expected.index_copy(0, which, own.mean)
+        gain.index_copy_(1, which, own.gain)
+        curvature.index_copy_(2, which, own.curvature)
+    return LargestMoments(expected, gain, curvature)
+
+
+@torch.no_grad()
+def deviations_behind(windows: Windows, *, with_zero: bool) -> Tensor:
+    """How far each input is behind the leading one (or 0), in deviations of their difference, (w, M); 0 for the leader.
+
+    Infinitely far if there is no such input, or its difference from the leader does not vary.
+    """
+    mean = torch.where(windows.present, windows.mean, -torch.inf)
+    lead, leader = mean.max(0, keepdim=True)
+    own = windows.covariance.diagonal(dim1=0, dim2=1).mT
+    with_leader = windows.covariance.gather(0, leader.unsqueeze(1).expand(1, *own.shape)).squeeze(0)
+    spread = own + own.gather(0, leader) - 2 * with_leader
+    if with_zero:
+        spread = torch.where(lead < 0, own, spread)
+        lead = lead.clamp(min=0)
+    varies = spread > 0
+    distance = torch.where(varies, (lead - mean) / torch.where(varies, spread, 1.0).sqrt(), torch.inf)
+    return distance.scatter(0, leader, torch.where(lead > mean.gather(0, leader), distance.gather(0, leader), 0.0))
+
+
+@torch.no_grad()
+def _is_open(windows: Windows, near: Tensor, *, with_zero: bool) -> Tensor:
+    """Windows with more than one contender, 0 among them, (M,)."""
+    count = near.sum(0)
+    if not with_zero:
+        return count > 1
+    mean = torch.where(windows.present, windows.mean, -torch.inf)
+    lead, leader = mean.max(0, keepdim=True)
+    deviation = windows.covariance.diagonal(dim1=0, dim2=1).mT.gather(0, leader).clamp(min=0).sqrt()
+    zero = (lead <= CHANCE * deviation).squeeze(0)
+    return (count > 1) | (zero & (count > 0) & (deviation > 0).squeeze(0))
+
+
+def _by_size(count: Tensor, is_open: Tensor, width: int) -> Iterator[tuple[Tensor, int]]:
+    """Open windows that have about as many contenders, and how many at most."""
+    least = 0
+    for size in (*(size for size in SIZES if size < width), width):
+        which = (is_open & (count > least) & (count <= size)).nonzero().squeeze(-1)
+        least = size
+        if len(which):
+            yield which, size

@@ -1,0 +1,174 @@
+"""Piecewise linear functions of one number, as sums of shifted ReLUs: exact, pairs of units too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from netmoments.normal import density, distribution, standard_deviation
+from netmoments.relu.covariance import relu_covariance
+from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean, standardize, unit_mean
+from netmoments.rules import sketch_launch
+from netmoments.rules.base import Local, OneInput, SketchedLayer, ThirdCumulants
+from netmoments.rules.sampled import UnitMoments
+
+
+@dataclass(frozen=True, eq=False)
+class PiecewiseLinear(OneInput):
+    """f(z) = offset + slope·z + Σₖ bendₖ relu(z − kinkₖ), elementwise over n units.
+
+    `offset` and `slope` are (n,), `bends` and `kinks` (K, n): one kink for ReLU, LeakyReLU, PReLU and |z|, two for
+    HardTanh and ReLU6.
+    """
+
+    is_exact = True
+
+    offset: Tensor
+    slope: Tensor
+    bends: Tensor
+    kinks: Tensor
+
+    @property
+    def windows(self) -> Tensor:  # type: ignore[override]
+        return torch.arange(self.slope.shape[0], device=self.slope.device).unsqueeze(-1)
+
+    def values(self, z: Tensor) -> Tensor:
+        z = z.squeeze(-1)
+        bent = sum(bend * torch.relu(z - kink) for bend, kink in zip(self.bends, self.kinks, strict=True))
+        return self.offset + self.slope * z + bent
+
+    def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
+        m, variance = mean.squeeze(-1), covariance.squeeze((-2, -1))
+        s = standard_deviation(variance)
+        bends = self._beside(self.bends, m)
+        shifted = m - self._beside(self.kinks, m)
+        gates = open_probability(shifted, variance)
+        gain = self.slope + (bends * gates).sum(0)
+        gaussian = Local(
+            mean=self.offset + self.slope * m + (bends * relu_mean(shifted, s)).sum(0),
+            variance=(gain * gain * variance + self._own(shifted, variance)).clamp(min=0),
+            gain=gain.unsqueeze(-1),
+            curvature=(bends * _bell(shifted, s)).sum(0)[..., None, None],
+        )
+        return gaussian if cumulants is None else self._skewed(gaussian, m, s, cumulants.kappa.reshape(m.shape))
+
+    @staticmethod
+    def _beside(by_kink: Tensor, units: Tensor) -> Tensor:
+        """Numbers of every kink, (K, n), to go with numbers of units (..., n): (K, ..., n)."""
+        return by_kink.reshape(len(by_kink), *[1] * (units.dim() - 1), -1)
+
+    def _skewed(self, gaussian: Local, m: Tensor, s: Tensor, gamma: Tensor) -> Local:
+        """What a skewness γ of z adds, to first order: γ/6 s³ d³/dm³ of every expectation.
+
+        With h = (m − kink)/s and φ = φ(h) at every kink, f₊, f₋ the slopes on its sides and d = f(kink) − E f:
+        −γ/6 s Σ bend hφ to the mean, γ/6 Σ bend (h²−1)φ to the gain, γ/3 s Σ bend φ(s(f₊+f₋) − hd) to the variance.
+        """
+        h = standardize(m - self._beside(self.kinks, m), s)
+        bends = self._beside(self.bends, m)
+        bell = bends * density(h)
+        below = (self.kinks.unsqueeze(0) < self.kinks.unsqueeze(1)).to(m.dtype)  # [k, j]: kink j lies below kink k
+        before = self._beside(self.slope + (below * self.bends).sum(1), m)
+        reached = (torch.relu(self.kinks.unsqueeze(1) - self.kinks) * self.bends).sum(1)
+        beyond = self._beside(self.offset + self.slope * self.kinks + reached, m) - gaussian.mean
+        rise = (bell * (s * (2 * before + bends) - h * beyond)).sum(0)
+        return Local(
+            mean=gaussian.mean - gamma / 6 * s * (h * bell).sum(0),
+            variance=(gaussian.variance + gamma / 3 * s * rise).clamp(min=0),
+            gain=gaussian.gain + (gamma / 6 * ((h * h - 1) * bell).sum(0)).unsqueeze(-1),
+            curvature=gaussian.curvature,
+        )
+
+    def _own(self, shifted: Tensor, variance: Tensor) -> Tensor:
+        """Var f − gain²s² of each unit: Σ bendₐ bend_b N(hₐ, h_b), N the nonlinear covariance of a unit's own ReLUs.
+
+        For hₐ ≤ h_b (fully correlated) N = s²[Φ(hₐ)Φ(−h_b) − e(hₐ)e(−h_b)], e(h) = hΦ(h) + φ(h).
+        """
+        bends = self._beside(self.bends, variance)
+        total = (bends.square() * nonlinear_variance(shifted, variance)).sum(0)
+        h = standardize(shifted, standard_deviation(variance))
+        for a in range(len(h)):
+            for b in range(a):
+                low, high = torch.minimum(h[a], h[b]), torch.maximum(h[a], h[b])
+                shared = distribution(low) * distribution(-high) - unit_mean(low) * unit_mean(-high)
+                total = total + 2 * bends[a] * bends[b] * variance * shared
+        return total
+
+    def pairs(self, mean: Tensor, covariance: Tensor) -> Tensor:
+        """The nonlinear covariances of all pairs of units, (..., n, n), exactly: means (..., n), covariances.
+
+        Σ bendₐ bend_b (Cov(relu(z − kinkₐ), relu(z' − kink_b)) − ΦₐΦ_b Cov(z, z')).
+        """
+        many, units = self.kinks.shape
+        shifted = (mean.unsqueeze(-2) - self.kinks).flatten(-2)
+        full = covariance.repeat(*[1] * (covariance.dim() - 2), many, many) if many > 1 else covariance
+        bend = self.bends.reshape(-1)
+        gate = bend * open_probability(shifted, full.diagonal(dim1=-2, dim2=-1))
+        whole = relu_covariance(shifted, full)
+        whole = whole * (bend.unsqueeze(-1) * bend) - full * (gate.unsqueeze(-1) * gate.unsqueeze(-2))
+        if many == 1:
+            return whole
+        return whole.unflatten(-1, (many, units)).unflatten(-3, (many, units)).sum((-4, -2))
+
+    @property
+    def is_relu(self) -> bool:
+        one_kink_at_zero = len(self.kinks) == 1 and not bool(self.slope.any() or self.offset.any() or self.kinks.any())
+        return one_kink_at_zero and bool((self.bends == 1).all())
+
+    def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
+        """From means and variances (N, n) of the inputs.
+
+        With m the distance from a kink and h = m/s, a ReLU has the mean mΦ + sφ, whose derivatives are Φ in m and φ in
+        s, as if these were constants; the gain is slope + Σ bend Φ, the curvature Σ bend φ/s.
+        """
+        s = standard_deviation(covariance.flatten(1))
+        bends, shifted = self.bends.unsqueeze(1), mean - self.kinks.unsqueeze(1)
+        with torch.no_grad():
+            h = standardize(shifted, s)
+            gate, bell = bends * distribution(h), bends * density(h)
+            gain = self.slope + gate.sum(0)
+            curvature = torch.where(s > 0, bell.sum(0) / torch.where(s > 0, s, 1.0), 0.0)
+        expected = self.offset + self.slope * mean + (shifted * gate + s * bell).sum(0)
+        return UnitMoments(expected, gain.unsqueeze(-1), curvature.unsqueeze(-1).unsqueeze(-1))
+
+    def has_kernels(self, mean: Tensor, samples: Tensor) -> bool:
+        own = (self.offset, self.slope, self.bends, self.kinks)
+        return len(self.kinks) <= 2 and sketch_launch.available(samples, mean, *own)
+
+    def by_kernels(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
+        parts = (self.offset, self.slope, self.bends, self.kinks)
+        values, moments, quadratics = sketch_launch.single_inputs(parts, mean, samples)
+        back = partial(self.pull_back, moments.gain, inputs=samples.shape[-1])
+        return SketchedLayer(moments.mean, values, back, quadratics)
+
+
+def relu(count: int, like: Tensor) -> PiecewiseLinear:
+    """max(z, 0)."""
+    return one_kink(like.new_zeros(count), like.new_ones(count))
+
+
+def one_kink(slope: Tensor, bend: Tensor, kink: Tensor | None = None) -> PiecewiseLinear:
+    """slope·z + bend·relu(z − kink)."""
+    kinks = torch.zeros_like(slope) if kink is None else kink
+    return PiecewiseLinear(torch.zeros_like(slope), slope, bend.unsqueeze(0), kinks.unsqueeze(0))
+
+
+def between(low: Any, high: Any, count: int, like: Tensor) -> PiecewiseLinear:
+    """min(max(z, low), high), either of them None: low + relu(z − low) − relu(z − high)."""
+    flat = like.new_zeros(count)
+    ends = [(1.0, low)] if low is not None else []
+    ends += [(-1.0, high)] if high is not None else []
+    bends = torch.stack([flat + sign for sign, _ in ends])
+    kinks = torch.stack([flat + end for _, end in ends])
+    if low is None:
+        return PiecewiseLinear(flat, flat + 1, bends, kinks)
+    return PiecewiseLinear(flat + low, flat, bends, kinks)
+
+
+def _bell(shifted: Tensor, s: Tensor) -> Tensor:
+    """φ(h)/s, the expected curvature of a ReLU; 0 where there is no noise."""
+    noisy = s > 0
+    return torch.where(noisy, density(standardize(shifted, s)) / torch.where(noisy, s, torch.ones_like(s)), 0.0)

@@ -1,0 +1,95 @@
+"""Any function of one number at a time, its expectations by quadrature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from netmoments.normal import standard_deviation
+from netmoments.rules.base import Local, OneInput, ThirdCumulants
+from netmoments.rules.sampled import UnitMoments
+
+NODES = 64
+"""Of the Gauss–Hermite rule: exact for polynomials of degree 127; a kink costs accuracy."""
+TERMS = 8
+"""Of the series Σ aₙaₙ' ρⁿ/n! of the covariance of two units, aₙ = E[f Heₙ]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Elementwise(OneInput):
+    """y = function(z), each number by itself; `function` takes batches (B, *shape) and keeps their shape.
+
+    Pairs of units have `TERMS` terms of the Hermite series; each unit's own variance is that of the quadrature.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    shape: tuple[int, ...]
+    """Of the input of one image, without batch."""
+    like: Tensor
+    """Any tensor of the right dtype on the right device."""
+
+    @property
+    def windows(self) -> Tensor:  # type: ignore[override]
+        return torch.arange(int(np.prod(self.shape)), device=self.like.device).unsqueeze(-1)
+
+    def values(self, z: Tensor) -> Tensor:
+        flat = z.squeeze(-1)
+        return self.function(flat.reshape(-1, *self.shape)).reshape(flat.shape)
+
+    def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
+        m, variance = mean.squeeze(-1), covariance.squeeze((-2, -1))
+        s = standard_deviation(variance)
+        nodes, weights = self._nodes(m)
+        z = (m + s * nodes).reshape(-1, *self.shape)
+        value, slope = torch.func.jvp(self.function, (z,), (torch.ones_like(z),))[:2]
+        value, slope = value.reshape(NODES, *m.shape), slope.reshape(NODES, *m.shape)
+        bent = (weights * slope * nodes).sum(0)
+        if cumulants is not None:
+            weights = weights * (1 + cumulants.kappa.reshape(m.shape) / 6 * (nodes**3 - 3 * nodes))
+        expected = (weights * value).sum(0)
+        curvature = torch.where(s > 0, bent / torch.where(s > 0, s, 1.0), 0.0)
+        return Local(
+            mean=expected,
+            variance=(weights * (value - expected).square()).sum(0).clamp(min=0),
+            gain=(weights * slope).sum(0).unsqueeze(-1),
+            curvature=curvature[..., None, None],
+        )
+
+    def pairs(self, mean: Tensor, covariance: Tensor) -> Tensor:
+        """Σₙ₌₂ aₙaₙ' ρⁿ/n! for all pairs of units, (..., n, n): means (..., n), covariances (..., n, n)."""
+        s = standard_deviation(covariance.diagonal(dim1=-2, dim2=-1))
+        nodes, weights = self._nodes(mean)
+        value = self.function((mean + s * nodes).reshape(-1, *self.shape)).reshape(NODES, *mean.shape)
+        safe = torch.where(s > 0, s, torch.ones_like(s))
+        rho = (covariance / safe.unsqueeze(-1) / safe.unsqueeze(-2)).clamp(-1, 1)
+        total, power = torch.zeros_like(covariance), rho
+        before, hermite = torch.ones_like(nodes), nodes
+        for order in range(2, TERMS + 1):
+            before, hermite = hermite, nodes * hermite - (order - 1) * before
+            power = power * rho / order
+            coefficient = (weights * hermite * value).sum(0)
+            total = total + coefficient.unsqueeze(-1) * coefficient.unsqueeze(-2) * power
+        return total
+
+    def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
+        every = torch.func.vmap(lambda m, s: tuple(self.local(m, s)))(self.gathered(mean), covariance)
+        expected, _, gain, curvature = every
+        return UnitMoments(expected, gain.detach(), curvature.detach())
+
+    @staticmethod
+    def _nodes(like: Tensor) -> tuple[Tensor, Tensor]:
+        """Nodes and weights to go with numbers of units (..., n): (nodes, ..., 1)."""
+        nodes, weights = (x.to(like) for x in _gauss_hermite(NODES))
+        return nodes.reshape(-1, *[1] * like.dim()), weights.reshape(-1, *[1] * like.dim())
+
+
+@cache
+def _gauss_hermite(count: int) -> tuple[Tensor, Tensor]:
+    """Nodes and weights with Σ w f(u) ≈ E f(N(0, 1))."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(count)
+    return torch.from_numpy(nodes), torch.from_numpy(weights / weights.sum())

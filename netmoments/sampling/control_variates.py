@@ -1,0 +1,301 @@
+"""Monte Carlo corrected by a surrogate whose moments are known: the same samples, a smaller error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from netmoments.affine_relu_affine import AffineReluAffine
+from netmoments.checks import describe, require_broadcastable, require_finite
+from netmoments.gaussian import Gaussian, require_matrix_for
+from netmoments.precision import full_precision, matvec
+from netmoments.progress import Progress
+from netmoments.sampling.cross_fit import FOLDS, LEAST_SAMPLES, Estimate, cross_fitted
+from netmoments.sampling.evaluation import evaluation, for_entries
+from netmoments.sampling.monte_carlo import SampledMoments
+
+
+class Surrogate(Protocol):
+    """A function ℓ of d outputs, with its exact moments under the noise that the samples are drawn from."""
+
+    @property
+    def mean(self) -> Tensor:
+        """E ℓ(x), (*batch, d)."""
+        ...
+
+    @property
+    def covariance(self) -> Tensor:
+        """Cov ℓ(x), (*batch, d, d)."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """ℓ of samples (samples, *noise's batch, *event), as (samples, *batch, d)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class LinearSurrogate:
+    """ℓ(x) = S (x − m) for slopes S (*batch, d, n) and noise N(m, Σ): mean 0, covariance S Σ Sᵀ; all in float64.
+
+    S is the network's Jacobian at m or, better, its expected slope under the noise. Any S is right: a poor one helps
+    less. An offset would not matter.
+    """
+
+    slopes: Tensor
+    noise: Gaussian
+
+    def __post_init__(self) -> None:
+        _require_noise("LinearSurrogate", self.noise)
+        require_matrix_for(self.noise, "LinearSurrogate", "slopes", self.slopes)
+        require_finite("LinearSurrogate", "slopes", self.slopes)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.broadcast_shapes(self.slopes.shape[:-2], self.noise.batch_shape)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        return self._slopes.new_zeros(*self.batch_shape, self.slopes.shape[-2])
+
+    @cached_property
+    def covariance(self) -> Tensor:
+        outputs = self.slopes.shape[-2]
+        pushed = self.noise.covariance.to(torch.float64).push(self._slopes).detach()
+        return pushed.expand(*self.batch_shape, outputs, outputs)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        deviation = x.double() - self.noise.mean.double()
+        return matvec(self._slopes, for_entries(deviation, self.noise, self.batch_shape))
+
+    @cached_property
+    def _slopes(self) -> Tensor:
+        return self.slopes.detach().double()
+
+
+@dataclass(frozen=True, eq=False)
+class TwoStageSurrogate:
+    """ℓ(x) = B relu(A x + c₁) + c₂ (+ D x), a two-stage linearization, with its exact moments in float64.
+
+    Values are in the network's dtype, which must be the noise's.
+    """
+
+    network: AffineReluAffine
+    noise: Gaussian
+
+    def __post_init__(self) -> None:
+        _require_noise("TwoStageSurrogate", self.noise)
+        if not isinstance(self.network, AffineReluAffine):
+            raise TypeError(
+                f"TwoStageSurrogate: network must be an AffineReluAffine, such as two_stage(network, image) gives, "
+                f"got {describe(self.network)}"
+            )
+        require_matrix_for(self.noise, "TwoStageSurrogate", "A", self.network.A)
+        _ = self.batch_shape
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return require_broadcastable(
+            "TwoStageSurrogate", network=self.network.batch_shape, noise=self.noise.batch_shape
+        )
+
+    @cached_property
+    def mean(self) -> Tensor:
+        mean = self._precise.mean(self.noise.to(torch.float64)).detach()
+        return mean.expand(*self.batch_shape, mean.shape[-1])
+
+    @cached_property
+    def covariance(self) -> Tensor:
+        covariance = self._precise.covariance(self.noise.to(torch.float64)).detach()
+        return covariance.expand(*self.batch_shape, *covariance.shape[-2:])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.network(for_entries(x, self.noise, self.batch_shape))
+
+    @property
+    def _precise(self) -> AffineReluAffine:
+        return self.network.to(torch.float64)
+
+
+def _require_noise(caller: str, noise: Gaussian) -> None:
+    if not isinstance(noise, Gaussian):
+        raise TypeError(f"{caller}: noise must be a netmoments.Gaussian, got {describe(noise)}")
+
+
+CALLER = "controlled_monte_carlo"
+BLOCK = 2**20
+"""Values of entries that are worked on at a time."""
+ROUNDING = 8
+"""A surrogate's output that varies by less than this many units of rounding of its values is not used."""
+
+
+@torch.no_grad()
+def controlled_monte_carlo(
+    function: Callable[[Tensor], Tensor],
+    noise: Gaussian,
+    surrogate: Surrogate,
+    samples: int = 1000,
+    *,
+    seed: int = 0,
+    batch: int | None = None,
+) -> SampledMoments:
+    """Mean, variance and covariance of function(x) for x ~ noise, with a surrogate as control variate.
+
+    What the surrogate does on the same samples is compared with its known moments, and the deviations are subtracted
+    from the function's as far as they go together. The better the two agree, the smaller the standard errors; the
+    estimates are unbiased whatever the surrogate, and a useless one adds less than 1 % to the errors of 1000 samples.
+
+    Args:
+        function, noise, seed, batch: as in `monte_carlo`, and the samples are the same.
+        surrogate: a `LinearSurrogate`, a `TwoStageSurrogate`, or any `Surrogate` with the function's outputs (those of
+            several dimensions in one) and the moments it has under this very noise.
+        samples: how many for each entry of the noise; at least 20.
+
+    Coefficients are fitted on four fifths of the samples and used on the last fifth, five times over; `cross_fit` has
+    the formulas. Standard errors are for large samples: below about 100 they are too small on the whole, as those of
+    `monte_carlo` are. An estimated covariance need not be positive semidefinite, and where the error of a variance is
+    as large as the variance itself the estimate may be negative: it is left so, as cutting it off would bias it.
+    The values of function and surrogate are kept in float64, 16 bytes for each sample, entry and output.
+    """
+    evaluated = evaluation(CALLER, function, noise, samples, seed, batch, least=1)
+    if samples < LEAST_SAMPLES:
+        raise ValueError(
+            f"{CALLER}: at least {LEAST_SAMPLES} samples are needed, for {FOLDS} folds that are fitted on each other, "
+            f"got {samples}; use monte_carlo for fewer"
+        )
+    _require_surrogate(surrogate, noise)
+    kept: list[Tensor] = []
+    known: list[Tensor] = []
+    moments, output_shape, rounding = None, torch.Size(), 0.0
+    with full_precision(), Progress("sampling", samples) as progress:
+        for x, values in evaluated:
+            output_shape, flat = evaluated.output_shape(values), evaluated.flat(values)
+            moments = moments or _moments_of(surrogate, evaluated.entries, flat.shape[-1])
+            like = _values_of(surrogate, x, flat.shape)
+            rounding = torch.finfo(like.dtype).eps
+            kept.append(flat.double())
+            known.append(like.double())
+            progress.advance(len(x))
+        assert moments is not None
+        estimate = _estimated(_samples_last(kept), _samples_last(known), moments, rounding)
+    batch_and_output = (*evaluated.entries, *output_shape)
+    outputs = output_shape.numel()
+    covariance, covariance_error = (
+        matrix.reshape(*evaluated.entries, outputs, outputs)
+        for matrix in (estimate.covariance, estimate.covariance_error.sqrt())
+    )
+    return SampledMoments(
+        mean=estimate.mean.reshape(batch_and_output),
+        variance=covariance.diagonal(dim1=-2, dim2=-1).reshape(batch_and_output),
+        covariance=covariance,
+        mean_standard_error=estimate.mean_error.sqrt().reshape(batch_and_output),
+        variance_standard_error=covariance_error.diagonal(dim1=-2, dim2=-1).reshape(batch_and_output),
+        covariance_standard_error=covariance_error,
+        samples=samples,
+    )
+
+
+class _Moments(NamedTuple):
+    """The surrogate's exact moments, (E, d) and (E, d, d) in float64."""
+
+    mean: Tensor
+    covariance: Tensor
+
+
+def standardized(values: Tensor, mean: Tensor, covariance: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
+    """Controls (ℓ − E ℓ)/s and their correlations, from values (..., d, n), mean (..., d), covariance (..., d, d).
+
+    Both are 0 for an output whose deviation s is rounding: eight times the relative `rounding` of the largest value.
+    """
+    deviation = covariance.diagonal(dim1=-2, dim2=-1).sqrt()
+    largest = torch.maximum(values.abs().amax(-1), mean.abs())
+    varies = deviation > ROUNDING * rounding * largest
+    scale = torch.where(varies, 1 / torch.where(varies, deviation, 1.0), 0.0)
+    return (values - mean.unsqueeze(-1)) * scale.unsqueeze(-1), covariance * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+
+
+def _estimated(values: Tensor, known: Tensor, moments: _Moments, rounding: float) -> Estimate:
+    """Estimates for values (E, d, n), some entries at a time."""
+    entries, outputs, samples = values.shape
+    together = max(1, BLOCK // (outputs * samples))
+    parts = []
+    for start in range(0, entries, together):
+        span = slice(start, start + together)
+        controls, correlation = standardized(known[span], moments.mean[span], moments.covariance[span], rounding)
+        parts.append(cross_fitted(values[span], controls, correlation))
+    return Estimate(*(torch.cat(pieces) for pieces in zip(*parts, strict=True)))
+
+
+def _samples_last(batches: list[Tensor]) -> Tensor:
+    """Batches (N, *entries, d) together, as (E, d, samples); the list is emptied."""
+    joined = torch.cat(batches)
+    batches.clear()
+    return joined.reshape(len(joined), -1, joined.shape[-1]).movedim(0, -1).contiguous()
+
+
+def _require_surrogate(surrogate: Surrogate, noise: Gaussian) -> None:
+    """Callable, with moments; one of this library's made for this noise."""
+    if not (callable(surrogate) and hasattr(surrogate, "mean") and hasattr(surrogate, "covariance")):
+        raise TypeError(
+            f"{CALLER}: surrogate must be callable and have a mean and a covariance, as a LinearSurrogate or a "
+            f"TwoStageSurrogate has, got {describe(surrogate)}"
+        )
+    if isinstance(surrogate, LinearSurrogate | TwoStageSurrogate) and not _same(surrogate.noise, noise):
+        raise ValueError(
+            f"{CALLER}: the surrogate's moments must be those under the noise that is sampled, got one made for "
+            f"another noise; build it with noise={noise}"
+        )
+
+
+def _same(first: Gaussian, second: Gaussian) -> bool:
+    """Whether means, shapes and variances agree: all of two distributions that is cheap to compare."""
+    return first is second or (
+        first.event_ndim == second.event_ndim
+        and first.batch_shape == second.batch_shape
+        and first.device == second.device
+        and torch.equal(first.mean, second.mean)
+        and torch.equal(first.covariance.variances(), second.covariance.variances())
+    )
+
+
+def _moments_of(surrogate: Surrogate, entries: torch.Size, outputs: int) -> _Moments:
+    """The surrogate's moments, checked, one for each entry."""
+    mean, covariance = surrogate.mean, surrogate.covariance
+    for name, value, event in (("mean", mean, (outputs,)), ("covariance", covariance, (outputs, outputs))):
+        shape = (*entries, *event)
+        if not _expands(value, shape, event):
+            raise ValueError(
+                f"{CALLER}: the surrogate's {name} must have shape {tuple(shape)} or broadcast to it, for the "
+                f"{outputs} outputs of the function, got {describe(value)}; choose the same outputs for both"
+            )
+        require_finite(CALLER, f"the surrogate's {name}", value)
+    if bool((covariance.diagonal(dim1=-2, dim2=-1) < 0).any()):
+        raise ValueError(f"{CALLER}: the surrogate's variances must be at least 0, got negative ones")
+    return _Moments(
+        mean.double().expand(*entries, outputs).reshape(-1, outputs),
+        covariance.double().expand(*entries, outputs, outputs).reshape(-1, outputs, outputs),
+    )
+
+
+def _values_of(surrogate: Surrogate, x: Tensor, wanted: torch.Size) -> Tensor:
+    """The surrogate on a batch of samples, checked, (N, *entries, d)."""
+    values = surrogate(x)
+    if not _expands(values, wanted, wanted[-1:]) or values.dim() != len(wanted) or len(values) != len(x):
+        raise ValueError(
+            f"{CALLER}: surrogate must return a floating-point tensor of shape {tuple(wanted)} for samples of shape "
+            f"{tuple(x.shape)}, got {describe(values)}"
+        )
+    require_finite(CALLER, "what the surrogate returned", values)
+    return values.expand(wanted)
+
+
+def _expands(value: Any, wanted: tuple[int, ...], event: tuple[int, ...]) -> bool:
+    """Whether it is a floating-point tensor that ends in `event` and broadcasts to the shape that is wanted."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or len(value.shape) > len(wanted):
+        return False
+    pairs = zip(reversed(value.shape), reversed(wanted), strict=False)
+    return value.shape[-len(event) :] == event and all(have in (1, want) for have, want in pairs)

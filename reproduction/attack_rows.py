@@ -1,0 +1,257 @@
+"""What the figures of attacks share: the network asked again about the noise, its answers in tables and in pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from netmoments import data
+from netmoments.attacks.evaluation import Bounds, Success, noisy_scores
+from netmoments.attacks.margins import fooled_margin
+from netmoments.attacks.result import AttackResult
+from netmoments.precision import full_precision
+from netmoments.report.pictures import INK, ORANGE, SMALL, PictureRow, a_sample, draw_picture, new_figure
+from reproduction.outcome import Panel
+from reproduction.settings import Settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FEW, MANY = 10, 1000
+"""Samples that the paper asks the network about, and that we do."""
+WANTED = 0.9
+"""The share of them that the paper wants."""
+PIXELS: Bounds = (0.0, 1.0)
+GREY_LEVELS = 255
+COLUMNS = (
+    "", "towards", "answer", "of 10", "of many", "cut", "unchanged", "‖μ‖₁ + TV", "largest |μ|", "σ", "gap", "solved",
+    "fooled",
+)  # fmt: skip
+LEGEND = (
+    "answer: the class that most samples get. Of 10, of many: the share of so many samples of the noise that do what "
+    "was asked; cut: the same with samples cut to [0, 1]. unchanged: share of the pixels with μ = 0. ‖μ‖₁ + TV, |μ| "
+    "and σ in grey levels. gap: how much better the problem could be solved at most, relative, where its margins are "
+    "as at μ. solved: the formula, or the network where that was followed, says at μ that it is done. fooled: the "
+    "network's samples during the attack say so."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Attacked:
+    """An attack's result, and what the network says to other samples of its noise than the attack's own, (N,) each."""
+
+    result: AttackResult
+    few: Tensor
+    """Share of `FEW` samples that do what was asked."""
+    many: Tensor
+    clipped: Tensor
+    answers: Tensor
+    """What most of the samples are taken for."""
+    samples: int
+
+    @property
+    def reached(self) -> Tensor:
+        """The paper's check: at least 90 % of ten samples."""
+        return self.few >= WANTED - 1e-9
+
+    @property
+    def mostly(self) -> Tensor:
+        """The same of all samples."""
+        return self.many >= WANTED - 1e-9
+
+    def take(self, places: Sequence[int]) -> Attacked:
+        """Some of the attacked images."""
+        index = torch.tensor(places, dtype=torch.int64, device=self.few.device)
+        few, many, clipped, answers = (part[index] for part in (self.few, self.many, self.clipped, self.answers))
+        return Attacked(taken(self.result, index), few, many, clipped, answers, self.samples)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Plain numbers for each attacked image; lengths are in the units of the images, whose pixels are in [0, 1]."""
+        found = []
+        for place, record in enumerate(self.result.records()):
+            more = {
+                "answer": int(self.answers[place]),
+                "samples": self.samples,
+                f"success_{FEW}": float(self.few[place]),
+                "success_samples": float(self.many[place]),
+                "success_samples_clipped": float(self.clipped[place]),
+            }
+            found.append({name: finite(value) for name, value in {**record, **more}.items()})
+        return found
+
+
+def asked_again(network: nn.Module, result: AttackResult, seed: int, samples: int | None = None) -> Attacked:
+    """`samples` noisy images (`MANY` by default), as they are and cut to [0, 1]; the ten are the first of them."""
+    samples = MANY if samples is None else samples
+    if not len(result):
+        none = result.gap.double()
+        return Attacked(result, none, none, none, result.answers, samples)
+    centres = result.images + result.mu
+    found, answers = [], torch.zeros(0)
+    for bounds in (None, PIXELS):
+        noise = noisy_scores(network, centres, result.sigma, result.places, samples, seed + MANY, bounds)
+        scores = torch.cat(list(noise))
+        found.append((fooled_margin(scores, result.labels, result.targets) < 0).double())
+        if bounds is None:
+            answers = scores.argmax(-1).mode(0).values
+    free, cut = found
+    return Attacked(result, free[:FEW].mean(0), free.mean(0), cut.mean(0), answers, samples)
+
+
+def taken(result: AttackResult, index: Tensor) -> AttackResult:
+    """Some of the attacked images of a result."""
+    changes: dict[str, Any] = {}
+    for field in fields(AttackResult):
+        value = getattr(result, field.name)
+        if isinstance(value, Tensor):
+            changes[field.name] = value[index]
+        elif isinstance(value, Success):
+            changes[field.name] = Success(value.rate[index], value.low[index], value.high[index], value.samples)
+    return replace(result, **changes)
+
+
+def finite(value: Any) -> Any:
+    """None where a number is not finite: JSON has none."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def right_images(network: nn.Module, settings: Settings, digit: int, count: int) -> tuple[list[int], Tensor]:
+    """The first `count` MNIST test images of a digit that the network gets right, and where they are in the file."""
+    everything = data.load("mnist", data_dir=settings.data_dir)
+    assert everything.labels is not None
+    places = (everything.labels == digit).nonzero().flatten()
+    images = everything.images[places].to(settings.here)
+    right = (answers_of(network, images) == digit).nonzero().flatten()[:count].cpu()
+    if not len(right):
+        raise ValueError(f"the network classifies no {digit} of MNIST's test images here correctly")
+    return places[right].tolist(), images[right.to(images.device)]
+
+
+@torch.no_grad()
+def answers_of(network: nn.Module, images: Tensor) -> Tensor:
+    with full_precision():
+        return torch.cat([network(part).argmax(1) for part in images.split(256)])
+
+
+def picture_rows(
+    network: nn.Module, attacked: Attacked, classes: Sequence[str], seed: int, notes: Sequence[str] = ()
+) -> list[PictureRow]:
+    """A row of pictures for each attacked image, with a sample that gets the answer of most samples."""
+    result = attacked.result
+    rows = []
+    for place in range(len(result)):
+        noisy = typical_sample(network, attacked, place, seed)
+        after = classes[int(answers_of(network, noisy.unsqueeze(0)))]
+        before = classes[int(result.labels[place])]
+        note = f"{notes[place] if notes else ''}\n{share(attacked.many[place])} fooled".strip()
+        rows.append(PictureRow(result.images[place].cpu(), result.mu[place].cpu(), noisy.cpu(), before, after, note))
+    return rows
+
+
+def typical_sample(network: nn.Module, attacked: Attacked, place: int, seed: int) -> Tensor:
+    """The first of `FEW` samples with the answer that most samples get; the first of all if none has it."""
+    result = attacked.result
+    centre, sigma = result.images[place] + result.mu[place], float(result.sigma[place])
+    samples = torch.stack([a_sample(centre, sigma, seed + number) for number in range(FEW)])
+    typical = answers_of(network, samples) == attacked.answers[place]
+    return samples[int(typical.to(torch.int64).argmax())]
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A column of a gallery: a picture (C, H, W) with words above and below, and the noise's mean beneath it."""
+
+    picture: Tensor
+    title: str
+    below: str = ""
+    mu: Tensor | None = None
+
+
+def draw_gallery(columns: Sequence[Shown], side: float = 1.35) -> Figure:
+    """Pictures in a row, the first framed if it is without noise; beneath them μ, where grey is 0."""
+    figure = new_figure((side + 0.1) * len(columns), 2 * side + 0.9)
+    axes = figure.subplots(2, len(columns), squeeze=False)
+    for (upper, lower), column in zip(axes.T, columns, strict=True):
+        draw_picture(upper, column.picture.clamp(0, 1))
+        upper.set_title(column.title, fontsize=SMALL, color=INK)
+        upper.set_xlabel(column.below, fontsize=SMALL, color=INK)
+        if column.mu is None:
+            lower.set_axis_off()
+            for spine in upper.spines.values():
+                spine.set(visible=True, color=ORANGE, linewidth=2)
+            continue
+        largest = column.mu.abs().amax().clamp(min=1e-12)
+        draw_picture(lower, 0.5 + column.mu / (2 * largest))
+        lower.set_xlabel(f"μ, ±{grey(largest)} grey levels", fontsize=SMALL, color=INK)
+    return figure
+
+
+def row_of(attacked: Attacked, place: int, classes: Sequence[str], name: str) -> tuple[str, ...]:
+    """The cells of one attacked image under `COLUMNS`."""
+    result = attacked.result
+    return (
+        name,
+        classes[int(result.towards[place])],
+        classes[int(attacked.answers[place])],
+        share(attacked.few[place]),
+        share(attacked.many[place]),
+        share(attacked.clipped[place]),
+        share(result.sparsity[place], 1),
+        grey(result.l1[place] + result.tv[place]),
+        grey(result.linf[place]),
+        f"{float(result.sigma[place]) * GREY_LEVELS:.2f}",
+        gap_in_words(float(result.gap[place])),
+        yes(result.feasible[place]),
+        yes(result.fooled[place]),
+    )
+
+
+def rows_panel(title: str, attacked: Attacked, classes: Sequence[str], names: Sequence[str] | None = None) -> Panel:
+    """A row for each attacked image, by default called by its class."""
+    called = [classes[int(label)] for label in attacked.result.labels] if names is None else names
+    rows = [row_of(attacked, place, classes, called[place]) for place in range(len(attacked.result))]
+    return panel_of(title, rows, attacked.samples)
+
+
+def panel_of(title: str, rows: Sequence[tuple[str, ...]], samples: int, breaks: tuple[int, ...] = ()) -> Panel:
+    """Rows under `COLUMNS`, with what they mean."""
+    columns = tuple(f"of {samples:,}" if column == "of many" else column for column in COLUMNS)
+    legend = LEGEND.replace("of many:", f"of {samples:,}:")
+    return Panel(title, columns, tuple(rows), legend, emphasis=(4,), breaks=breaks)
+
+
+def share(value: Tensor | float, digits: int = 0) -> str:
+    """In percent; neither 0 nor 100 % where it is not exactly that."""
+    percent = 100 * float(value)
+    text = f"{percent:.{digits}f}"
+    if float(text) in (0, 100) and abs(float(text) - percent) > 1e-9:
+        text = f"{percent:.2f}"
+    return f"{text} %"
+
+
+def grey(value: Tensor | float) -> str:
+    """A length in grey levels."""
+    levels = float(value) * GREY_LEVELS
+    return f"{levels:,.0f}" if levels >= 10 else f"{levels:.2g}"
+
+
+def gap_in_words(value: float) -> str:
+    return "0" if value < 1e-9 else f"{value:.0e}"
+
+
+def yes(value: Tensor | bool) -> str:
+    return "yes" if bool(value) else "no"
+
+
+def listed(words: Sequence[object]) -> str:
+    """
+    >>> listed([2, 3, 4]), listed(["a"]), listed([])
+    ('2, 3 and 4', 'a', 'none')
+    """
+    texts = [str(word) for word in words]
+    return "none" if not texts else texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"

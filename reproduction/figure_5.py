@@ -1,0 +1,244 @@
+"""The paper's Figure 5: natural images with 2 % of their pixels changed, and a network for ImageNet that is fooled.
+
+The paper has AlexNet, whose weights have no licence that lets us ship them. By default it is SqueezeNet, whose weights
+are free; with `model="alexnet"` and its weights it is AlexNet at the paper's l = 7, the last ReLU."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from netmoments import data
+from netmoments.data.datasets import cache_folder
+from netmoments.data.images import LabelledImages, evenly_spread
+from netmoments.network import zoo
+from netmoments.report.pictures import a_sample
+from netmoments.sweep.item import Columns
+from reproduction.attack_rows import (
+    FEW,
+    GREY_LEVELS,
+    WANTED,
+    Shown,
+    answers_of,
+    draw_gallery,
+    finite,
+    gap_in_words,
+    grey,
+    listed,
+    panel_of,
+    share,
+    yes,
+)
+from reproduction.few_pixels import BETA, PERCENT, POLISH, SUMMARY, FewPixelsSweep
+from reproduction.few_pixels import NAME as SWEEP
+from reproduction.outcome import Comparison, Drawing, Outcome, Panel
+from reproduction.over_images import Subjects
+from reproduction.settings import Settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME = "figure-5"
+IMAGES = {"cpu": 2, "cuda": 6}
+SAMPLES = {"cpu": 50, "cuda": 1000}
+"""A network for ImageNet takes about 0.1 s for an image on one core."""
+LAYER = -1
+TITLE = 24
+"""Letters above a picture."""
+SQUEEZENET = "squeezenet_v1.0_deepcompressed.npz"
+WORDS = "imagenet_synset_words.txt"
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A network for ImageNet, the side of its images, and its classes' names (none if they are not known)."""
+
+    name: str
+    network: nn.Module
+    side: int
+    classes: Sequence[str]
+
+    def called(self, label: int) -> str:
+        return self.classes[label] if label < len(self.classes) else f"class {label}"
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What the sweep found for one image."""
+
+    number: int
+    name: str
+    image: Tensor
+    mu: Tensor
+    summary: dict[str, Any]
+
+
+def reproduce(settings: Settings) -> Outcome:
+    model = chosen_model(settings)
+    natural = natural_images(settings, model.side)
+    kind = settings.device.type
+    numbers = evenly_spread(len(natural), min(IMAGES[kind], settings.images, len(natural)))
+    on = Subjects(model.network, natural.images[numbers], numbers, settings.seed)
+    results = settings.run(FewPixelsSweep(SWEEP, on, 1, SAMPLES[kind], LAYER))
+    found = rows_from(results.columns, on, [natural.names[k] for k in numbers.tolist()])
+    reached = [row.summary["success_10"] >= WANTED - 1e-9 for row in found]
+    return Outcome(
+        name=NAME,
+        title=f"Figure 5: natural images with {PERCENT} % of their pixels changed",
+        reading=_words(model, found, reached, SAMPLES[kind]),
+        comparisons=(
+            Comparison(f"images fooled (90 % of {FEW} samples), of {len(found)}", sum(reached), None),
+            Comparison("mean share of samples that fool", _mean(found, "success_samples"), None),
+            Comparison("the same, cut to [0, 1]", _mean(found, "success_samples_clipped"), None),
+        ),
+        panels=(_panel(model, found, SAMPLES[kind]),),
+        drawings=(
+            Drawing(
+                NAME,
+                f"Natural images with noise whose mean is on {PERCENT} % of the pixels, |μ| ≤ {BETA} grey levels, σ² ≤ "
+                f"2: above what {model.name} says to image and sample. Lower row: μ, grey is 0.",
+                partial(draw, model, found, settings),
+            ),
+        ),
+        numbers={
+            "network": model.name,
+            "images": [{"image": row.number, "name": row.name, **_plain(row.summary)} for row in found],
+        },
+        seconds=results.seconds,
+    )
+
+
+def chosen_model(settings: Settings) -> Model:
+    """AlexNet where its weights are given, else SqueezeNet."""
+    words = find_file(settings.data_dir, "squeezenet", WORDS)
+    classes = () if words is None else tuple(map(_short, words.read_text(encoding="utf-8").splitlines()))
+    if settings.model == "alexnet":
+        if settings.weights is None:
+            raise ValueError(f"{NAME}: give --weights, a safetensors file for AlexNet; none come with the library")
+        name, weights = "alexnet", settings.weights
+    else:
+        found = find_file(settings.data_dir, "squeezenet", SQUEEZENET)
+        if found is None:
+            raise FileNotFoundError(
+                f"{NAME} needs SqueezeNet's weights: put {SQUEEZENET} into one of"
+                f"{_listed(_folders(settings.data_dir, 'squeezenet'))}\n(and {WORDS} beside it for the names of the "
+                "classes); or give --model alexnet and its --weights"
+            )
+        name, weights = "squeezenet", found
+    network = zoo.pretrained(name, weights).float()
+    title = {"alexnet": "AlexNet", "squeezenet": "SqueezeNet"}[name]
+    return Model(title, network, zoo.entry(name).input_shape[-1], classes)
+
+
+def natural_images(settings: Settings, side: int) -> LabelledImages:
+    """The .npz in a folder called natural, or the image files there."""
+    folders = [folder for folder in _folders(settings.data_dir, "natural") if folder.name == "natural"]
+    for folder in folders:
+        if folder.is_dir():
+            archives = sorted(folder.glob("*.npz"))
+            return data.load(archives[0] if archives else folder, size=side)
+    raise FileNotFoundError(
+        f"{NAME} needs photographs: put image files, or an .npz with `images`, into one of{_listed(folders)}"
+    )
+
+
+def find_file(data_dir: Path | None, folder: str, name: str) -> Path | None:
+    """A file in the data folders, directly or in a subfolder: `data_dir`, $NETMOMENTS_DATA, the cache."""
+    return next((place / name for place in _folders(data_dir, folder) if (place / name).is_file()), None)
+
+
+def _folders(data_dir: Path | None, name: str) -> list[Path]:
+    given = [Path(place) for place in (data_dir, os.environ.get("NETMOMENTS_DATA")) if place]
+    return [folder for place in (*given, cache_folder()) for folder in (place, place / name)]
+
+
+def _listed(folders: Sequence[Path]) -> str:
+    return "".join(f"\n  {folder}" for folder in folders)
+
+
+def rows_from(columns: Columns, on: Subjects, names: Sequence[str]) -> list[Row]:
+    """One for each image, in the order of the subjects."""
+    found = []
+    for place, number in enumerate(on.numbers.tolist()):
+        mine = np.flatnonzero(columns["image"] == number)
+        image = on.images[place]
+        mu = torch.zeros(image.numel(), dtype=image.dtype)
+        mu[torch.from_numpy(columns["pixel"][mine])] = torch.from_numpy(columns["mu"][mine])
+        summary = {name: columns[name][mine[0]].item() for name in SUMMARY}
+        found.append(Row(number, names[place], image, mu.reshape(image.shape), summary))
+    return found
+
+
+def draw(model: Model, found: Sequence[Row], settings: Settings) -> Figure:
+    """The noisy images above, the noise below."""
+    network = model.network.to("cpu")
+    columns = []
+    for row in found:
+        noisy = a_sample(row.image + row.mu, row.summary["sigma"], settings.seed + row.number)
+        answer = int(answers_of(network, noisy.unsqueeze(0)))
+        before, after = (textwrap.fill(model.called(int(k)), TITLE) for k in (row.summary["label"], answer))
+        title = f"{before}\n→ {after}"
+        columns.append(Shown(noisy, title, f"{share(row.summary['success_samples'])} fooled", row.mu))
+    return draw_gallery(columns, side=1.7)
+
+
+def _short(line: str) -> str:
+    """Of "n01440764 tench, Tinca tinca" the tench."""
+    return line.split(" ", 1)[-1].split(",")[0].strip()
+
+
+def _mean(found: Sequence[Row], name: str) -> float:
+    return float(np.mean([row.summary[name] for row in found]))
+
+
+def _plain(summary: dict[str, Any]) -> dict[str, Any]:
+    return {name: finite(value) for name, value in summary.items()}
+
+
+def _panel(model: Model, found: Sequence[Row], samples: int) -> Panel:
+    rows = []
+    for row in found:
+        of = row.summary
+        rows.append(
+            (
+                f"{row.name}: {model.called(of['label'])}",
+                model.called(of["towards"]),
+                model.called(of["answer"]),
+                share(of["success_10"]),
+                share(of["success_samples"]),
+                share(of["success_samples_clipped"]),
+                share(of["sparsity"], 1),
+                grey(of["l1"] + of["tv"]),
+                grey(of["linf"]),
+                f"{of['sigma'] * GREY_LEVELS:.2f}",
+                gap_in_words(of["gap"]),
+                yes(of["feasible"]),
+                yes(of["fooled"]),
+            )
+        )
+    return panel_of("By image", rows, samples)
+
+
+def _words(model: Model, found: Sequence[Row], reached: Sequence[bool], samples: int) -> tuple[str, ...]:
+    pairs = listed([f"{model.called(row.summary['label'])} → {model.called(row.summary['answer'])}" for row in found])
+    followed = sum(row.summary["polished"] > 0 for row in found)
+    return (
+        f"The paper's problem for few pixels on photographs: {PERCENT} % of the pixels, chosen at random, all "
+        f"channels, get a mean of at most {BETA} grey levels, and M + μ stays a picture; noise with σ² ≤ 2 is on all "
+        f"pixels. {len(found)} photographs, labelled by what the network says to them, and {model.name}, linearized at "
+        "the image at its last ReLU. The paper has AlexNet on images of ImageNet, and gives no numbers.",
+        f"{sum(reached)} of {len(found)} are fooled in at least 90 % of {FEW} samples; over {samples:,} samples each, "
+        f"{share(_mean(found, 'success_samples'))} are fooled, cut to [0, 1] "
+        f"{share(_mean(found, 'success_samples_clipped'))}. What most samples are taken for: {pairs}. What the "
+        f"formula found, linearized at the image, was kept for {len(found) - followed}; for {followed} following the "
+        f"network itself for {POLISH} steps did better.",
+    )

@@ -1,0 +1,156 @@
+"""Error against time for every method on three networks: which to take. Not in the paper."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from reproduction.frontier_cases import SIGMA, cases
+from reproduction.frontier_chart import draw_frontiers
+from reproduction.frontier_errors import BESIDE, Frontier, Point, frontiers
+from reproduction.frontier_sweep import LONG, PROBES, REPEATS, FrontierSweep
+from reproduction.frontier_sweep import NAME as SWEEP
+from reproduction.outcome import Drawing, Outcome, Panel
+from reproduction.settings import Settings
+
+NAME = "frontier"
+LABELS = {
+    "linear": "delta method",
+    "two-stage": "two-stage",
+    "diagonal": "diagonal (ADF)",
+    "unscented": "unscented transform",
+    "layerwise": "layerwise",
+    "sketch": "sketch, {:,} probes",
+    "assisted": "{:,} assisted samples",
+    "sampling": "{:,} samples",
+}
+SEEN = 1.5
+"""An error of less than so many floors is only bounded."""
+
+
+def reproduce(settings: Settings) -> Outcome:
+    studied = cases(settings)
+    results = settings.run(FrontierSweep(SWEEP, studied))
+    found = frontiers(studied, results.columns)
+    return Outcome(
+        name=NAME,
+        title="Error against time, every method",
+        reading=reading(found, settings.device.type),
+        comparisons=(),
+        panels=tuple(map(panel, found)),
+        drawings=(
+            Drawing(
+                NAME,
+                "Relative error of the variance against time, lower left is better; numbers are probes or samples. "
+                "Dashed: plain sampling's c/√N. Shaded: below what the reference can tell.",
+                lambda: draw_frontiers(found),
+            ),
+        ),
+        numbers={"sigma": SIGMA, "networks": [numbers(one) for one in found]},
+        seconds=results.seconds,
+    )
+
+
+def panel(one: Frontier) -> Panel:
+    """A row for each method."""
+    size = one.case.size
+    count = len(one.case.subjects.images)
+    return Panel(
+        f"{one.case.name}: {count} image{'s' if count > 1 else ''}, {one.case.noise_in_words}, σ = {SIGMA}",
+        ("method", "error of the mean", "error of the variance", "seconds", "by 10⁴ samples", "as good", "gain"),
+        tuple(_row(one, point) for point in one.points),
+        f"Against {size.reference:,} samples, whose floor is {one.mean_floor:.2g} for the mean and "
+        f"{one.variance_floor:.2g} for the variance. As good: how many plain samples have this error of the variance; "
+        f"gain: their time by the method's; ≥ where the error is less than {SEEN} floors, so only a bound is known.",
+        emphasis=(2,),
+        breaks=(len(one.methods),) if one.plain else (),
+    )
+
+
+def _row(one: Frontier, point: Point) -> tuple[str, ...]:
+    if not point.done:
+        return (name_of(point), point.status, "—", "—", "—", "—", "—")
+    least = "≥ " if _bounded(one, point) else ""
+    return (
+        name_of(point),
+        f"{point.mean_error:.2g}",
+        f"{point.variance_error:.2g}",
+        f"{point.seconds:.3g}",
+        f"{point.ratio:.2g}",
+        "—" if point.way.method == "sampling" else f"{least}{_samples(one.as_good_samples(point))}",
+        "—" if point.way.method == "sampling" else f"{least}{one.gain(point):.2g}",
+    )
+
+
+def name_of(point: Point) -> str:
+    return LABELS[point.way.method].format(point.way.size)
+
+
+def _samples(count: float) -> str:
+    """To two digits."""
+    digits = 10 ** max(0, math.floor(math.log10(max(count, 1))) - 1)
+    return f"{round(count / digits) * digits:,.0f}"
+
+
+def _bounded(one: Frontier, point: Point) -> bool:
+    return point.variance_error < SEEN * one.variance_floor
+
+
+def reading(found: Sequence[Frontier], device: str) -> tuple[str, ...]:
+    return (
+        f"Noise of σ = {SIGMA} on pixels in [0, 1]. Errors are 2|x−y|/(|x|+|y|) against a reference of plain samples, "
+        "averaged over images and scores; its floor, from two independent halves, is what exact values would show. "
+        "Times are of one image at a time, with everything a call does, in one process, after the network has been "
+        f"looked into; of what takes less than {LONG[device]:g} s, the median of {REPEATS} calls after a first one; of "
+        "what takes longer, one call. Over images, the median. Machines differ: what carries over are the ratios to "
+        f"{BESIDE:,} plain samples, whose time is that of the reference of the same image.",
+        "Delta method and two-stage are linearized at the image: a bias that more time does not reduce. Diagonal (ADF) "
+        "drops all correlations. The unscented transform has two points for each direction of the noise, far out. "
+        "Layerwise carries all covariances, and has only its small bias. A sketch's error falls with its probes until "
+        f"its own bias is reached. Assisted samples, corrected by a sketch of {PROBES} probes, have no bias: their "
+        "error falls as plain sampling's does, from a lower start, which pays where the sketch's time is made up for.",
+        *map(_best, found),
+    )
+
+
+def _best(one: Frontier) -> str:
+    few = [name_of(point) for point in one.methods if not point.done]
+    count = len(one.case.subjects.images)
+    best = [
+        f"{name_of(point)} (error {point.variance_error:.2g}{', a bound' if _bounded(one, point) else ''}; as many "
+        f"samples as are as good take {one.gain(point):.2g} times as long)"
+        for point in one.best()
+    ]
+    words = f"beaten by nothing in both time and error: {'; '.join(best)}" if best else "nothing beats plain sampling"
+    missing = f" Not there: {', '.join(few)}." if few else ""
+    caution = " One image: no more than an example." if count == 1 else ""
+    return f"{one.case.name}, variance: {words}.{missing}{caution}"
+
+
+def numbers(one: Frontier) -> dict[str, Any]:
+    """For machines; None where a method did not run."""
+    return {
+        "network": one.case.name,
+        "images": len(one.case.subjects.images),
+        "noise": one.case.noise_in_words,
+        "reference_samples": one.case.size.reference,
+        "floor": {"mean": one.mean_floor, "variance": one.variance_floor},
+        "seconds_of_10000_samples": BESIDE * one.sample_seconds,
+        "methods": [_numbers(one, point) for point in one.points],
+    }
+
+
+def _numbers(one: Frontier, point: Point) -> dict[str, Any]:
+    plain = {"method": point.way.method, "size": point.way.size, "status": point.status or "done"}
+    if not point.done:
+        return plain
+    return plain | {
+        "mean_error": point.mean_error,
+        "variance_error": point.variance_error,
+        "seconds": point.seconds,
+        "ratio_to_10000_samples": point.ratio,
+        "as_good_samples": one.as_good_samples(point),
+        "gain": one.gain(point),
+        "bounded_by_floor": _bounded(one, point),
+    }

@@ -1,0 +1,121 @@
+"""Sweeps over images: every item is a block of them, every row one (image, noise level, logit)."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from netmoments.sampling.evaluation import random_seed
+from netmoments.sweep.item import Columns
+from reproduction.covariances import random_factor
+from reproduction.images import digest_of
+
+SIGMAS = (0.001, 0.01, 0.05, 0.1)
+"""The paper's noise levels, for pixels in [0, 1]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subjects:
+    """A network and the images it is studied on."""
+
+    network: nn.Module
+    images: Tensor
+    """(N, C, H, W)."""
+    numbers: Tensor
+    """Their places in the dataset, (N,): what an image's random numbers derive from."""
+    seed: int
+
+    def description(self) -> dict[str, Any]:
+        """What changes results, in plain values."""
+        return {
+            "network": digest_of(*self.network.state_dict().values()),
+            "images": len(self.images),
+            "pixels": digest_of(self.images, self.numbers),
+            "seed": self.seed,
+            "sigmas": list(SIGMAS),
+        }
+
+    def on(self, device: str) -> Subjects:
+        network = copy.deepcopy(self.network).to(device).eval()
+        return Subjects(network, self.images.to(device), self.numbers, self.seed)
+
+    def factor(self, place: int) -> Tensor:
+        """F of the random covariance FFᵀ of one image, at noise level 1, on its device, in the images' dtype."""
+        generator = self.generator("covariance", place)
+        return random_factor(self.images[0].numel(), generator).to(self.images.dtype)
+
+    def generator(self, purpose: str, place: int) -> torch.Generator:
+        """Random numbers that depend on the seed, the purpose and the image only."""
+        value = random_seed(self.seed, purpose, int(self.numbers[place]))
+        return torch.Generator(self.images.device).manual_seed(value)
+
+
+@contextmanager
+def same_bits() -> Iterator[None]:
+    """Convolutions and their derivatives by algorithms that give the same bits every time on a GPU."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = before
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksOfImages(ABC):
+    """A sweep whose items are blocks of the subjects' images."""
+
+    name: str
+    subjects: Subjects
+    block: int
+    unit: ClassVar[str] = "images"
+
+    @property
+    def counts(self) -> Sequence[int]:
+        return [len(part) for part in blocks(len(self.subjects.images), self.block)]
+
+    def prepare(self, device: str) -> Callable[[int], Columns]:
+        subjects = self.subjects.on(device)
+        parts = blocks(len(subjects.images), self.block)
+        return lambda item: self.rows_of(subjects, parts[item])
+
+    @abstractmethod
+    def rows_of(self, subjects: Subjects, places: range) -> Columns:
+        """The rows of some images; the subjects are on the device."""
+
+
+def blocks(count: int, size: int) -> list[range]:
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def rows(numbers: Sequence[int], values: Mapping[str, Tensor]) -> Columns:
+    """Values (images, noise levels, logits) as rows with the columns image, sigma, logit and one for each value."""
+    first = next(iter(values.values()))
+    images, levels, logits = first.shape
+    assert (images, levels) == (len(numbers), len(SIGMAS))
+    return {
+        "image": np.repeat(np.asarray(numbers, dtype=np.int32), levels * logits),
+        "sigma": np.tile(np.repeat(np.asarray(SIGMAS), logits), images),
+        "logit": np.tile(np.arange(logits, dtype=np.int16), images * levels),
+        **{name: value.flatten().cpu().numpy() for name, value in values.items()},
+    }
+
+
+def cube(columns: Columns, name: str, numbers: Tensor) -> np.ndarray:
+    """One column as (images, noise levels, logits) in float64, images in the order of `numbers`; NaN where absent."""
+    order = numbers.numpy()
+    by_number = np.argsort(order)
+    place = by_number[np.searchsorted(order, columns["image"], sorter=by_number)]
+    level = np.searchsorted(np.asarray(SIGMAS), columns["sigma"])
+    filled = np.full((len(order), len(SIGMAS), int(columns["logit"].max()) + 1), np.nan)
+    filled[place, level, columns["logit"]] = columns[name]
+    return filled

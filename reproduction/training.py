@@ -1,0 +1,306 @@
+"""Training the networks of the zoo, so that their shipped weights can be made again."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.functional import affine_grid, cross_entropy, grid_sample
+from torch.optim import Optimizer
+
+from netmoments import data
+from netmoments.data.images import correct
+from netmoments.network import zoo
+from netmoments.network.weights import half_precision, read_tensors, write_tensors
+from netmoments.progress import Progress
+
+Augmentation = Callable[[Tensor, Generator], Tensor]
+
+
+def unchanged(images: Tensor, generator: Generator) -> Tensor:
+    return images
+
+
+def random_mirror(images: Tensor, generator: Generator) -> Tensor:
+    """Every other image left to right."""
+    mirrored = _uniform(images, generator) < 0.5
+    return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+
+
+def random_affine(images: Tensor, generator: Generator, *, degrees: float, shift: float, scale: float) -> Tensor:
+    """Rotated by up to ±degrees, moved by up to ±shift of the side, scaled by up to 1 ± scale; borders are repeated."""
+    angle, by_x, by_y, size = (2 * _uniform(images, generator) - 1 for _ in range(4))
+    angle, size = torch.deg2rad(degrees * angle), 1 + scale * size
+    cos, sin = size * angle.cos(), size * angle.sin()
+    rows = [torch.stack([cos, -sin, 2 * shift * by_x], -1), torch.stack([sin, cos, 2 * shift * by_y], -1)]
+    grid = affine_grid(torch.stack(rows, 1), list(images.shape), align_corners=False)
+    return grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def random_erasing(images: Tensor, generator: Generator, *, share: float) -> Tensor:
+    """In half of the images a square of `share` of the side is set to the image's mean."""
+    side = images.shape[-1]
+    corner = [(_uniform(images, generator) * (1 - share) * side)[:, None, None] for _ in range(2)]
+    rows = torch.arange(side, device=images.device)[None, :, None] - corner[0]
+    columns = torch.arange(side, device=images.device)[None, None, :] - corner[1]
+    inside = (rows >= 0) & (rows < share * side) & (columns >= 0) & (columns < share * side)
+    inside = inside & (_uniform(images, generator) < 0.5)[:, None, None]
+    return torch.where(inside.unsqueeze(1), images.mean((1, 2, 3), keepdim=True), images)
+
+
+def shifted_digits(images: Tensor, generator: Generator) -> Tensor:
+    return random_affine(images, generator, degrees=8, shift=0.06, scale=0.08)
+
+
+def varied_faces(images: Tensor, generator: Generator) -> Tensor:
+    images = random_mirror(images, generator)
+    images = random_affine(images, generator, degrees=15, shift=0.08, scale=0.12)
+    return random_erasing(images, generator, share=0.3)
+
+
+def _uniform(images: Tensor, generator: Generator) -> Tensor:
+    """One number in [0, 1) an image, drawn on the CPU so that every device sees the same."""
+    return torch.rand(len(images), generator=generator).to(images.device)
+
+
+Schedule = Callable[[float], float]
+
+
+def constant(done: float) -> float:
+    return 1.0
+
+
+def one_cycle(done: float) -> float:
+    """Up from 0.05 to 1 over the first fifth, then down to 0 along a cosine."""
+    return 0.05 + 0.95 * done / 0.2 if done < 0.2 else 0.5 * (1 + math.cos(math.pi * (done - 0.2) / 0.8))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Adam with decoupled weight decay, a scheduled rate, and an average of the weights."""
+
+    network: str
+    data: str
+    epochs: int
+    batch: int
+    rate: float
+    weight_decay: float = 0.0
+    schedule: Schedule = constant
+    """The share of `rate` that applies when a given share of the run is over."""
+    label_smoothing: float = 0.0
+    averaging: float = 0.0
+    """Decay of the exponential average of the weights, which is what is kept; 0 keeps the last weights."""
+    augmentation: Augmentation = unchanged
+
+
+RECIPES = {
+    "digits": Recipe(
+        "digits", "digits", epochs=60, batch=64, rate=3e-3, weight_decay=1e-3, schedule=one_cycle, label_smoothing=0.05,
+        averaging=0.99, augmentation=shifted_digits,
+    ),
+    "lenet": Recipe(
+        "lenet", "mnist", epochs=5, batch=500, rate=3e-3, weight_decay=1.0, schedule=one_cycle, averaging=0.95,
+    ),
+    "faces": Recipe(
+        "faces", "fer2013", epochs=80, batch=256, rate=2e-3, weight_decay=5e-2, schedule=one_cycle, label_smoothing=0.1,
+        averaging=0.998, augmentation=varied_faces,
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class TrainingState:
+    """A network in training: its optimizer, the average of its weights, and the epochs done."""
+
+    network: nn.Module
+    average: nn.Module
+    optimizer: Optimizer
+    epoch: int = 0
+    history: list[dict[str, float]] = field(default_factory=list)
+
+    def save(self, path: Path, run: dict[str, str]) -> None:
+        """`run` says which run this is (recipe, seed), so that another one never continues it."""
+        tensors = {f"network.{name}": x for name, x in self.network.state_dict().items()}
+        tensors |= {f"average.{name}": x for name, x in self.average.state_dict().items()}
+        for number, entries in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(x) for name, x in entries.items()}
+        progress = {"epoch": str(self.epoch), "history": json.dumps(self.history)}
+        write_tensors(path, {name: x.clone() for name, x in tensors.items()}, run | progress)
+
+    def resume(self, path: Path, run: dict[str, str]) -> None:
+        """Go on from a saved state of the same run."""
+        tensors, saved = read_tensors(path)
+        changed = {key: value for key, value in run.items() if saved.get(key) != value}
+        different = [f"{key} {saved.get(key)!r} there, {value!r} now" for key, value in changed.items()]
+        if different:
+            raise ValueError(
+                f"{path} is of another run ({'; '.join(different)}); repeat that run's settings, or delete the file"
+            )
+        self.network.load_state_dict(_under("network.", tensors))
+        self.average.load_state_dict(_under("average.", tensors))
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in _under("optimizer.", tensors).items():
+            number, key = name.split(".", 1)
+            state.setdefault(int(number), {})[key] = value
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
+        self.epoch = int(saved["epoch"])
+        self.history = json.loads(saved["history"])
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch did."""
+
+    number: int
+    loss: float
+    accuracy: float
+    """On the data's test split."""
+    seconds: float
+
+
+def train(
+    recipe: Recipe,
+    training: data.LabelledImages,
+    held_out: data.LabelledImages,
+    *,
+    weights: Path,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    on_epoch: Callable[[Epoch], None] = lambda epoch: None,
+) -> nn.Module:
+    """Train a network of the zoo and write its weights, in float16, to `weights`; the network is returned as written.
+
+    After every epoch the whole state goes to a file beside `weights`, from which a run of the same recipe and seed goes
+    on as if it had never stopped; the file is removed at the end. The same seed on the same device gives the same bits.
+    """
+    checkpoint = checkpoint_of(weights)
+    run = training_facts(recipe, training, seed)
+    with _reproducible(device):
+        state = _fresh_state(recipe, seed, torch.device(device))
+        if checkpoint.exists():
+            state.resume(checkpoint, run)
+        images, labels = _on(device, training)
+        while state.epoch < recipe.epochs:
+            start = time.monotonic()
+            loss = _one_epoch(recipe, state, images, labels, seed)
+            score = accuracy(state.average, held_out, device=device)
+            epoch = Epoch(state.epoch, loss, score, time.monotonic() - start)
+            state.history.append(asdict(epoch))
+            state.save(checkpoint, run)
+            on_epoch(epoch)
+        kept = half_precision(state.average.state_dict())
+        took = sum(epoch["seconds"] for epoch in state.history)
+        facts = {"network": recipe.network, "data": recipe.data, "torch": torch.__version__, "seconds": f"{took:.1f}"}
+        write_tensors(weights, kept, run | facts | {"device": _device_name(device)})
+    checkpoint.unlink()
+    return zoo.pretrained(recipe.network, weights)
+
+
+def training_facts(recipe: Recipe, training: data.LabelledImages, seed: int) -> dict[str, str]:
+    """What a run of training is told by; written into the checkpoint and the weights."""
+    return {"recipe": repr(_described(recipe)), "seed": str(seed), "images": str(len(training))}
+
+
+def checkpoint_of(weights: Path) -> Path:
+    """Where the state of a run that writes these weights is kept until it is done."""
+    return weights.with_name(f"{weights.stem}.checkpoint.safetensors")
+
+
+@torch.no_grad()
+def accuracy(network: nn.Module, held_out: data.LabelledImages, *, device: torch.device | str = "cpu") -> float:
+    """The share of images whose largest score is their label's."""
+    return float(correct(network, held_out, device=device).double().mean())
+
+
+def _fresh_state(recipe: Recipe, seed: int, device: torch.device) -> TrainingState:
+    torch.manual_seed(seed)
+    network = zoo.entry(recipe.network).network().to(device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.rate, weight_decay=recipe.weight_decay)
+    return TrainingState(network, copy.deepcopy(network).eval(), optimizer)
+
+
+def _one_epoch(recipe: Recipe, state: TrainingState, images: Tensor, labels: Tensor, seed: int) -> float:
+    """One pass over the images in a random order that depends on seed and epoch only; the mean loss."""
+    torch.manual_seed(_mixed(seed, state.epoch))  # dropout
+    generator = Generator().manual_seed(_mixed(seed, state.epoch))
+    order = torch.randperm(len(images), generator=generator).to(images.device)
+    batches = order.split(recipe.batch)
+    state.network.train()
+    total = torch.zeros((), device=images.device)
+    with Progress(f"epoch {state.epoch + 1} of {recipe.epochs}", len(images)) as progress:
+        for step, chosen in enumerate(batches):
+            done = (state.epoch + step / len(batches)) / recipe.epochs
+            for group in state.optimizer.param_groups:
+                group["lr"] = recipe.rate * recipe.schedule(done)
+            inputs = recipe.augmentation(images[chosen], generator)
+            loss = cross_entropy(state.network(inputs), labels[chosen], label_smoothing=recipe.label_smoothing)
+            state.optimizer.zero_grad()
+            loss.backward()
+            state.optimizer.step()
+            _average(state, recipe.averaging)
+            total += loss.detach() * len(chosen)
+            progress.advance(len(chosen))
+    state.epoch += 1
+    mean = float(total) / len(images)
+    if not math.isfinite(mean):
+        raise FloatingPointError(f"training diverged in epoch {state.epoch}: the loss is {mean}; lower the rate")
+    return mean
+
+
+@torch.no_grad()
+def _average(state: TrainingState, decay: float) -> None:
+    """Move the averaged weights towards the current ones; counts and statistics too."""
+    for kept, current in zip(state.average.state_dict().values(), state.network.state_dict().values(), strict=True):
+        if kept.is_floating_point() and decay > 0:
+            kept.lerp_(current, 1 - decay)
+        else:
+            kept.copy_(current)
+
+
+@contextmanager
+def _reproducible(device: torch.device | str) -> Iterator[None]:
+    """Deterministic kernels, and the caller's random state left as it was."""
+    before = torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
+def _on(device: torch.device | str, images: data.LabelledImages) -> tuple[Tensor, Tensor]:
+    if images.labels is None:
+        raise ValueError("train: the images have no labels")
+    return images.images.to(device), images.labels.to(device)
+
+
+def _described(recipe: Recipe) -> dict[str, object]:
+    names = {key: getattr(recipe, key).__name__ for key in ("schedule", "augmentation")}
+    return {f.name: getattr(recipe, f.name) for f in fields(recipe)} | names
+
+
+def _device_name(device: torch.device | str) -> str:
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """A seed for one epoch, unrelated to that of the next."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:7], "big")
