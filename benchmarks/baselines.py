@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from netmoments.covariance import Covariance
+from netmoments.covariances import Covariance
 from netmoments.network.graph import Node, shape_of
 from netmoments.normal import density, standard_deviation
 from netmoments.precision import full_precision

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import netmoments as nm
 from benchmarks.measure import extra_mebibytes
-from netmoments.covariance import Covariance
+from netmoments.covariances import Covariance
 from reproduction.engine import random_network
 
 OUTPUTS = 10

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import netmoments as nm
 from benchmarks.measure import machine, seconds
 from benchmarks.peak_memory import measured
-from netmoments.covariance import Isotropic, LowRank
+from netmoments.covariances import Isotropic, LowRank
 from netmoments.sweep.local import LocalEngine
 from reproduction import figure_5
 from reproduction.covariances import random_factor

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from netmoments import attacks, data, paper, propagate, rules
     from netmoments.affine_relu_affine import AffineReluAffine
     from netmoments.attacks.expected_logits import ExpectedLogits
-    from netmoments.covariance import Dense, Diagonal, Isotropic, LowRank
+    from netmoments.covariances import Dense, Diagonal, Isotropic, LowRank
     from netmoments.gaussian import Gaussian
     from netmoments.linearize.bank import LinearizationBank
     from netmoments.linearize.matrix_free import two_stage_maps
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 _HOME = {
     "AffineReluAffine": "netmoments.affine_relu_affine",
     "Auto": "netmoments.moments.methods",
-    "Dense": "netmoments.covariance",
-    "Diagonal": "netmoments.covariance",
+    "Dense": "netmoments.covariances",
+    "Diagonal": "netmoments.covariances",
     "ExpectedLogits": "netmoments.attacks.expected_logits",
     "Gaussian": "netmoments.gaussian",
-    "Isotropic": "netmoments.covariance",
+    "Isotropic": "netmoments.covariances",
     "Layerwise": "netmoments.moments.methods",
     "Linear": "netmoments.moments.methods",
     "LinearizationBank": "netmoments.linearize.bank",
-    "LowRank": "netmoments.covariance",
+    "LowRank": "netmoments.covariances",
     "NetworkModel": "netmoments.network.model",
     "OutputMoments": "netmoments.moments.result",
     "SampledMoments": "netmoments.sampling.monte_carlo",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from netmoments.checks import describe, require_broadcastable, require_finite, require_float_tensors
-from netmoments.covariance import Factors
+from netmoments.covariances import Factors
 from netmoments.gaussian import Gaussian, require_matrix_for
 from netmoments.memory import scratch_budget
 from netmoments.normal import standard_deviation

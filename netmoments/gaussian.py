@@ -16,7 +16,7 @@ from netmoments.checks import (
     require_float_tensors,
     values_hold,
 )
-from netmoments.covariance import Covariance, Dense, Diagonal, Isotropic, LowRank
+from netmoments.covariances import Covariance, Dense, Diagonal, Isotropic, LowRank
 from netmoments.precision import matvec
 
 CALLER = "Gaussian"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from netmoments import data
-from netmoments.covariance import LowRank
+from netmoments.covariances import LowRank
 from netmoments.data.images import evenly_spread
 from netmoments.gaussian import Gaussian
 from netmoments.precision import full_precision

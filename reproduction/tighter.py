@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from netmoments.covariance import LowRank
+from netmoments.covariances import LowRank
 from netmoments.data.images import evenly_spread
 from netmoments.gaussian import Gaussian
 from netmoments.moments.output_moments import output_moments

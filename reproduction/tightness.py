@@ -11,7 +11,7 @@ from torch import Tensor
 
 from netmoments import paper
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.covariance import LowRank
+from netmoments.covariances import LowRank
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.two_stage import two_stage
 from netmoments.precision import matmul

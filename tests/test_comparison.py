@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import netmoments as nm
 from benchmarks.baselines import by_series, unscented
-from netmoments.covariance import Dense, Isotropic
+from netmoments.covariances import Dense, Isotropic
 from netmoments.moments.methods import plan_of
 from netmoments.propagate.layerwise import gaussian_layerwise
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.baselines import diagonal
-from netmoments.covariance import Diagonal
+from netmoments.covariances import Diagonal
 from netmoments.network.graph import traced_graph
 from netmoments.normal import density, distribution
 from netmoments.propagate.plan import Plan, planned

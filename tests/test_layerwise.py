@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import netmoments as nm
-from netmoments.covariance import Covariance, Dense, Diagonal, Isotropic, LowRank
+from netmoments.covariances import Covariance, Dense, Diagonal, Isotropic, LowRank
 from netmoments.moments.methods import plan_of
 from netmoments.network.graph import shape_of, traced_graph
 from netmoments.propagate.layerwise import gaussian_layerwise, layerwise, layerwise_need

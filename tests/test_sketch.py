@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import netmoments as nm
-from netmoments.covariance import Covariance, Isotropic, LowRank
+from netmoments.covariances import Covariance, Isotropic, LowRank
 from netmoments.network.graph import traced_graph
 from netmoments.propagate import sketch
 from netmoments.propagate.plan import Plan, planned

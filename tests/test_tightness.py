@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import netmoments as nm
-from netmoments.covariance import LowRank
+from netmoments.covariances import LowRank
 from netmoments.gaussian import Gaussian
 from netmoments.report.words import Provenance
 from netmoments.sweep.local import LocalEngine

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_float_tensor
-from netmoments.covariance import Isotropic
+from netmoments.covariances import Isotropic
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.two_stage import two_stage
 from netmoments.moments.methods import Layerwise, Method, Sketch, TwoStage, method_named

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import jvp, vmap
 
 from netmoments.checks import describe
-from netmoments.covariance import Covariance, Diagonal, Isotropic
+from netmoments.covariances import Covariance, Diagonal, Isotropic
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.jacobian import by_reverse_mode
 from netmoments.linearize.two_stage import after_the_cut, prepared

@@ -178,7 +178,11 @@ class Sketch(Method):
     def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
         """The expected slopes; from probes that are not among the samples."""
         with torch.inference_mode(False), torch.no_grad():
-            plan, noise, own = sketch_plan_of(request.model, CALLER), request.flat, random_seed(seed, "sketch", self.seed)
+            plan, noise, own = (
+                sketch_plan_of(request.model, CALLER),
+                request.flat,
+                random_seed(seed, "sketch", self.seed),
+            )
             found = sketched(
                 plan, noise.mean, noise.covariance, indices,
                 probes=self.probes, seed=own, memory_budget=request.memory_budget,

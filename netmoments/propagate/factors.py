@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from netmoments.covariance import Covariance
+from netmoments.covariances import Covariance
 
 PAIRED = 32
 """Directions of the noise of which all pairs are followed through the network; all of them if it has no more."""

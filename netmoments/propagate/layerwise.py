@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.covariance import Covariance
+from netmoments.covariances import Covariance
 from netmoments.memory import gigabytes, memory_limit
 from netmoments.network.graph import Node, shape_of
 from netmoments.normal import standard_deviation

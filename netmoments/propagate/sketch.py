@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from netmoments.covariance import Covariance
+from netmoments.covariances import Covariance
 from netmoments.memory import elements_together, memory_limit
 from netmoments.precision import full_precision, matmul, matvec
 from netmoments.progress import Progress

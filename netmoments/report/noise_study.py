@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from netmoments.attacks.sparse_smooth import SparseSmooth
-from netmoments.covariance import Isotropic
+from netmoments.covariances import Isotropic
 from netmoments.data.images import LabelledImages
 from netmoments.gaussian import Gaussian
 from netmoments.moments.methods import TwoStage
