@@ -1,4 +1,14 @@
-"""What the field uses instead, for comparison: ADF, the unscented transform, a series of four terms."""
+"""What the field uses instead, for comparison: each a row of `netmoments.tightness(..., methods=BASELINES)`.
+
+All take a network in eval mode, a flat batch of noise about N images and the indices (N, k) of the wanted scores, and
+return the means and the variances (N, k) of these.
+
+| name               | what it does                                                                                    |
+|--------------------|-------------------------------------------------------------------------------------------------|
+| `adf`              | assumed density filtering: means and variances of every number, correlations dropped            |
+| `unscented`        | the unscented transform: the network at 2r points, r the rank of the noise                      |
+| `four_term_series` | layer by layer as Gaussians, covariances of piecewise linear units by four terms of a series    |
+"""
 
 from __future__ import annotations
 
@@ -9,54 +19,123 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from netmoments.covariances import Covariance
+from netmoments.gaussian import Gaussian
+from netmoments.memory import elements_together
+from netmoments.moments.tightness import Rival
 from netmoments.network.graph import Node, shape_of
+from netmoments.network.model import NetworkModel
 from netmoments.normal import density, standard_deviation
 from netmoments.precision import full_precision
-from netmoments.propagate.layerwise import gaussian_layerwise
-from netmoments.propagate.plan import AffineStep, Plan, Segment
+from netmoments.propagate.layerwise import carried, require_fitting
+from netmoments.propagate.plan import AffineStep, Plan, Segment, plan_of
 from netmoments.relu.marginal import standardize
-from netmoments.rules.affine import OPERATORS, family, linear_call
+from netmoments.rules.affine import OPERATORS, family, linear_arguments
 from netmoments.rules.piecewise_linear import PiecewiseLinear
 from netmoments.rules.registry import operator_name
 
-TOGETHER_BYTES = {"cpu": 2**24, "cuda": 2**28}
-"""Points that go through a network at a time."""
+MOST_POINTS = 100_000
+"""The unscented transform is refused where it would need more."""
 
 
 @torch.no_grad()
-def unscented(
-    network: Callable[[Tensor], Tensor], mean: Tensor, covariance: Covariance, rows: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Mean (k,) and covariance (k, k) of the chosen scores from 2r points x ± √r Rᵢ, all of weight 1/(2r), Σ = RRᵀ.
+def adf(network: nn.Module, noise: Gaussian, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Assumed density filtering (Gast, Roth, CVPR 2018): every number has a mean and a variance, and no correlations.
 
-    The unscented transform with κ = 0, the third-degree cubature rule: exact for cubic polynomials. `mean` is (1, ...)
+    Affine operations z = L x + c: v → Σⱼ Lᵢⱼ² vⱼ, one at a time. Nonlinear layers: the mean and variance of each unit,
+    for Gaussian and independent inputs. Exact for uncorrelated noise where no two paths through the network ever meet.
+    Neighbouring units share their inputs, so that what is dropped is most of the variance of the scores.
+
+    Raises:
+        ValueError: the network has an operation without a rule for variances alone.
     """
-    root = covariance.root()
-    spread = root.mT * root.shape[-1] ** 0.5
-    together = max(1, TOGETHER_BYTES.get(mean.device.type, TOGETHER_BYTES["cpu"]) // (mean.numel() * mean.itemsize))
-    scores = []
-    with full_precision():
-        for offset in torch.cat([spread, -spread]).split(together):
-            scores.append(network(mean + offset.reshape(-1, *mean.shape[1:]))[:, rows].double())
-    values = torch.cat(scores)
-    centred = values - values.mean(0)
-    return values.mean(0).to(mean.dtype), (centred.mT @ centred / len(centred)).to(mean.dtype)
-
-
-def by_series(plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Layer by layer, every tensor Gaussian, covariances of piecewise linear units by four terms of their series."""
-    stages = tuple(
-        replace(stage, rule=_series(stage.rule)) if isinstance(stage.rule, PiecewiseLinear) else stage
-        for stage in plan.stages
+    plan = plan_of(NetworkModel.of(network, noise.mean, "adf").refreshed(), "adf")
+    return _image_by_image(
+        noise, indices, lambda mean, covariance, wanted: _without_correlations(plan, mean, covariance, wanted)
     )
-    means, covariances = gaussian_layerwise(replace(plan, stages=stages), mean, covariance, rows.unsqueeze(0))
-    return means[0], covariances[0]
 
 
-def _series(rule: PiecewiseLinear) -> FourTerms:
+@torch.no_grad()
+def unscented(network: nn.Module, noise: Gaussian, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The unscented transform with κ = 0 (Julier, Uhlmann 1997), the third-degree cubature rule.
+
+    The network at the 2r points x ± √r Rᵢ, each of weight 1/(2r), where Σ = RRᵀ and R has r columns. Means of cubic
+    polynomials and variances of linear functions are exact.
+
+    Raises:
+        ValueError: that would be more than 100,000 points.
+    """
+    points = 2 * noise.covariance.rank
+    if points > MOST_POINTS:
+        raise ValueError(f"unscented: {points:,} points; at most {MOST_POINTS:,} are tried, use sampling")
+    return _image_by_image(
+        noise, indices, lambda mean, covariance, wanted: _at_points(network, mean, covariance, wanted)
+    )
+
+
+@torch.no_grad()
+def four_term_series(
+    network: nn.Module, noise: Gaussian, indices: Tensor, memory_budget: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Layer by layer, every tensor Gaussian, covariances of piecewise linear units by four terms in their correlation.
+
+    Cov(f(z), f(z')) = Σₙ aₙ aₙ' ρⁿ/n! over n ≥ 1 (Mehler; Wright and others 2024), cut after n = 4: what is left out
+    is of order ρ⁵ between units, and nothing of a unit's own variance, which is exact. Layers of more than 2048 units,
+    and units of another kind, are as in `netmoments.Layerwise`.
+
+    Raises:
+        ValueError: the network has an operation without a rule, or what is carried does not fit the memory.
+    """
+    plan = plan_of(NetworkModel.of(network, noise.mean, "four_term_series").refreshed(), "four_term_series")
+    require_fitting(plan, noise.covariance, noise.mean, memory_budget, "four_term_series")
+    cut = replace(plan, stages=tuple(replace(stage, rule=_cut_short(stage.rule)) for stage in plan.stages))
+
+    def one(mean: Tensor, covariance: Covariance, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        means, covariances = carried(cut, mean, covariance, wanted.unsqueeze(0), None)
+        return means[0], covariances[0].diagonal()
+
+    return _image_by_image(noise, indices, one)
+
+
+BASELINES: dict[str, Rival] = {
+    "ADF (diagonal)": adf,
+    "unscented": unscented,
+    "series, 4 terms": four_term_series,
+}
+"""By the name of their row."""
+
+OneImage = Callable[[Tensor, Covariance, Tensor], tuple[Tensor, Tensor]]
+"""From a mean (1, ...), its covariance and the wanted scores (k,) to their means and variances (k,)."""
+
+
+def _image_by_image(noise: Gaussian, indices: Tensor, one: OneImage) -> tuple[Tensor, Tensor]:
+    each = [
+        one(noise.mean[place : place + 1], noise.covariance.entries(place), wanted)
+        for place, wanted in enumerate(indices)
+    ]
+    means, variances = (torch.stack(part) for part in zip(*each, strict=True))
+    return means, variances
+
+
+def _at_points(network: nn.Module, mean: Tensor, covariance: Covariance, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    root = covariance.root()
+    offsets = root.mT * root.shape[-1] ** 0.5
+    with full_precision():
+        values = torch.cat(
+            [
+                network(mean + some.reshape(-1, *mean.shape[1:]))[:, wanted].double()
+                for some in torch.cat([offsets, -offsets]).split(elements_together("inputs", mean, mean.numel()))
+            ]
+        )
+    return values.mean(0).to(mean.dtype), values.var(0, correction=0).to(mean.dtype)
+
+
+def _cut_short(rule: Any) -> Any:
+    """A rule with its covariances by the series; one of another kind as it is."""
+    if not isinstance(rule, PiecewiseLinear):
+        return rule
     return FourTerms(rule.offset, rule.slope, rule.bends, rule.kinks)
 
 
@@ -79,40 +158,51 @@ class FourTerms(PiecewiseLinear):
         return term(second, 2, 2.0) + term(third, 3, 6.0) + term(fourth, 4, 24.0)
 
 
-aten = torch.ops.aten
+def _without_correlations(plan: Plan, mean: Tensor, covariance: Covariance, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Means (k,) and variances (k,) of the wanted scores of one image, mean (1, ...), every tensor independent."""
+    means: dict[Node, Tensor] = {plan.image: mean}
+    variances: dict[Node, Tensor] = {plan.image: covariance.variances().reshape(mean.shape)}
+    with full_precision():
+        for stage in plan.stages:
+            rule = stage.rule
+            z, own = stage.before.value(means), _segment_variances(stage.before, variances)
+            local = rule.local(rule.gathered(z), torch.diag_embed(rule.gathered(own)))
+            means[stage.output] = local.mean.reshape(shape_of(stage.output))
+            variances[stage.output] = local.variance.reshape(shape_of(stage.output))
+        return plan.last.value(means)[wanted], _segment_variances(plan.last, variances)[wanted]
+
+
 Values = Mapping[Node, Any]
-_CALLER = "diagonal"
-_POOLED = {aten.avg_pool1d: 1, aten.avg_pool2d: 2, aten.avg_pool3d: 3}
-_POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0], False, True, None)
-"""Input, kernel, stride, padding, ceil_mode, count_include_pad, divisor_override."""
 
 
-def variance_step(step: AffineStep, variances: Values) -> Any:
+def _segment_variances(segment: Segment, sources: dict[Node, Tensor]) -> Tensor:
+    """Of the results of an affine part, (p,), flattened and put end to end."""
+    values: dict[Node, Any] = {node: sources[node] for node in segment.sources}
+    for step in segment.steps:
+        values[step.node] = _step_variances(step, values)
+    return torch.cat([values[node].reshape(-1) for node in segment.results])
+
+
+def _step_variances(step: AffineStep, variances: Values) -> Any:
     """What one affine operation z = L x + c makes of the variances of its inputs if those are independent."""
     kind = family(step.node.target)
     if step.constants is None or kind not in SQUARED:
         raise ValueError(
-            f"{_CALLER}: no rule for the variances of {operator_name(step.node)} with correlations dropped; there are "
-            f"rules for {', '.join(sorted({str(known.__name__).strip('_') for known in SQUARED}))}"
+            f"adf: no rule for the variances of {operator_name(step.node)} with correlations dropped; there are rules "
+            f"for {', '.join(sorted({str(known.__name__).strip('_') for known in SQUARED}))}"
         )
     return SQUARED[kind](step, variances)
 
 
-def _linear(step: AffineStep, values: Values) -> Any:
-    """L itself, at other values than the operation's own."""
-    every = {**(step.constants or {}), **values}
-    return linear_call(step.node, OPERATORS[family(step.node.target)], every, frozenset(step.inputs))
-
-
 def _selected(step: AffineStep, variances: Values) -> Any:
-    """Entries of L are 0 and 1."""
-    return _linear(step, {node: variances[node] for node in step.inputs})
+    """Entries of L are 0 and 1: L itself."""
+    return step.linear(variances)
 
 
 def _scaled(step: AffineStep, variances: Values) -> Any:
     """Each number by a factor of its own: Lᵢᵢ² vᵢ."""
     (source,) = step.inputs
-    factor = _linear(step, {source: torch.ones_like(variances[source])})
+    factor = step.linear({source: torch.ones_like(variances[source])})
     if isinstance(factor, tuple | list):  # normalised values, then the statistics
         return (factor[0].square() * variances[source],)
     return factor.square() * variances[source]
@@ -120,11 +210,18 @@ def _scaled(step: AffineStep, variances: Values) -> Any:
 
 def _multiplied(step: AffineStep, variances: Values) -> Any:
     """Products with constants: the same with their squares."""
-    squares = {node: value.square() for node, value in (step.constants or {}).items() if isinstance(value, Tensor)}
-    scales = {name: value for name, value in step.node.kwargs.items() if name in ("alpha", "beta") and value != 1}
+    node, constants, noisy = step.node, step.constants or {}, frozenset(step.inputs)
+    scales = {name: value for name, value in node.kwargs.items() if name in ("alpha", "beta") and value != 1}
     if scales:
-        raise ValueError(f"{_CALLER}: {operator_name(step.node)} is known for factors of 1, got {scales}")
-    return _linear(step, {**squares, **{node: variances[node] for node in step.inputs}})
+        raise ValueError(f"adf: {operator_name(node)} is known for factors of 1, got {scales}")
+
+    def squared(argument: Node) -> Any:
+        value = variances[argument] if argument in noisy else constants[argument]
+        return value if argument in noisy or not isinstance(value, Tensor) else value.square()
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), squared)
+    target: Any = node.target
+    return target(*linear_arguments(node, OPERATORS[family(target)], args, noisy), **kwargs)
 
 
 def _summed(step: AffineStep, variances: Values) -> Tensor:
@@ -143,7 +240,7 @@ def _averaged(count: Callable[[AffineStep], Any]) -> Callable[[AffineStep, Value
     """Means of `count` numbers each: the mean of their variances, by `count` once more."""
 
     def rule(step: AffineStep, variances: Values) -> Tensor:
-        average: Tensor = _selected(step, variances)
+        average: Tensor = step.linear(variances)
         counts = count(step)
         return average / (counts.to(average) if isinstance(counts, Tensor) else counts)
 
@@ -161,7 +258,7 @@ def _pooled_count(step: AffineStep) -> int:
     if divisor is not None:
         return int(divisor)
     if ceil_mode or (any(padding) and not with_padding):
-        raise ValueError(f"{_CALLER}: average pooling is known only if all its windows have the same divisor")
+        raise ValueError("adf: average pooling is known only if all its windows have the same divisor")
     return math.prod(kernel if len(kernel) > 1 else kernel * _POOLED[family(step.node.target)])
 
 
@@ -175,6 +272,11 @@ def _adaptive_count(step: AffineStep) -> Tensor:
         total = total.unsqueeze(-1) * own
     return total
 
+
+aten = torch.ops.aten
+_POOLED = {aten.avg_pool1d: 1, aten.avg_pool2d: 2, aten.avg_pool3d: 3}
+_POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0], False, True, None)
+"""Input, kernel, stride, padding, ceil_mode, count_include_pad, divisor_override."""
 
 SQUARED: dict[Any, Callable[[AffineStep, Values], Any]] = {
     **dict.fromkeys(
@@ -213,30 +315,4 @@ SQUARED: dict[Any, Callable[[AffineStep, Values], Any]] = {
         _selected,
     ),
 }  # fmt: skip
-"""By operator, all overloads alike."""
-
-
-def diagonal(plan: Plan, mean: Tensor, covariance: Covariance, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Means (k,) and variances (k,) of the chosen scores for one image, mean (1, ...), every tensor independent.
-
-    Affine operations: v → Σⱼ Lᵢⱼ² vⱼ, one at a time. Nonlinear layers: their own mean and variance, of inputs that are
-    Gaussian and independent. Exact if no two paths ever meet.
-    """
-    means: dict[Node, Tensor] = {plan.image: mean}
-    variances: dict[Node, Tensor] = {plan.image: covariance.variances().reshape(mean.shape)}
-    with full_precision():
-        for stage in plan.stages:
-            rule = stage.rule
-            z, spread = stage.before.value(means), _variances(stage.before, variances)
-            local = rule.local(rule.gathered(z), torch.diag_embed(rule.gathered(spread)))
-            means[stage.output] = local.mean.reshape(shape_of(stage.output))
-            variances[stage.output] = local.variance.reshape(shape_of(stage.output))
-        return plan.last.value(means)[rows], _variances(plan.last, variances)[rows]
-
-
-def _variances(segment: Segment, sources: dict[Node, Tensor]) -> Tensor:
-    """Of the results of an affine part, (p,), flattened and put end to end."""
-    values: dict[Node, Any] = {node: sources[node] for node in segment.sources}
-    for step in segment.steps:
-        values[step.node] = variance_step(step, values)
-    return torch.cat([values[node].reshape(-1) for node in segment.results])
+"""What an affine operator makes of the variances of independent numbers, all overloads alike."""

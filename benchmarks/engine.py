@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from functools import partial
 from pathlib import Path
 
@@ -15,19 +14,12 @@ from torch import Tensor
 
 import netmoments as nm
 from benchmarks.measure import in_a_process_of_its_own, machine, seconds
-from benchmarks.memory import METHODS, problem
-from reproduction.engine import random_network
-from reproduction.grid_errors import cross_moment
+from benchmarks.memory import METHODS
+from benchmarks.problems import random_layer, random_network, random_problem
 
 SIZES = (64, 256, 1024, 4096)
 INPUTS = 784
-
-
-def layer(units: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Means of order 1 and a covariance of unit variances, correlations of order 1/√rank; every unit is active."""
-    generator = torch.Generator().manual_seed(0)
-    factor = torch.nn.functional.normalize(torch.randn(units, rank, generator=generator), dim=1)
-    return torch.randn(units, generator=generator).clamp(-5, 5), factor @ factor.T
+REFERENCE = Path(__file__).parents[1] / "tests" / "reference" / "relu_covariance.csv"
 
 
 def exponential_seconds(size: int) -> float:
@@ -38,7 +30,7 @@ def exponential_seconds(size: int) -> float:
 
 def covariance_seconds(units: int, rank: int) -> tuple[float, float]:
     """`relu_covariance` alone, and with its backward pass."""
-    mean, covariance = layer(units, rank)
+    mean, covariance = random_layer(units, rank)
     forward = seconds(lambda: nm.relu_covariance(mean, covariance), repeats=25)
     upstream = torch.randn(units, units)
     mean, covariance = mean.requires_grad_(), covariance.requires_grad_()
@@ -58,7 +50,7 @@ def growth(console: Console) -> None:
     for units in SIZES:
         exponential = exponential_seconds(units)
         forward, both = covariance_seconds(units, INPUTS)
-        network, noise = problem(units, INPUTS, 1, torch.float32)
+        network, noise = random_problem(units, INPUTS, 1, torch.float32)
         variance, series, sampling = (seconds(partial(method, network, noise)) for method in METHODS.values())
         memory = [
             in_a_process_of_its_own("benchmarks.memory", method, units, INPUTS, 1, "float32") for method in METHODS
@@ -90,11 +82,8 @@ Row = tuple[str, str, str]
 
 
 def accuracy() -> list[Row]:
-    folder = Path(os.environ.get("NETMOMENTS_REFERENCE", Path(__file__).parents[2] / "shared" / "reference"))
-    path = folder / "relu_covariance.csv"
-    if not path.exists():
-        return [("accuracy against the reference digits", "", "set NETMOMENTS_REFERENCE to their folder")]
-    with path.open() as file:
+    """Against the 25-digit values that the tests use."""
+    with REFERENCE.open() as file:
         rows = list(csv.DictReader(file))
     h, k, rho = (
         torch.tensor([float.fromhex(row[name]) for row in rows], dtype=torch.float64)
@@ -104,8 +93,7 @@ def accuracy() -> list[Row]:
         torch.tensor([float(row[name]) for row in rows], dtype=torch.float64)
         for name in ("covariance", "orthant_probability")
     )
-    mean = torch.stack([h, k], -1)
-    matrix = torch.eye(2, dtype=torch.float64) + rho[:, None, None] * (1 - torch.eye(2, dtype=torch.float64))
+    mean, matrix = torch.stack([h, k], -1), correlated_pairs(rho)
     double = (nm.relu_covariance(mean, matrix)[:, 0, 1] - exact).abs().max()
     single = (nm.relu_covariance(mean.float(), matrix.float())[:, 0, 1] - exact).abs().max()
     probability = (nm.orthant_probability(mean, matrix)[:, 0, 1] - orthant).abs().max()
@@ -116,7 +104,20 @@ def accuracy() -> list[Row]:
     ]
 
 
+def correlated_pairs(rho: Tensor) -> Tensor:
+    """((1, ρ), (ρ, 1)), (..., 2, 2)."""
+    one = torch.eye(2, dtype=rho.dtype)
+    return one + rho[..., None, None] * (1 - one)
+
+
+def cross_moment(mu1: Tensor, mu2: Tensor, sigma1: Tensor, sigma2: Tensor, rho: Tensor) -> Tensor:
+    """E[max(x₁, 0) max(x₂, 0)] by the exact kernel, for tensors of one shape."""
+    covariance = nm.relu_covariance(torch.stack([mu1 / sigma1, mu2 / sigma2], -1), correlated_pairs(rho))[..., 0, 1]
+    return sigma1 * sigma2 * covariance + nm.relu_mean(mu1, sigma1) * nm.relu_mean(mu2, sigma2)
+
+
 def series_agreement() -> list[Row]:
+    """The paper's series with many terms, where it converges, beside the exact kernel."""
     generator = torch.Generator().manual_seed(0)
 
     def uniform(low: float, high: float) -> Tensor:

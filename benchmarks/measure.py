@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.peak_memory import measured
+
 SETTLED = 0.5
 """Seconds of repeats at least: the first few of short work wait for threads and clocks."""
 
@@ -31,22 +33,12 @@ def seconds(work: Callable[[], object], repeats: int = 9, patience: float = 4.0)
     return sorted(taken)[len(taken) // 2]
 
 
-def resident_mebibytes(field: str) -> float:
-    """A field of /proc/self/status: VmRSS now, VmHWM at its highest."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"no {field} in /proc/self/status; peak memory is measured on Linux only")
-
-
 def extra_mebibytes(work: Callable[[], object]) -> float:
     """How far `work` raises the resident memory of this process at its highest."""
-    Path("/proc/self/clear_refs").write_text("5")  # forget earlier peaks
-    before = resident_mebibytes("VmRSS")
-    result = work()
-    peak = resident_mebibytes("VmHWM")
-    del result
-    return max(0.0, peak - before)
+    extra = measured(work, torch.device("cpu"))[1].bytes
+    if extra is None:
+        raise RuntimeError("peak memory is read from /proc/self/status, which is there on Linux only")
+    return extra / 2**20
 
 
 def in_a_process_of_its_own(module: str, *arguments: object) -> Any:

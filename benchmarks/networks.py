@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import netmoments as nm
 from benchmarks.measure import machine, seconds
+from benchmarks.problems import random_covariance
 from netmoments.moments.class_probabilities import winning_probabilities
 from netmoments.precision import full_precision
 from netmoments.sampling.monte_carlo import class_frequencies
-from reproduction.covariances import random_covariance
 
 Row = tuple[str, str, str]
 

@@ -1,7 +1,8 @@
 """Every method beside ten thousand samples in the same process, and how time and memory grow.
 
-`python -m benchmarks.speed [--device cuda] [--data-dir DIR] [--record FILE]`; needs MNIST, and SqueezeNet's weights and
-the natural images for its rows. Ratios, not seconds, are what to compare between machines; `--record` keeps them.
+`python -m benchmarks.speed [--device cuda] [--data-dir DIR] [--against FILE] [--record FILE]`; needs MNIST, and
+SqueezeNet's weights and the natural images for its row. Ratios, not seconds, are what to compare between machines:
+`--record` keeps them, and `--against` says by what factor each is worse than in a record.
 """
 
 from __future__ import annotations
@@ -20,12 +21,9 @@ from torch import Tensor, nn
 
 import netmoments as nm
 from benchmarks.measure import machine, seconds
+from benchmarks.memory import METHODS
 from benchmarks.peak_memory import measured
-from netmoments.covariances import Isotropic, LowRank
-from netmoments.sweep.local import LocalEngine
-from reproduction import figure_5
-from reproduction.covariances import random_factor
-from reproduction.settings import Settings
+from benchmarks.problems import photograph, random_factor, random_layer, random_problem, squeezenet
 
 SIGMAS = (0.001, 0.01, 0.05, 0.1)
 SAMPLES = 10_000
@@ -50,6 +48,10 @@ class Figure:
         wanted = "" if self.must is None else f"{'≤' if self.at_most else '≥'} {self.must:.3g}"
         verdict = "" if self.must is None else "reached" if self.reached else "missed"
         return f"{self.name:<78} {wanted:>8} {self.ratio:>8.3g}  {verdict:<8} {self.detail}"
+
+    def worse_than(self, ratio: float) -> float:
+        """By what factor it is worse than another ratio of the same name; below 1 where it is better."""
+        return self.ratio / ratio if self.at_most else ratio / self.ratio
 
 
 class Bench:
@@ -79,12 +81,12 @@ def lenet_figures(bench: Bench, network: nn.Module, images: Tensor) -> Iterator[
     factor = factor.repeat(math.ceil(count / len(factor)), 1, 1)[:count]
 
     def noise(images_used: int, sigma: float = 0.05) -> nm.Gaussian:
-        return nm.Gaussian(images[:images_used], LowRank(sigma * factor[:images_used]), event_ndim=3)
+        return nm.Gaussian(images[:images_used], nm.LowRank(sigma * factor[:images_used]), event_ndim=3)
 
     def at_levels(levels: int) -> nm.Gaussian:
         """σ²I, every image at so many levels: (levels, images)."""
         sigma = torch.tensor(SIGMAS[:levels], device=bench.device).unsqueeze(1).expand(levels, count)
-        return nm.Gaussian(images[:count].expand(levels, -1, -1, -1, -1), Isotropic(sigma**2, 784), event_ndim=3)
+        return nm.Gaussian(images[:count].expand(levels, -1, -1, -1, -1), nm.Isotropic(sigma**2, 784), event_ndim=3)
 
     few = 4
     sampling = bench.time(lambda: nm.monte_carlo(network, noise(few), SAMPLES)) / few
@@ -115,12 +117,8 @@ def lenet_figures(bench: Bench, network: nn.Module, images: Tensor) -> Iterator[
 
 def squeezenet_figures(bench: Bench, data_dir: str | None) -> Iterator[Figure]:
     """The sketch of five scores of a network for 227×227 images, over 200 plain samples."""
-    folder = None if data_dir is None else Path(data_dir)
-    settings = Settings(Path(), LocalEngine([str(bench.device)]), bench.device, data_dir=folder, model="squeezenet")
-    model = figure_5.chosen_model(settings)
-    network = model.network.to(bench.device).eval()
-    images = figure_5.natural_images(settings, model.side).images[:1].to(bench.device)
-    noise = nm.Gaussian(images, std=0.05)
+    network = squeezenet(data_dir).to(bench.device)
+    noise = nm.Gaussian(photograph(data_dir).to(bench.device), std=0.05)
     plain = bench.time(lambda: nm.monte_carlo(network, noise, 200), patience=20.0)
     sketch = bench.time(lambda: nm.output_moments(network, noise, "sketch"), patience=20.0)
     must = 1.0 if bench.on_gpu else None
@@ -129,13 +127,11 @@ def squeezenet_figures(bench: Bench, data_dir: str | None) -> Iterator[Figure]:
 
 def engine_figures(bench: Bench) -> Iterator[Figure]:
     """The exact variance of 1024 units, every one active, over torch.exp of all pairs and over the paper's series."""
-    from benchmarks.memory import METHODS, problem
-
     units = 1024
     x, out = torch.randn(units, units, device=bench.device), torch.empty(units, units, device=bench.device)
     exponential = bench.time(lambda: torch.exp(x, out=out))
     for inputs in (100, 784):
-        network, noise = problem(units, inputs, 1, torch.float32)
+        network, noise = random_problem(units, inputs, 1, torch.float32)
         network, noise = network.to(bench.device), noise.to(bench.device)
         exact, series = (bench.time(partial(METHODS[name], network, noise)) for name in ("exact", "series"))
         detail = f"{1e3 * exact:.2f} ms, the series {1e3 * series:.0f} ms"
@@ -171,9 +167,7 @@ def growth(bench: Bench, network: nn.Module, images: Tensor) -> Iterator[str]:
 
 
 def _covariance(bench: Bench, units: int) -> Callable[[], object]:
-    from benchmarks.engine import layer
-
-    mean, covariance = (x.to(bench.device) for x in layer(units, 784))
+    mean, covariance = (x.to(bench.device) for x in random_layer(units, 784))
     return lambda: nm.relu_covariance(mean, covariance)
 
 
@@ -215,9 +209,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data-dir")
     parser.add_argument("--record", type=Path, help="write the ratios here, as JSON")
+    parser.add_argument("--against", type=Path, help="a record to compare the ratios with")
     parser.add_argument("--without-growth", action="store_true")
     chosen = parser.parse_args()
     bench = Bench(chosen.device)
+    before = {} if chosen.against is None else json.loads(chosen.against.read_text())["ratios"]
     name = f"{torch.cuda.get_device_name()}, " if bench.on_gpu else ""
     where = f"{name}{machine()}"
     print(where, flush=True)
@@ -225,7 +221,9 @@ def main() -> None:
     found: list[Figure] = []
     for figure in figures(bench, chosen.data_dir):
         found.append(figure)
-        print(figure.line(), flush=True)
+        earlier = before.get(figure.name.strip())
+        then = "" if earlier is None else f" (then {earlier:.3g}, {figure.worse_than(earlier):.2f} × worse)"
+        print(f"{figure.line()}{then}", flush=True)
     if chosen.record is not None:
         record: dict[str, Any] = {"machine": where, "ratios": {one.name.strip(): round(one.ratio, 5) for one in found}}
         chosen.record.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")

@@ -318,6 +318,11 @@ def _in_words(error: Exception) -> str:
 
 def main() -> None:
     """Entry point of the `netmoments` command."""
+    run(app)
+
+
+def run(app: App) -> None:
+    """Run a command line; warnings and errors that are for the user are one line each, without a traceback."""
     warnings.showwarning = _show_warning
     try:
         app()

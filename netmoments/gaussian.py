@@ -240,6 +240,13 @@ class Gaussian:
     mean: Tensor
     covariance: Covariance
     event_ndim: int
+    event_shape: torch.Size
+    """Shape of one input."""
+    batch_shape: torch.Size
+    size: int
+    """n, the number of coordinates of one input."""
+    dtype: torch.dtype
+    device: torch.device
 
     def __init__(
         self,
@@ -268,9 +275,18 @@ class Gaussian:
         self._set(mean, structure, event_ndim)
 
     def _set(self, mean: Tensor, covariance: Covariance, event_ndim: int) -> None:
-        object.__setattr__(self, "mean", mean)
-        object.__setattr__(self, "covariance", covariance)
-        object.__setattr__(self, "event_ndim", event_ndim)
+        split = mean.dim() - event_ndim
+        event = mean.shape[split:]
+        vars(self).update(
+            mean=mean,
+            covariance=covariance,
+            event_ndim=event_ndim,
+            event_shape=event,
+            batch_shape=torch.broadcast_shapes(mean.shape[:split], covariance.batch_shape),
+            size=event.numel(),
+            dtype=mean.dtype,
+            device=mean.device,
+        )
 
     @classmethod
     def _trusted(cls, mean: Tensor, covariance: Covariance, event_ndim: int) -> Gaussian:
@@ -287,29 +303,6 @@ class Gaussian:
         dtype = str(self.dtype).removeprefix("torch.")
         kind = type(self.covariance).__name__
         return f"Gaussian({batch}event {tuple(self.event_shape)}, {kind}, {dtype} on {self.device})"
-
-    @property
-    def event_shape(self) -> torch.Size:
-        """Shape of one input."""
-        return self.mean.shape[self.mean.dim() - self.event_ndim :]
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        own = self.mean.shape[: self.mean.dim() - self.event_ndim]
-        return torch.broadcast_shapes(own, self.covariance.batch_shape)
-
-    @property
-    def size(self) -> int:
-        """n, the number of coordinates of one input."""
-        return self.event_shape.numel()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.mean.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.mean.device
 
     @property
     def flat_mean(self) -> Tensor:

@@ -49,14 +49,10 @@ def piece_bytes(kind: Kind, device: torch.device) -> int:
     return PIECE.get(device.type, PIECE["cpu"])[kind]
 
 
-def piece_size(kind: Kind, device: torch.device, bytes_each: int) -> int:
-    """How many entries, of so many bytes each, make one piece; at least 1."""
-    return max(1, piece_bytes(kind, device) // max(1, bytes_each))
-
-
 def elements_together(kind: Kind, like: Tensor, each: int) -> int:
-    """The same for entries of `each` numbers like those of a tensor."""
-    return piece_size(kind, like.device, each * like.element_size())
+    """How many entries, of `each` numbers like those of a tensor, make one piece; at least 1."""
+    piece = PIECE.get(like.device.type, PIECE["cpu"])[kind]
+    return max(1, piece // max(1, each * like.element_size()))
 
 
 def scratch_budget(device: torch.device, memory_budget: int | None) -> int:
@@ -76,7 +72,17 @@ def memory_limit(device: torch.device, budget: int | None) -> int:
         return budget
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 2
-    return _free_memory() // 2
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 512
+    except OSError:
+        pass
+    try:  # no such file: half of the half that others have left, say
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    except (ValueError, OSError, AttributeError):
+        return 2 * 2**30
 
 
 def points_at_once(device: torch.device, elements: int, itemsize: int, budget: int | None) -> int:
@@ -96,21 +102,6 @@ def gigabytes(count: float) -> str:
     if count >= 1e10:
         return f"{count / 1e9:,.0f} GB"
     return f"{count / 1e9:.2g} GB" if count >= 1e8 else f"{count / 1e6:.2g} MB"
-
-
-def _free_memory() -> int:
-    """What the system says is available, without swapping."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (ValueError, OSError, AttributeError):
-        return 4 * 2**30
 
 
 SLOTS = 21
@@ -155,4 +146,4 @@ def scratch_for(like: Tensor, elements: int) -> Scratch:
 
 def common_shape(*tensors: Tensor) -> torch.Size:
     """The broadcast shape of tensors with equally many dimensions (`torch.broadcast_shapes` is slow)."""
-    return torch.Size(map(max, *(x.shape for x in tensors)))
+    return torch.Size(map(max, *[x.shape for x in tensors]))

@@ -17,6 +17,8 @@ SUPPORTED_DTYPES = (torch.float32, torch.float64)
 _lock = threading.Lock()
 _inside = 0
 _replaced: list[tuple[Any, str]] = []
+_backends: list[Any] = []
+"""The float32 settings of the backends that can be in use, found when first needed."""
 
 
 @contextmanager
@@ -29,7 +31,13 @@ def full_precision() -> Iterator[None]:
     global _inside
     with _lock:
         _inside += 1
-        for backend in _backends():
+        if not _backends:
+            cudnn: Any = torch.backends.cudnn
+            mkldnn: Any = torch.backends.mkldnn
+            _backends.extend([mkldnn.matmul, mkldnn.conv, mkldnn.rnn])
+            if torch.cuda.is_available():
+                _backends.extend([torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn])
+        for backend in _backends:
             if backend.fp32_precision not in ("ieee", "none"):
                 _replaced.append((backend, backend.fp32_precision))
                 backend.fp32_precision = "ieee"
@@ -45,14 +53,6 @@ def full_precision() -> Iterator[None]:
             while _inside == 0 and _replaced:
                 backend, precision = _replaced.pop()
                 backend.fp32_precision = precision
-
-
-def _backends() -> list[Any]:
-    """The float32 settings of the backends that can be in use."""
-    cudnn: Any = torch.backends.cudnn
-    mkldnn: Any = torch.backends.mkldnn
-    found: list[Any] = [mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
-    return [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, *found] if torch.cuda.is_available() else found
 
 
 Product = Callable[[Tensor, Tensor], Tensor]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ PATIENCE = 1.0
 _open = threading.local()
 
 
+@dataclass(eq=False)
 class Progress:
     """`with Progress("sampling", total) as progress: ... progress.advance(n)`.
 
@@ -21,17 +23,16 @@ class Progress:
     that counts more than a single step it stays silent: one bar is enough.
     """
 
-    def __init__(self, description: str, total: int) -> None:
-        self._description = description
-        self._total = total
-        self._done = 0
-        self._bar: Any = None
-        self._task: Any = None
+    description: str
+    total: int
+    _done: int = field(default=0, init=False)
+    _bar: Any = field(default=None, init=False)
+    _task: Any = field(default=None, init=False)
 
     def __enter__(self) -> Self:
         self._start = time.monotonic()
         around: list[Progress] = _open.__dict__.setdefault("bars", [])
-        self._watched = sys.stderr.isatty() and not any(bar._total > 1 for bar in around)
+        self._watched = sys.stderr.isatty() and not any(bar.total > 1 for bar in around)
         around.append(self)
         return self
 
@@ -58,7 +59,7 @@ class Progress:
             transient=True,
         )
         self._bar.start()
-        self._task = self._bar.add_task(self._description, total=self._total)
+        self._task = self._bar.add_task(self.description, total=self.total)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         _open.bars.remove(self)

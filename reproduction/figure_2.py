@@ -1,38 +1,216 @@
-"""The paper's Figure 2: how far Lemma 4, cut to a few terms, is from E[max(x₁,0) max(x₂,0)]."""
+"""The paper's Figure 2: how far Lemma 4, cut to a few terms, is from E[max(x₁,0) max(x₂,0)] over a grid."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from rich import box
 from rich.table import Table
+from torch import Generator, Tensor
 
+from netmoments.normal import distribution
+from netmoments.paper import relu_cross_moment_partial_sums
+from netmoments.relu.bivariate import nonlinear_part, nonlinear_part_by
+from netmoments.relu.marginal import relu_mean
+from netmoments.relu.quadrature_rules import graded, plain
+from netmoments.report.pictures import AMBER, BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, SMALL, dress, new_figure
+from netmoments.sampling.evaluation import random_seed
 from netmoments.sweep.item import Columns
-from reproduction.figure_2_chart import draw_errors
-from reproduction.grid_errors import (
-    NAME,
-    NODES,
-    PAPER_CORRELATIONS,
-    TERMS,
-    GridErrorSweep,
-    cross_moment,
-    grid,
-    largest,
-    places,
-    quadrature_errors,
-    truncated_cross_moments,
-)
-from reproduction.outcome import Comparison, Drawing, Outcome, Panel
-from reproduction.published import FIGURE_2_ERROR_5_TERMS, FIGURE_2_ERROR_20_TERMS
-from reproduction.settings import Settings
+from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
+from reproduction.published import FIGURE_2_ERROR_5_TERMS, FIGURE_2_ERROR_20_TERMS, FIGURE_2_TERMS
 
-__all__ = ["Figure2", "SeriesError", "cross_moment", "draw", "reproduce", "run"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
+NAME = "figure-2"
+TERMS = FIGURE_2_TERMS
+NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+MEANS = (-2.0, 2.0)
+DEVIATIONS = (0.2, 2.0)
+SPACING = 0.2
+PAPER_CORRELATIONS = (-0.7, -0.5, -0.3, -0.1, 0.0, 0.1, 0.3, 0.5, 0.7, 0.999)
+SEAM = 1 / math.sqrt(2)
+"""Where Lemma 4 changes its series, and neither converges."""
 MODERATE = 0.5
+REFERENCE = graded(160, 1.0, steepness=6.0)
+CHUNK = 4096
+"""Samples at a time: 7 MB for each of the two matrices."""
+ROUNDING = 1e-17
+"""Where an error of exactly zero is drawn."""
+SHADES = (AMBER, ORANGE, PURPLE, SKY, BLUE)
+MARKERS = "osD^v"
+Place = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""μ₁, μ₂, σ₁, σ₂ and ρ."""
+
+
+def reproduce(settings: Settings) -> Outcome:
+    results = settings.run(GridErrorSweep(settings.samples, settings.seed))
+    paper = _rows(results.columns, np.isin(results.columns["rho"], PAPER_CORRELATIONS))
+    plain = {name: column.tolist() for name, column in paper.items()}
+    exact, sampled = (_series(kind, plain, plain["rho"]) for kind in ("series", "sampled"))
+    twenty, five = TERMS.index(20), TERMS.index(5)
+    floor = float(paper["monte_carlo"].max())
+    caption = (
+        "Largest absolute error of E[max(x₁,0) max(x₂,0)] by Lemma 4, cut to a number of terms, over the paper's grid "
+        "of means and deviations. Left: also over its correlations; against the exact value, and against Monte Carlo, "
+        "whose own error is the dashed line; and of our quadrature by its number of nodes. Right: by correlation, "
+        f"{len(results.columns['rho'])} of them."
+    )
+    return Outcome(
+        name=NAME,
+        title="Figure 2: cutting the series of Lemma 4",
+        reading=_words(exact, paper, floor, settings.samples),
+        comparisons=(
+            BesidePaper("largest error, 20 terms, against exact", exact[twenty].largest, FIGURE_2_ERROR_20_TERMS),
+            BesidePaper(
+                f"largest error, 20 terms, against {settings.samples:,} samples",
+                sampled[twenty].largest,
+                FIGURE_2_ERROR_20_TERMS,
+            ),
+            BesidePaper("largest error, 5 terms, |ρ| ≤ 0.5", exact[five].moderate, FIGURE_2_ERROR_5_TERMS),
+            BesidePaper("largest error, 5 terms, all ρ", exact[five].largest, None),
+            BesidePaper(f"largest error of {settings.samples:,} samples", floor, None),
+            BesidePaper("largest error of the shipped kernel", float(paper["kernel"].max()), None),
+        ),
+        panels=(_series_panel(exact, sampled, floor), _nodes_panel(paper)),
+        drawings=(Drawing(NAME, caption, partial(draw_errors, results.columns, settings.samples)),),
+        numbers={
+            "samples": settings.samples,
+            "correlations": results.columns["rho"].tolist(),
+            "errors": {
+                name: [None if math.isnan(x) else x for x in column.tolist()]
+                for name, column in results.columns.items()
+                if name not in ("rho", "item")
+            },
+        },
+        seconds=results.seconds,
+    )
+
+
+def every_correlation() -> tuple[float, ...]:
+    """The paper's, and more of them for curves over ρ: every 0.05, and closer at ±1 and around ±1/√2."""
+    steps = [i / 20 for i in range(20)]
+    ends = [0.97, 0.98, 0.99, 0.995, 0.999]
+    apart = [0.0001, 0.001, 0.003, 0.01, 0.017, 0.025, 0.035]
+    positive = [*steps, *ends, SEAM, *(SEAM + d for d in apart), *(SEAM - d for d in apart)]
+    return tuple(sorted({*PAPER_CORRELATIONS, *positive, *(-rho for rho in positive if rho)}))
+
+
+def places() -> tuple[Tensor, Tensor]:
+    """Every combination of the grid's mean and deviation of one variable, 210 of them."""
+    means, deviations = torch.meshgrid(_steps(*MEANS), _steps(*DEVIATIONS), indexing="ij")
+    return means.flatten(), deviations.flatten()
+
+
+def grid(rho: float, device: str = "cpu") -> Place:
+    """Every pair of places at one correlation, (210, 210) each."""
+    mu, sigma = (x.to(device) for x in places())
+    mu1, mu2 = torch.meshgrid(mu, mu, indexing="ij")
+    sigma1, sigma2 = torch.meshgrid(sigma, sigma, indexing="ij")
+    return mu1, mu2, sigma1, sigma2, torch.full_like(mu1, rho)
+
+
+def cross_moment(mu1: Tensor, mu2: Tensor, sigma1: Tensor, sigma2: Tensor, rho: Tensor) -> Tensor:
+    """E[max(x₁,0) max(x₂,0)] by the exact kernel, for tensors of one shape."""
+    h, k = mu1 / sigma1, mu2 / sigma2
+    covariance = rho * distribution(h) * distribution(k) + nonlinear_part(h, k, rho)
+    return sigma1 * sigma2 * covariance + relu_mean(mu1, sigma1) * relu_mean(mu2, sigma2)
+
+
+def truncated_cross_moments(place: Place) -> Iterator[tuple[int, Tensor]]:
+    """Lemma 4 with each of the numbers of terms of the figure."""
+    sums = enumerate(relu_cross_moment_partial_sums(*place, terms=max(TERMS)), start=1)
+    return ((terms, value) for terms, value in sums if terms in TERMS)
+
+
+def sampled_cross_moments(rho: float, samples: int, generator: Generator, device: str) -> Tensor:
+    """E[max(x₁,0) max(x₂,0)] by Monte Carlo for all pairs of places, (210, 210), from the same standard normals.
+
+    relu(μ₁ + σ₁z₁) over all samples is a matrix, relu(μ₂ + σ₂(ρz₁ + √(1−ρ²)z₂)) another: their product has all pairs.
+    """
+    mu, sigma = (x.to(device).unsqueeze(1) for x in places())
+    total = mu.new_zeros(len(mu), len(mu))
+    for start in range(0, samples, CHUNK):
+        count = min(CHUNK, samples - start)
+        z = torch.randn(2, count, dtype=torch.float64, generator=generator).to(device)
+        other = rho * z[0] + math.sqrt((1 - rho) * (1 + rho)) * z[1]
+        first, second = (torch.addcmul(mu, sigma, x).relu_() for x in (z[0], other))
+        total.addmm_(first, second.T)
+    return total / samples
+
+
+def quadrature_errors(place: Place) -> list[float]:
+    """The largest absolute error with each number of nodes, and of the shipped kernel, against 160 nodes."""
+    mu1, mu2, sigma1, sigma2, rho = place
+    h, k, scale = mu1 / sigma1, mu2 / sigma2, sigma1 * sigma2
+    fine = nonlinear_part_by(REFERENCE, h, k, rho)
+    by_nodes = (nonlinear_part_by(plain(count, 1.0), h, k, rho) for count in NODES)
+    return [largest(scale * (value - fine)) for value in (*by_nodes, nonlinear_part(h, k, rho))]
+
+
+def largest(error: Tensor) -> float:
+    return float(error.abs().max())
+
+
+@dataclass(frozen=True)
+class GridErrorSweep:
+    """One item a correlation, one row an item; Monte Carlo at the paper's correlations only, NaN at the others."""
+
+    samples: int
+    seed: int
+    correlations: tuple[float, ...] = field(default_factory=every_correlation)
+    name: str = "series"
+    unit: str = "points"
+
+    @property
+    def configuration(self) -> Mapping[str, Any]:
+        return {
+            "samples": self.samples,
+            "seed": self.seed,
+            "correlations": list(self.correlations),
+            "terms": list(TERMS),
+            "nodes": list(NODES),
+        }
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return (len(places()[0]) ** 2,) * len(self.correlations)
+
+    def prepare(self, device: str) -> Callable[[int], Columns]:
+        def compute(item: int) -> Columns:
+            row = self._row(item, device)
+            return {name: np.array([value]) for name, value in row.items()}
+
+        return compute
+
+    def _row(self, item: int, device: str) -> dict[str, float]:
+        rho = self.correlations[item]
+        place = grid(rho, device)
+        exact = cross_moment(*place)
+        row = {"rho": rho, "monte_carlo": math.nan}
+        series = dict(truncated_cross_moments(place))
+        row |= {f"series_{n}": largest(value - exact) for n, value in series.items()}
+        row |= {f"sampled_{n}": math.nan for n in TERMS}
+        *by_nodes, row["kernel"] = quadrature_errors(place)
+        row |= {f"nodes_{n}": error for n, error in zip(NODES, by_nodes, strict=True)}
+        if rho in PAPER_CORRELATIONS:
+            generator = Generator().manual_seed(random_seed(self.seed, NAME, item))
+            sampled = sampled_cross_moments(rho, self.samples, generator, device)
+            row["monte_carlo"] = largest(sampled - exact)
+            row |= {f"sampled_{n}": largest(value - sampled) for n, value in series.items()}
+        return row
+
+
+def _steps(low: float, high: float) -> Tensor:
+    count = round((high - low) / SPACING) + 1
+    return torch.linspace(low, high, count, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -84,50 +262,6 @@ def draw(result: Figure2) -> Table:
     table.add_section()
     table.add_row("[bold]netmoments[/bold], against 160 nodes", f"[bold]{result.kernel:.1e}[/bold]", "", "")
     return table
-
-
-def reproduce(settings: Settings) -> Outcome:
-    results = settings.run(GridErrorSweep(settings.samples, settings.seed))
-    paper = _rows(results.columns, np.isin(results.columns["rho"], PAPER_CORRELATIONS))
-    plain = {name: column.tolist() for name, column in paper.items()}
-    exact, sampled = (_series(kind, plain, plain["rho"]) for kind in ("series", "sampled"))
-    twenty, five = TERMS.index(20), TERMS.index(5)
-    floor = float(paper["monte_carlo"].max())
-    caption = (
-        "Largest absolute error of E[max(x₁,0) max(x₂,0)] by Lemma 4, cut to a number of terms, over the paper's grid "
-        "of means and deviations. Left: also over its correlations; against the exact value, and against Monte Carlo, "
-        "whose own error is the dashed line; and of our quadrature by its number of nodes. Right: by correlation, "
-        f"{len(results.columns['rho'])} of them."
-    )
-    return Outcome(
-        name=NAME,
-        title="Figure 2: cutting the series of Lemma 4",
-        reading=_words(exact, paper, floor, settings.samples),
-        comparisons=(
-            Comparison("largest error, 20 terms, against exact", exact[twenty].largest, FIGURE_2_ERROR_20_TERMS),
-            Comparison(
-                f"largest error, 20 terms, against {settings.samples:,} samples",
-                sampled[twenty].largest,
-                FIGURE_2_ERROR_20_TERMS,
-            ),
-            Comparison("largest error, 5 terms, |ρ| ≤ 0.5", exact[five].moderate, FIGURE_2_ERROR_5_TERMS),
-            Comparison("largest error, 5 terms, all ρ", exact[five].largest, None),
-            Comparison(f"largest error of {settings.samples:,} samples", floor, None),
-            Comparison("largest error of the shipped kernel", float(paper["kernel"].max()), None),
-        ),
-        panels=(_series_panel(exact, sampled, floor), _nodes_panel(paper)),
-        drawings=(Drawing(NAME, caption, partial(draw_errors, results.columns, settings.samples)),),
-        numbers={
-            "samples": settings.samples,
-            "correlations": results.columns["rho"].tolist(),
-            "errors": {
-                name: [None if math.isnan(x) else x for x in column.tolist()]
-                for name, column in results.columns.items()
-                if name not in ("rho", "item")
-            },
-        },
-        seconds=results.seconds,
-    )
 
 
 def _series(kind: str, columns: Mapping[str, Sequence[float]], rho: Sequence[float]) -> tuple[SeriesError, ...]:
@@ -205,3 +339,55 @@ def _words(
         + f" The quadrature has nothing special at ±1/√2: the kernel as shipped is within {paper['kernel'].max():.0e} "
         "on the grid.",
     )
+
+
+def draw_errors(columns: Columns, samples: int) -> Figure:
+    """Left: over the number of terms, or of nodes, the worst of the paper's grid. Right: over ρ."""
+    figure = new_figure(6.0, 3.9)
+    left, right = figure.subplots(1, 2, sharey=True)
+    _over_terms(left, columns, samples)
+    _over_correlation(right, columns)
+    for axes in (left, right):
+        axes.legend(
+            loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, columnspacing=1, handlelength=1.8, frameon=False,
+            fontsize=SMALL, labelcolor=INK,
+        )  # fmt: skip
+    return figure
+
+
+def _over_terms(axes: Axes, columns: Columns, samples: int) -> None:
+    paper = np.isin(columns["rho"], PAPER_CORRELATIONS)
+    moderate = paper & (np.abs(columns["rho"]) <= SEAM)
+
+    def worst(kind: str, counts: Sequence[int], rows: np.ndarray) -> list[float]:
+        return [max(ROUNDING, float(columns[f"{kind}_{count}"][rows].max())) for count in counts]
+
+    axes.semilogy(TERMS, worst("sampled", TERMS, paper), color=ORANGE, marker="s", markersize=4, linewidth=1.3,
+                  label="series vs sampling")  # fmt: skip
+    axes.axhline(columns["monte_carlo"][paper].max(), color=ORANGE, linestyle="--", linewidth=1,
+                 label=f"sampling, {samples:,}")  # fmt: skip
+    axes.semilogy(TERMS, worst("series", TERMS, paper), color=BLUE, marker="o", markersize=4, linewidth=1.3,
+                  label="series vs exact")  # fmt: skip
+    axes.semilogy(NODES, worst("nodes", NODES, paper), color=GREEN, marker="^", markersize=4, linewidth=1.3,
+                  label="quadrature nodes")  # fmt: skip
+    axes.semilogy(NODES, worst("nodes", NODES, moderate), color=GREEN, marker="^", markersize=4, linewidth=1.3,
+                  markerfacecolor="white", linestyle=":", label="nodes, |ρ| ≤ 0.7")  # fmt: skip
+    axes.axhline(max(ROUNDING, columns["kernel"][paper].max()), color=INK, linestyle="-.", linewidth=1,
+                 label="netmoments")  # fmt: skip
+    dress(axes, "The paper's grid", "terms of the series, or nodes", "largest absolute error")
+    axes.set_xticks([1, 10, 20, 30, 40, 50])
+
+
+def _over_correlation(axes: Axes, columns: Columns) -> None:
+    order = np.argsort(columns["rho"])
+    rho = columns["rho"][order]
+    for count, colour, marker in zip(TERMS, SHADES, MARKERS, strict=True):
+        error = np.maximum(ROUNDING, columns[f"series_{count}"][order])
+        axes.semilogy(rho, error, color=colour, marker=marker, markersize=2.2, linewidth=1,
+                      label=f"{count} term{'s' if count > 1 else ''}")  # fmt: skip
+    kernel = np.maximum(ROUNDING, columns["kernel"][order])
+    axes.semilogy(rho, kernel, color=INK, linestyle="-.", linewidth=1.1, label="netmoments")
+    for place in (-SEAM, SEAM):
+        axes.axvline(place, color=GREY, linestyle=":", linewidth=0.9)
+    dress(axes, "By correlation", "correlation ρ", "")
+    axes.set_xticks([-1, -SEAM, -0.5, 0, 0.5, SEAM, 1], ["−1", "−1/√2", "", "0", "", "1/√2", "1"])

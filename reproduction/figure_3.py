@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from netmoments.attacks.box import Targeted
 from reproduction.attack_rows import (
+    DIGITS,
     FEW,
     GREY_LEVELS,
     Attacked,
@@ -26,9 +27,8 @@ from reproduction.attack_rows import (
     share,
     typical_sample,
 )
-from reproduction.images import chosen_network
-from reproduction.outcome import Comparison, Drawing, Outcome, Panel
-from reproduction.settings import Settings
+from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
+from reproduction.lenet_on_mnist import chosen_network
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +42,6 @@ NINES = 20
 SURVEYED = 100
 """Samples for each of all nines; the one that is shown has more."""
 ITERATIONS, POLISH = 200, 100
-DIGITS = tuple(map(str, range(10)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,20 +163,20 @@ def draw(network: nn.Module, image: Tensor, shown: list[list[Attacked]], seed: i
     return draw_gallery(columns)
 
 
-def _comparisons(tries: list[Try], chosen: int) -> tuple[Comparison, ...]:
+def _comparisons(tries: list[Try], chosen: int) -> tuple[BesidePaper, ...]:
     alone = sum(one.alone_reached()[chosen] for one in tries)
     count = len(tries[0].alone_reached())
     return (
-        Comparison("targets reached with the nine shown, formula alone", alone, len(TARGETS)),
-        Comparison(
+        BesidePaper("targets reached with the nine shown, formula alone", alone, len(TARGETS)),
+        BesidePaper(
             "targets reached with the nine shown, network followed", sum(one.reached()[chosen] for one in tries), None
         ),
-        Comparison(
+        BesidePaper(
             f"share of all {count * len(TARGETS)} pairs of nine and target, formula alone",
             sum(sum(one.alone_reached()) for one in tries) / (count * len(TARGETS)),
             None,
         ),
-        Comparison(
+        BesidePaper(
             "share of all pairs, network followed",
             sum(sum(one.reached()) for one in tries) / (count * len(TARGETS)),
             None,

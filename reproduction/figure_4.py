@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from netmoments.attacks.box import PixelSupport
 from reproduction.attack_rows import (
+    DIGITS,
     FEW,
     GREY_LEVELS,
     PIXELS,
@@ -27,9 +28,8 @@ from reproduction.attack_rows import (
     share,
     typical_sample,
 )
-from reproduction.images import chosen_network
-from reproduction.outcome import Comparison, Drawing, Outcome, Panel
-from reproduction.settings import Settings
+from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
+from reproduction.lenet_on_mnist import chosen_network
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,7 +43,6 @@ PAPER_ANSWERS = (2, 4, 2, 2)
 NINES = 20
 SURVEYED = 100
 ITERATIONS, POLISH = 200, 100
-DIGITS = tuple(map(str, range(10)))
 WAYS: dict[str, dict[str, Any]] = {
     "formula alone": {"bounds": None, "polish": 0},
     "network followed": {"bounds": None, "polish": POLISH},
@@ -143,13 +142,13 @@ def _rate(supports: list[Support], way: str) -> float:
     return float(torch.stack([support.ways[way].reached for support in supports]).double().mean())
 
 
-def _comparisons(supports: list[Support], shown: list[dict[str, Attacked]]) -> tuple[Comparison, ...]:
+def _comparisons(supports: list[Support], shown: list[dict[str, Attacked]]) -> tuple[BesidePaper, ...]:
     pairs = len(supports) * len(supports[0].ways[PAPER].few)
     first = tuple(
-        Comparison(f"choices of pixels that fool, nine shown, {way}", _fooled(shown, way), paper)
+        BesidePaper(f"choices of pixels that fool, nine shown, {way}", _fooled(shown, way), paper)
         for way, paper in zip(WAYS, (len(PAPER_ANSWERS), None, None), strict=True)
     )
-    rates = tuple(Comparison(f"share of {pairs} nines and choices, {way}", _rate(supports, way), None) for way in WAYS)
+    rates = tuple(BesidePaper(f"share of {pairs} nines and choices, {way}", _rate(supports, way), None) for way in WAYS)
     return first + rates
 
 

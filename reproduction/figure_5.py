@@ -1,13 +1,14 @@
 """The paper's Figure 5: natural images with 2 % of their pixels changed, and a network for ImageNet that is fooled.
 
 The paper has AlexNet, whose weights have no licence that lets us ship them. By default it is SqueezeNet, whose weights
-are free; with `model="alexnet"` and its weights it is AlexNet at the paper's l = 7, the last ReLU."""
+are free; with `model="alexnet"` and its weights it is AlexNet at the paper's l = 7, the last ReLU.
+"""
 
 from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from netmoments import data
+from netmoments.attacks.box import PixelSupport
 from netmoments.data.datasets import cache_folder
 from netmoments.data.images import LabelledImages, evenly_spread
 from netmoments.network import zoo
 from netmoments.report.pictures import a_sample
+from netmoments.sampling.evaluation import random_seed
 from netmoments.sweep.item import Columns
 from reproduction.attack_rows import (
     FEW,
@@ -29,6 +32,7 @@ from reproduction.attack_rows import (
     WANTED,
     Shown,
     answers_of,
+    asked_again,
     draw_gallery,
     finite,
     gap_in_words,
@@ -38,17 +42,21 @@ from reproduction.attack_rows import (
     share,
     yes,
 )
-from reproduction.few_pixels import BETA, PERCENT, POLISH, SUMMARY, FewPixelsSweep
-from reproduction.few_pixels import NAME as SWEEP
-from reproduction.outcome import Comparison, Drawing, Outcome, Panel
-from reproduction.over_images import Subjects
-from reproduction.settings import Settings
+from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
+from reproduction.image_sweeps import BlocksOfImages, StudiedImages, same_bits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "figure-5"
+SWEEP = "few-pixels"
+"""The folder of the sweep, and what its random numbers derive from."""
+PERCENT = 2
+BETA = 75
+"""Grey levels."""
+ITERATIONS, POLISH = 200, 100
 IMAGES = {"cpu": 2, "cuda": 6}
+"""At most."""
 SAMPLES = {"cpu": 50, "cuda": 1000}
 """A network for ImageNet takes about 0.1 s for an image on one core."""
 LAYER = -1
@@ -56,10 +64,15 @@ TITLE = 24
 """Letters above a picture."""
 SQUEEZENET = "squeezenet_v1.0_deepcompressed.npz"
 WORDS = "imagenet_synset_words.txt"
+SUMMARY = (
+    "label", "towards", "answer", "sigma", "margin", "network_margin", "success_10", "success_samples",
+    "success_samples_clipped", "sparsity", "l1", "tv", "linf", "ssim", "gap", "feasible", "fooled", "polished",
+)  # fmt: skip
+"""What is kept of an image, as in `Attacked.records`."""
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class PhotographNetwork:
     """A network for ImageNet, the side of its images, and its classes' names (none if they are not known)."""
 
     name: str
@@ -72,7 +85,7 @@ class Model:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class AttackedPhotograph:
     """What the sweep found for one image."""
 
     number: int
@@ -87,18 +100,18 @@ def reproduce(settings: Settings) -> Outcome:
     natural = natural_images(settings, model.side)
     kind = settings.device.type
     numbers = evenly_spread(len(natural), min(IMAGES[kind], settings.images, len(natural)))
-    on = Subjects(model.network, natural.images[numbers], numbers, settings.seed)
-    results = settings.run(FewPixelsSweep(SWEEP, on, 1, SAMPLES[kind], LAYER))
-    found = rows_from(results.columns, on, [natural.names[k] for k in numbers.tolist()])
+    studied = StudiedImages(model.network, natural.images[numbers], numbers, settings.seed)
+    results = settings.run(FewPixelsSweep(SWEEP, studied, 1, SAMPLES[kind], LAYER))
+    found = rows_from(results.columns, studied, [natural.names[k] for k in numbers.tolist()])
     reached = [row.summary["success_10"] >= WANTED - 1e-9 for row in found]
     return Outcome(
         name=NAME,
         title=f"Figure 5: natural images with {PERCENT} % of their pixels changed",
         reading=_words(model, found, reached, SAMPLES[kind]),
         comparisons=(
-            Comparison(f"images fooled (90 % of {FEW} samples), of {len(found)}", sum(reached), None),
-            Comparison("mean share of samples that fool", _mean(found, "success_samples"), None),
-            Comparison("the same, cut to [0, 1]", _mean(found, "success_samples_clipped"), None),
+            BesidePaper(f"images fooled (90 % of {FEW} samples), of {len(found)}", sum(reached), None),
+            BesidePaper("mean share of samples that fool", _mean(found, "success_samples"), None),
+            BesidePaper("the same, cut to [0, 1]", _mean(found, "success_samples_clipped"), None),
         ),
         panels=(_panel(model, found, SAMPLES[kind]),),
         drawings=(
@@ -117,7 +130,7 @@ def reproduce(settings: Settings) -> Outcome:
     )
 
 
-def chosen_model(settings: Settings) -> Model:
+def chosen_model(settings: Settings) -> PhotographNetwork:
     """AlexNet where its weights are given, else SqueezeNet."""
     words = find_file(settings.data_dir, "squeezenet", WORDS)
     classes = () if words is None else tuple(map(_short, words.read_text(encoding="utf-8").splitlines()))
@@ -136,7 +149,7 @@ def chosen_model(settings: Settings) -> Model:
         name, weights = "squeezenet", found
     network = zoo.pretrained(name, weights).float()
     title = {"alexnet": "AlexNet", "squeezenet": "SqueezeNet"}[name]
-    return Model(title, network, zoo.entry(name).input_shape[-1], classes)
+    return PhotographNetwork(title, network, zoo.entry(name).input_shape[-1], classes)
 
 
 def natural_images(settings: Settings, side: int) -> LabelledImages:
@@ -165,20 +178,73 @@ def _listed(folders: Sequence[Path]) -> str:
     return "".join(f"\n  {folder}" for folder in folders)
 
 
-def rows_from(columns: Columns, on: Subjects, names: Sequence[str]) -> list[Row]:
-    """One for each image, in the order of the subjects."""
+@dataclass(frozen=True, eq=False)
+class FewPixelsSweep(BlocksOfImages):
+    """A row for each value that may change, with what is known of the image repeated in every row of it."""
+
+    samples: int
+    layer: int | str = -1
+
+    @property
+    def configuration(self) -> Mapping[str, Any]:
+        return {
+            **{key: value for key, value in self.studied.description().items() if key != "sigmas"},
+            "block": self.block,
+            "samples": self.samples,
+            "layer": self.layer,
+            "percent": PERCENT,
+            "beta": BETA,
+            "iterations": ITERATIONS,
+            "polish": POLISH,
+        }
+
+    def rows_of(self, studied: StudiedImages, places: range) -> Columns:
+        with same_bits():
+            parts = [self._image(studied, place) for place in places]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _image(self, studied: StudiedImages, place: int) -> dict[str, np.ndarray]:
+        number = int(studied.numbers[place])
+        image = studied.images[place : place + 1]
+        label = answers_of(studied.network, image)
+        seed = random_seed(studied.seed, SWEEP, number) % 2**31
+        attack = PixelSupport(
+            percent=PERCENT, beta=BETA / GREY_LEVELS, layer=self.layer, samples=self.samples, seed=seed,
+            iterations=ITERATIONS, polish=POLISH,
+        )  # fmt: skip
+        result = attack(studied.network, image, label)
+        found = asked_again(studied.network, result, seed, self.samples)
+        mu = result.mu[0].flatten()
+        changed = (mu.abs() > 0).nonzero().flatten()
+        if not len(changed):
+            changed = torch.zeros(1, dtype=torch.int64, device=mu.device)
+        (record,) = found.records()
+        rows = len(changed)
+        summary = {
+            name: np.full(rows, np.nan if record[name] is None else record[name]) for name in SUMMARY if name in record
+        }
+        return {
+            "image": np.full(rows, number),
+            "pixel": changed.cpu().numpy(),
+            "mu": mu[changed].cpu().numpy(),
+            **summary,
+        }
+
+
+def rows_from(columns: Columns, studied: StudiedImages, names: Sequence[str]) -> list[AttackedPhotograph]:
+    """One for each image, in the order in which they were studied."""
     found = []
-    for place, number in enumerate(on.numbers.tolist()):
+    for place, number in enumerate(studied.numbers.tolist()):
         mine = np.flatnonzero(columns["image"] == number)
-        image = on.images[place]
+        image = studied.images[place]
         mu = torch.zeros(image.numel(), dtype=image.dtype)
         mu[torch.from_numpy(columns["pixel"][mine])] = torch.from_numpy(columns["mu"][mine])
         summary = {name: columns[name][mine[0]].item() for name in SUMMARY}
-        found.append(Row(number, names[place], image, mu.reshape(image.shape), summary))
+        found.append(AttackedPhotograph(number, names[place], image, mu.reshape(image.shape), summary))
     return found
 
 
-def draw(model: Model, found: Sequence[Row], settings: Settings) -> Figure:
+def draw(model: PhotographNetwork, found: Sequence[AttackedPhotograph], settings: Settings) -> Figure:
     """The noisy images above, the noise below."""
     network = model.network.to("cpu")
     columns = []
@@ -196,7 +262,7 @@ def _short(line: str) -> str:
     return line.split(" ", 1)[-1].split(",")[0].strip()
 
 
-def _mean(found: Sequence[Row], name: str) -> float:
+def _mean(found: Sequence[AttackedPhotograph], name: str) -> float:
     return float(np.mean([row.summary[name] for row in found]))
 
 
@@ -204,7 +270,7 @@ def _plain(summary: dict[str, Any]) -> dict[str, Any]:
     return {name: finite(value) for name, value in summary.items()}
 
 
-def _panel(model: Model, found: Sequence[Row], samples: int) -> Panel:
+def _panel(model: PhotographNetwork, found: Sequence[AttackedPhotograph], samples: int) -> Panel:
     rows = []
     for row in found:
         of = row.summary
@@ -228,7 +294,9 @@ def _panel(model: Model, found: Sequence[Row], samples: int) -> Panel:
     return panel_of("By image", rows, samples)
 
 
-def _words(model: Model, found: Sequence[Row], reached: Sequence[bool], samples: int) -> tuple[str, ...]:
+def _words(
+    model: PhotographNetwork, found: Sequence[AttackedPhotograph], reached: Sequence[bool], samples: int
+) -> tuple[str, ...]:
     pairs = listed([f"{model.called(row.summary['label'])} → {model.called(row.summary['answer'])}" for row in found])
     followed = sum(row.summary["polished"] > 0 for row in found)
     return (

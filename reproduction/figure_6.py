@@ -10,11 +10,19 @@ import torch
 from torch import nn
 
 from netmoments.report.pictures import draw_rows
-from reproduction.attack_rows import Attacked, listed, picture_rows
-from reproduction.images import chosen_network
-from reproduction.outcome import Comparison, Drawing, Outcome
-from reproduction.settings import Settings
-from reproduction.sparse_smooth_rows import DIGITS, WHAT, TwoWays, both_ways, mean_images, skipped_in_words
+from reproduction.attack_rows import (
+    DIGITS,
+    WHAT,
+    Attacked,
+    TwoWays,
+    both_ways,
+    listed,
+    mean_images,
+    picture_rows,
+    skipped_in_words,
+)
+from reproduction.experiment import BesidePaper, Drawing, Outcome, Settings
+from reproduction.lenet_on_mnist import chosen_network
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,13 +50,13 @@ def reproduce(settings: Settings) -> Outcome:
         title="Figure 6: sparse and smooth noise on the mean digits",
         reading=_words(found, shown),
         comparisons=(
-            Comparison("mean digits that most samples misclassify, as the paper", sum(found.seen), None),
-            Comparison(
+            BesidePaper("mean digits that most samples misclassify, as the paper", sum(found.seen), None),
+            BesidePaper(
                 "rows shown that most samples misclassify, as the paper",
                 sum(found.seen[place] for place in shown),
                 ROWS,
             ),
-            Comparison(
+            BesidePaper(
                 f"mean digits fooled with confidence, of {count}", int(found.confident.result.fooled.sum()), None
             ),
         ),

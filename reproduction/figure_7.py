@@ -10,11 +10,19 @@ import torch
 from torch import nn
 
 from netmoments.report.pictures import draw_rows
-from reproduction.attack_rows import Attacked, answers_of, listed, picture_rows
-from reproduction.images import chosen_network
-from reproduction.outcome import Comparison, Drawing, Outcome
-from reproduction.settings import Settings
-from reproduction.sparse_smooth_rows import DIGITS, WHAT, TwoWays, both_ways, mean_images
+from reproduction.attack_rows import (
+    DIGITS,
+    WHAT,
+    Attacked,
+    TwoWays,
+    answers_of,
+    both_ways,
+    listed,
+    mean_images,
+    picture_rows,
+)
+from reproduction.experiment import BesidePaper, Drawing, Outcome, Settings
+from reproduction.lenet_on_mnist import chosen_network
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,8 +52,8 @@ def reproduce(settings: Settings) -> Outcome:
         title=f"Figure 7: sparse and smooth noise that turns the mean {DIGIT} into {listed(TARGETS)}",
         reading=_words(found),
         comparisons=(
-            Comparison("targets that most samples get, as the paper", sum(found.seen), len(TARGETS)),
-            Comparison("targets that most samples get, with confidence", reached, len(TARGETS)),
+            BesidePaper("targets that most samples get, as the paper", sum(found.seen), len(TARGETS)),
+            BesidePaper("targets that most samples get, with confidence", reached, len(TARGETS)),
         ),
         panels=found.panels(DIGITS),
         drawings=(

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from netmoments.attacks.sparse_smooth import SparseSmooth
+from netmoments.report.pictures import BLUE, GREY, INK, ORANGE, SMALL, dress, new_figure
 from netmoments.sweep.item import Columns
-from reproduction import targeted_faces
-from reproduction.figure_8_chart import draw_curves
-from reproduction.outcome import Comparison, Drawing, Outcome, Panel
-from reproduction.published import FIGURE_8_SPARSITY, TABLE_5
-from reproduction.settings import Settings
-from reproduction.table_5 import lowest_published_pair
-from reproduction.targeted_faces import (
+from reproduction import faces as face_attacks
+from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
+from reproduction.faces import (
     POLISH,
     SAMPLES,
     Faces,
@@ -29,6 +26,12 @@ from reproduction.targeted_faces import (
     percent,
     summarized,
 )
+from reproduction.published import FIGURE_8_SPARSITY, TABLE_5
+from reproduction.table_5 import lowest_published_pair
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NAME = "figure-8"
 SOURCE, TARGET = 5, 4
@@ -46,10 +49,18 @@ KINDS = {
 WORDS = {FORMULA: "formula alone, as the paper", FOLLOWED: "network followed, pixels in [0, 1]"}
 FLAT = 0.01
 """A change of a share up to this is no change in words."""
+Curve = Sequence[Mapping[str, Any]]
+"""Summaries of the attacks of one kind, γ rising."""
+STYLES = (
+    ("as the paper: formula alone", BLUE, "o", "separation_by_formula"),
+    ("network followed", ORANGE, "s", "separation_sampled"),
+)
+FULL = 1.02
+"""Where an axis of shares ends."""
 
 
 def reproduce(settings: Settings) -> Outcome:
-    network, everything = targeted_faces.network_and_faces(settings)
+    network, everything = face_attacks.network_and_faces(settings)
     wanted = {SOURCE: max(1, min(MOST, settings.images))}
     return study(settings, chosen_faces(network, everything, wanted, settings.seed, NAME), KINDS, GAMMAS, TARGET)
 
@@ -69,15 +80,15 @@ def study(
         title=f"Figure 8: {classes[source]} taken for {classes[target]} with growing γ",
         reading=_reading(faces, curves, source, target),
         comparisons=(
-            Comparison(
+            BesidePaper(
                 f"images fooled at γ = {gammas[0]:g}, {WORDS[FORMULA]} (paper: Table 5)",
                 first["images_fooled"],
                 TABLE_5[SOURCE][TARGET],
             ),
-            Comparison(
+            BesidePaper(
                 f"sparsity at γ = {gammas[0]:g}, {WORDS[FORMULA]} (paper: around)", first["sparsity"], FIGURE_8_SPARSITY
             ),
-            Comparison(f"sparsity at γ = {gammas[-1]:g}, {WORDS[FORMULA]}", last["sparsity"], None),
+            BesidePaper(f"sparsity at γ = {gammas[-1]:g}, {WORDS[FORMULA]}", last["sparsity"], None),
             *_at_ends(curves),
         ),
         panels=tuple(_panel(WORDS[kind], curves[kind]) for kind in kinds),
@@ -119,9 +130,9 @@ def _point(columns: Columns, kind: str, gamma: float) -> dict[str, Any]:
     return {"gamma": gamma, **summarized(chosen_rows(rows, held)), "attacks": len(held)}
 
 
-def _at_ends(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Comparison]:
+def _at_ends(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[BesidePaper]:
     return [
-        Comparison(f"samples fooled at γ = {one['gamma']:g}, {WORDS[kind]}", one["samples_fooled"], None)
+        BesidePaper(f"samples fooled at γ = {one['gamma']:g}, {WORDS[kind]}", one["samples_fooled"], None)
         for kind, curve in curves.items()
         for one in (curve[0], curve[-1])
     ]
@@ -195,3 +206,29 @@ def _course(what: str, first: Mapping[str, Any], last: Mapping[str, Any], key: s
     if abs(change) <= FLAT:
         return f"{what} stays at {percent(first[key])}"
     return f"{what} {'rises' if change > 0 else 'falls'} from {percent(first[key])} to {percent(last[key])}"
+
+
+def draw_curves(formula: Curve, followed: Curve, paper_sparsity: float) -> Figure:
+    """Left the rate, right the sparsity; filled: samples, hollow: images of which most samples are fooled."""
+    figure = new_figure(8.0, 3.9)
+    left, right = figure.subplots(1, 2)
+    for curve, (label, colour, marker, place) in zip((formula, followed), STYLES, strict=True):
+        drawn = {"color": colour, "marker": marker, "markersize": 4.5}
+        _line(left, curve, place, "samples_fooled", label=f"samples, {label}", linewidth=1.6, **drawn)
+        _line(left, curve, place, "images_fooled", label=f"images, {label}", linewidth=1.0, linestyle="--",
+              markerfacecolor="white", **drawn)  # fmt: skip
+        _line(right, curve, place, "sparsity", label=label, linewidth=1.6, **drawn)
+    right.axhline(paper_sparsity, color=GREY, linestyle=":", linewidth=1.2, label="where the paper's starts")
+    dress(left, "taken for the target", "separation in favour of the target (logits)", "share")
+    dress(right, "sparsity of μ", "separation in favour of the target (logits)", "share of pixels unchanged")
+    for axes in (left, right):
+        axes.set_ylim(0, FULL)
+        axes.legend(
+            loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=1, frameon=False, fontsize=SMALL, labelcolor=INK
+        )
+    return figure
+
+
+def _line(axes: Axes, curve: Curve, place: str, value: str, **style: Any) -> None:
+    points = [(one[place], one[value]) for one in curve if one[place] is not None and one[value] is not None]
+    axes.plot([x for x, _ in points], [y for _, y in points], **style)

@@ -1,7 +1,8 @@
 """The paper's Figure 9: sparse and smooth noise that has a face's emotion taken for another one.
 
 FER2013's photographs have no stated licence. The drawing "figure-9" shows the noise alone and may be passed on;
-"figure-9-faces" has the photographs in it and is for whoever made it, on their own machine."""
+"figure-9-faces" has the photographs in it and is for whoever made it, on their own machine.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +13,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from netmoments.report.pictures import INK, SMALL, PictureRow, draw_picture, draw_rows, new_figure
-from reproduction.attack_rows import GREY_LEVELS, Attacked, listed, picture_rows
-from reproduction.attacked_faces import EMOTIONS, faces_network, one_face_a_class
-from reproduction.outcome import Comparison, Drawing, Outcome
-from reproduction.settings import Settings
-from reproduction.sparse_smooth_rows import WHAT, TwoWays, both_ways
+from reproduction.attack_rows import GREY_LEVELS, WHAT, Attacked, TwoWays, both_ways, listed, picture_rows
+from reproduction.experiment import BesidePaper, Drawing, Outcome, Settings
+from reproduction.faces import EMOTIONS, faces_network, one_face_a_class
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,10 +46,10 @@ def reproduce(settings: Settings) -> Outcome:
         title="Figure 9: sparse and smooth noise on faces",
         reading=_words(found, places),
         comparisons=(
-            Comparison("faces that most samples misclassify, as the paper", sum(found.seen), len(EMOTIONS)),
-            Comparison("of these answers, the same as the paper's", same, len(EMOTIONS)),
-            Comparison("answers with confidence that are the paper's", same_confident, len(EMOTIONS)),
-            Comparison("faces fooled with confidence", int(found.confident.result.fooled.sum()), None),
+            BesidePaper("faces that most samples misclassify, as the paper", sum(found.seen), len(EMOTIONS)),
+            BesidePaper("of these answers, the same as the paper's", same, len(EMOTIONS)),
+            BesidePaper("answers with confidence that are the paper's", same_confident, len(EMOTIONS)),
+            BesidePaper("faces fooled with confidence", int(found.confident.result.fooled.sum()), None),
         ),
         panels=found.panels(EMOTIONS),
         drawings=(

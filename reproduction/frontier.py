@@ -4,15 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reproduction.frontier_cases import SIGMA, cases
-from reproduction.frontier_chart import draw_frontiers
-from reproduction.frontier_errors import BESIDE, Frontier, Point, frontiers
-from reproduction.frontier_sweep import LONG, PROBES, REPEATS, FrontierSweep
+from netmoments.report.pictures import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PALE,
+    PURPLE,
+    SKY,
+    SMALL,
+    dress,
+    new_figure,
+)
+from reproduction.experiment import Drawing, Outcome, Panel, Settings
+from reproduction.frontier_sweep import (
+    BESIDE,
+    LONG,
+    PROBES,
+    REPEATS,
+    SIGMA,
+    Frontier,
+    FrontierSweep,
+    Point,
+    cases,
+    frontiers,
+)
 from reproduction.frontier_sweep import NAME as SWEEP
-from reproduction.outcome import Drawing, Outcome, Panel
-from reproduction.settings import Settings
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NAME = "frontier"
 LABELS = {
@@ -27,12 +53,20 @@ LABELS = {
 }
 SEEN = 1.5
 """An error of less than so many floors is only bounded."""
+STYLES = {
+    "linear": ("delta method", GREY, "o"), "two-stage": ("two-stage", GREEN, "o"),
+    "diagonal": ("diagonal (ADF)", SKY, "X"), "unscented": ("unscented", SKY, "P"),
+    "layerwise": ("layerwise", BLUE, "D"), "sketch": ("sketch, by probes", AMBER, "s"),
+    "assisted": ("assisted samples", PURPLE, "v"),
+}  # fmt: skip
+BEYOND = 10.0
+"""How far the line of sampling goes on in time beyond what was taken, or beyond the slowest method."""
 
 
 def reproduce(settings: Settings) -> Outcome:
-    studied = cases(settings)
-    results = settings.run(FrontierSweep(SWEEP, studied))
-    found = frontiers(studied, results.columns)
+    networks = cases(settings)
+    results = settings.run(FrontierSweep(SWEEP, networks))
+    found = frontiers(networks, results.columns)
     return Outcome(
         name=NAME,
         title="Error against time, every method",
@@ -55,7 +89,7 @@ def reproduce(settings: Settings) -> Outcome:
 def panel(one: Frontier) -> Panel:
     """A row for each method."""
     size = one.case.size
-    count = len(one.case.subjects.images)
+    count = len(one.case.studied.images)
     return Panel(
         f"{one.case.name}: {count} image{'s' if count > 1 else ''}, {one.case.noise_in_words}, σ = {SIGMA}",
         ("method", "error of the mean", "error of the variance", "seconds", "by 10⁴ samples", "as good", "gain"),
@@ -84,6 +118,7 @@ def _row(one: Frontier, point: Point) -> tuple[str, ...]:
 
 
 def name_of(point: Point) -> str:
+    """The method as the tables call it."""
     return LABELS[point.way.method].format(point.way.size)
 
 
@@ -98,6 +133,7 @@ def _bounded(one: Frontier, point: Point) -> bool:
 
 
 def reading(found: Sequence[Frontier], device: str) -> tuple[str, ...]:
+    """What was measured, what each error is made of, and which methods nothing beats."""
     return (
         f"Noise of σ = {SIGMA} on pixels in [0, 1]. Errors are 2|x−y|/(|x|+|y|) against a reference of plain samples, "
         "averaged over images and scores; its floor, from two independent halves, is what exact values would show. "
@@ -116,7 +152,7 @@ def reading(found: Sequence[Frontier], device: str) -> tuple[str, ...]:
 
 def _best(one: Frontier) -> str:
     few = [name_of(point) for point in one.methods if not point.done]
-    count = len(one.case.subjects.images)
+    count = len(one.case.studied.images)
     best = [
         f"{name_of(point)} (error {point.variance_error:.2g}{', a bound' if _bounded(one, point) else ''}; as many "
         f"samples as are as good take {one.gain(point):.2g} times as long)"
@@ -132,7 +168,7 @@ def numbers(one: Frontier) -> dict[str, Any]:
     """For machines; None where a method did not run."""
     return {
         "network": one.case.name,
-        "images": len(one.case.subjects.images),
+        "images": len(one.case.studied.images),
         "noise": one.case.noise_in_words,
         "reference_samples": one.case.size.reference,
         "floor": {"mean": one.mean_floor, "variance": one.variance_floor},
@@ -154,3 +190,71 @@ def _numbers(one: Frontier, point: Point) -> dict[str, Any]:
         "gain": one.gain(point),
         "bounded_by_floor": _bounded(one, point),
     }
+
+
+def draw_frontiers(found: Sequence[Frontier]) -> Figure:
+    """Small multiples; to the lower left is better."""
+    figure = new_figure(3.4 * max(2, len(found)), 3.9)
+    every = figure.subplots(1, len(found), squeeze=False)[0]
+    handles: dict[str, Artist] = {}
+    for axes, one in zip(every, found, strict=True):
+        _draw_panel(axes, one)
+        dress(axes, one.case.name, "seconds an image", "relative error of the variance" if axes is every[0] else "")
+        axes.tick_params(which="both", labelsize=SMALL, colors=INK)
+        drawn, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, drawn, strict=True))
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=SMALL,
+        labelcolor=INK,
+    )  # fmt: skip
+    return figure
+
+
+def _draw_panel(axes: Axes, one: Frontier) -> None:
+    axes.set(xscale="log", yscale="log")
+    done = [point for point in one.points if point.done and point.variance_error > 0]
+    _draw_sampling(axes, one, [point.seconds for point in done])
+    for method, (label, colour, marker) in STYLES.items():
+        mine = [point for point in done if point.way.method == method]
+        if not mine:
+            continue
+        axes.plot(
+            [point.seconds for point in mine], [point.variance_error for point in mine], color=colour, marker=marker,
+            markersize=6, linewidth=0.8, linestyle="-" if len(mine) > 1 else "none", label=label, zorder=4,
+        )  # fmt: skip
+        for point in mine:
+            _label_size(axes, point, colour)
+    errors = [point.variance_error for point in done] + [one.variance_floor]
+    bottom, top = min(errors) / 2, max(errors) * 1.7
+    axes.axhspan(bottom, one.variance_floor, color=PALE, linewidth=0, label="below the reference's floor", zorder=0)
+    axes.set_ylim(bottom, top)
+
+
+def _draw_sampling(axes: Axes, one: Frontier, times: Sequence[float]) -> None:
+    """What was taken as points, the law c/√N as a line."""
+    taken = one.plain
+    start = min((point.seconds for point in taken), default=100 * one.sample_seconds)
+    stop = max((*times, start * BEYOND))
+    ends = (start, stop)
+    law = [one.of_one_sample * (seconds / one.sample_seconds) ** -0.5 for seconds in ends]
+    axes.plot(ends, law, color=INK, linestyle="--", linewidth=1.0, label="c/√N", zorder=2)
+    axes.plot(
+        [point.seconds for point in taken], [point.variance_error for point in taken], color=INK, marker=".",
+        markersize=7, linewidth=1.3, label="plain samples", zorder=3,
+    )  # fmt: skip
+    for point in taken:
+        _label_size(axes, point, INK)
+
+
+def _label_size(axes: Axes, point: Point, colour: str) -> None:
+    """The probes or samples, beside the point."""
+    if point.way.size:
+        axes.annotate(
+            _short_number(point.way.size), (point.seconds, point.variance_error), xytext=(5, 4),
+            textcoords="offset points", fontsize=SMALL - 1.5, color=colour if colour != AMBER else ORANGE, zorder=5,
+        )  # fmt: skip
+
+
+def _short_number(size: int) -> str:
+    power = len(str(size)) - 1
+    return rf"$10^{power}$" if size >= 100 and size == 10**power else f"{size}"

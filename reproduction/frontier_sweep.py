@@ -1,30 +1,49 @@
-"""The sweep of the frontier: every method on one image of one network, its moments and the time it takes."""
+"""The sweep of the frontier: every method on an image of a network, its moments, its time, and what these amount to.
+
+`Case` is a network with its images and noise, `Way` a method with its probes or samples, `FrontierSweep` the work, and
+`Frontier` what was found, averaged: errors, times, and how many samples would do as well.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import diagonal, unscented
+from benchmarks.baselines import adf, unscented
+from netmoments import data
+from netmoments.covariances import LowRank
+from netmoments.data.images import evenly_spread
 from netmoments.gaussian import Gaussian
 from netmoments.memory import memory_limit
-from netmoments.moments.methods import plan_of
+from netmoments.moments.methods import Method, Sampling, Sketch, method_named
 from netmoments.moments.output_moments import output_moments
+from netmoments.network.model import NetworkModel
+from netmoments.precision import full_precision
 from netmoments.progress import silence
-from netmoments.propagate.layerwise import layerwise_need
+from netmoments.propagate.layerwise import need_of
+from netmoments.propagate.plan import Plan, plan_of
 from netmoments.sampling.evaluation import random_seed
+from netmoments.sampling.monte_carlo import relative_difference
 from netmoments.sweep.item import Columns
-from reproduction.frontier_cases import Case
+from reproduction import figure_5
+from reproduction.experiment import Settings
+from reproduction.faces import faces_network
+from reproduction.image_sweeps import StudiedImages
+from reproduction.lenet_on_mnist import chosen_network, pooled, spread_over_test
 
 NAME = "error-and-time"
 """The folder: the outcome has its own, `frontier`."""
+SIGMA = 0.05
+"""Of pixels in [0, 1]."""
+LARGEST = 5
+"""Scores of SqueezeNet that are looked at, of 1000."""
 LONG = {"cpu": 1.0, "cuda": 5.0}
 """Seconds: what takes longer is not run again to be timed."""
 REPEATS = 3
@@ -32,8 +51,125 @@ PROBES = 64
 """Of the sketch that assists sampling."""
 SEEDS = 2**31
 DONE, NO_ROOM, TOO_LONG = "", "does not fit", "left out"
+BESIDE = 10_000
+"""Samples whose time others are measured by."""
+LEAST = 1e-12
+"""Of an error: what is exact is as good as very many samples, not infinitely many."""
+RIVALS = {"diagonal": adf, "unscented": unscented}
+"""Methods of the field."""
 Moments = tuple[Tensor, Tensor]
 """Means and variances, (k,)."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is done with a network on a kind of device."""
+
+    images: int
+    reference: int
+    """Samples, in two halves."""
+    probes: tuple[int, ...] = (16, 64, 256)
+    assisted: tuple[int, ...] = (1_000, 10_000)
+    left_out: tuple[str, ...] = ()
+    """Methods that would take too long."""
+
+
+SIZES = {
+    ("LeNet", "cpu"): Size(4, 100_000),
+    ("faces", "cpu"): Size(2, 5_000, assisted=(1_000,), left_out=("unscented",)),
+    ("SqueezeNet", "cpu"): Size(1, 1_000, (16, 64), (1_000,), ("diagonal", "unscented")),
+    ("LeNet", "cuda"): Size(8, 1_000_000),
+    ("faces", "cuda"): Size(4, 200_000),
+    ("SqueezeNet", "cuda"): Size(2, 100_000, left_out=("unscented",)),
+}
+"""On one busy CPU core a sample took LeNet 1.3 ms, the network for faces 19 ms, SqueezeNet 150 ms."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One network with its images, and how much of what is done with it."""
+
+    name: str
+    studied: StudiedImages
+    size: Size
+    random: bool
+    """Whether each image has a random covariance, as in Table 2, or independent pixels."""
+    largest: int | None = None
+    """How many of the largest scores; None for all."""
+
+    def description(self) -> dict[str, Any]:
+        size = self.size
+        return {
+            **self.studied.description(),
+            "sigmas": [SIGMA],
+            "reference": size.reference,
+            "probes": list(size.probes),
+            "assisted": list(size.assisted),
+            "left_out": list(size.left_out),
+            "random_covariance": self.random,
+            "largest": self.largest,
+        }
+
+    def on(self, device: str) -> Case:
+        return replace(self, studied=self.studied.on(device))
+
+    def noise(self, place: int) -> Gaussian:
+        """At one image, as a batch of one."""
+        image = self.studied.images[place : place + 1]
+        if not self.random:
+            return Gaussian(image, std=SIGMA, event_ndim=image.dim() - 1)
+        factor = SIGMA * self.studied.factor(place).unsqueeze(0)
+        return Gaussian(image, LowRank(factor), event_ndim=image.dim() - 1)
+
+    @torch.no_grad()
+    def outputs(self, place: int) -> Tensor:
+        """Indices of the scores that are looked at, (k,)."""
+        with full_precision():
+            scores = self.studied.network(self.studied.images[place : place + 1]).squeeze(0)
+        every = torch.arange(len(scores), device=scores.device)
+        return every if self.largest is None else scores.topk(self.largest).indices
+
+    @property
+    def noise_in_words(self) -> str:
+        return "a random covariance" if self.random else "independent pixels"
+
+
+def cases(settings: Settings) -> list[Case]:
+    """LeNet, the network for faces and SqueezeNet, with as many images as the settings allow, at most those above."""
+    return [made(settings) for made in MADE]
+
+
+def _lenet(settings: Settings) -> Case:
+    size = _size("LeNet", settings)
+    numbers, chosen = spread_over_test(max(2, size.images), settings.data_dir)
+    places = slice(size.images)
+    studied = StudiedImages(chosen_network(settings), chosen.images[places], numbers[places], settings.seed)
+    return Case("LeNet", studied, size, random=True)
+
+
+def _faces(settings: Settings) -> Case:
+    size = _size("faces", settings)
+    everything = data.load("fer2013", data_dir=settings.data_dir)
+    numbers = evenly_spread(len(everything), size.images)
+    studied = StudiedImages(faces_network(), everything.images[numbers], numbers, settings.seed)
+    return Case("faces", studied, size, random=False)
+
+
+def _squeezenet(settings: Settings) -> Case:
+    size = _size("SqueezeNet", settings)
+    model = figure_5.chosen_model(replace(settings, model="squeezenet", weights=None))
+    photographs = figure_5.natural_images(settings, model.side)
+    numbers = evenly_spread(len(photographs), size.images)
+    studied = StudiedImages(model.network, photographs.images[numbers], numbers, settings.seed)
+    return Case("SqueezeNet", studied, size, random=False, largest=LARGEST)
+
+
+MADE: tuple[Callable[[Settings], Case], ...] = (_lenet, _faces, _squeezenet)
+
+
+def _size(name: str, settings: Settings) -> Size:
+    size = SIZES[name, settings.device.type]
+    return replace(size, images=min(size.images, settings.images))
 
 
 class Way(NamedTuple):
@@ -41,6 +177,16 @@ class Way(NamedTuple):
 
     method: str
     size: int = 0
+
+    def of_the_library(self, seed: int) -> Method:
+        """As `output_moments` takes it; the random ones with this seed."""
+        if self.method == "sketch":
+            return Sketch(self.size, seed)
+        if self.method == "sampling":
+            return Sampling(self.size, seed=seed)
+        if self.method == "assisted":
+            return Sampling(self.size, control=Sketch(PROBES), seed=seed)
+        return method_named(self.method, NAME)
 
 
 def ways(case: Case) -> list[Way]:
@@ -72,10 +218,10 @@ class FrontierSweep:
 
     @property
     def counts(self) -> Sequence[int]:
-        return [1 for case in self.cases for _ in case.subjects.images]
+        return [1 for case in self.cases for _ in case.studied.images]
 
     def prepare(self, device: str) -> Callable[[int], Columns]:
-        sizes = [len(case.subjects.images) for case in self.cases]
+        sizes = [len(case.studied.images) for case in self.cases]
         items = [(number, place) for number, size in enumerate(sizes) for place in range(size)]
         ready: dict[int, Case] = {}
 
@@ -97,51 +243,45 @@ class _Image:
     case: Case
     place: int
     noise: Gaussian
-    rows: Tensor
+    outputs: Tensor
 
     @classmethod
     def of(cls, case: Case, place: int) -> _Image:
-        return cls(case, place, case.noise(place), case.rows(place))
+        return cls(case, place, case.noise(place), case.outputs(place))
 
     def seed(self, purpose: str) -> int:
-        subjects = self.case.subjects
-        return random_seed(subjects.seed, f"{NAME}, {purpose}", int(subjects.numbers[self.place])) % SEEDS
+        studied = self.case.studied
+        return random_seed(studied.seed, f"{NAME}, {purpose}", int(studied.numbers[self.place])) % SEEDS
 
     def moments(self, way: Way, purpose: str = "") -> Moments:
         """By one of the ways."""
-        network, noise, rows = self.case.subjects.network, self.noise, self.rows
-        if way.method in ("diagonal", "unscented"):
-            covariance = noise.covariance.entries(0)
-            if way.method == "diagonal":
-                return diagonal(plan_of(network, noise.mean, NAME), noise.mean, covariance, rows)
-            mean, every = unscented(network, noise.mean, covariance, rows)
-            return mean, every.diagonal()
-        options: dict[str, Any] = {"seed": self.seed(purpose or f"{way.method} {way.size}")}
-        if way.method == "sketch":
-            options["probes"] = way.size
-        if way.method in ("sampling", "assisted"):
-            options["samples"] = way.size
-        if way.method == "assisted":
-            options |= {"control": "sketch", "probes": PROBES}
-        method = "sampling" if way.method == "assisted" else way.method
-        found = output_moments(network, noise, method, rows.tolist(), **options)
-        return found.mean.squeeze(0), found.variance.squeeze(0)
+        network = self.case.studied.network
+        if way.method in RIVALS:
+            mean, variance = RIVALS[way.method](network, self.noise, self.outputs.unsqueeze(0))
+        else:
+            seed = self.seed(purpose or f"{way.method} {way.size}")
+            found = output_moments(network, self.noise, way.of_the_library(seed), self.outputs.tolist())
+            mean, variance = found.mean, found.variance
+        return mean.squeeze(0), variance.squeeze(0)
 
     def fits(self, way: Way) -> bool:
         """Layer by layer needs memory that is known beforehand."""
         if way.method != "layerwise":
             return True
-        noise = self.noise
-        plan = plan_of(self.case.subjects.network, noise.mean, NAME)
-        need = layerwise_need(plan, noise.covariance.rank, noise.dtype.itemsize)
-        return need.bytes <= memory_limit(noise.device, None)
+        need = need_of(self.plan(), self.noise.covariance.rank, self.noise.dtype.itemsize)
+        return need.bytes <= memory_limit(self.noise.device, None)
+
+    def plan(self) -> Plan:
+        return plan_of(NetworkModel.of(self.case.studied.network, self.noise.mean, NAME), NAME)
 
 
 @dataclass(frozen=True, eq=False)
 class _Timed:
+    """What one call gave and how long it took, or why it was not made."""
+
     moments: Moments
     seconds: float
-    status: str = field(default=DONE)
+    status: str = DONE
 
 
 @torch.no_grad()
@@ -165,7 +305,7 @@ def rows_of(case: Case, place: int) -> Columns:
 
 
 def _found(image: _Image, way: Way) -> _Timed:
-    nothing = image.rows.new_full(image.rows.shape, np.nan, dtype=torch.float64)
+    nothing = image.outputs.new_full(image.outputs.shape, np.nan, dtype=torch.float64)
     if way.method in image.case.size.left_out:
         return _Timed((nothing, nothing), np.nan, TOO_LONG)
     if not image.fits(way):
@@ -197,7 +337,7 @@ def _finished(device: torch.device) -> None:
 def _warmed(image: _Image) -> None:
     """A network is looked into, and libraries are loaded, before anything is timed."""
     with silence():
-        plan_of(image.case.subjects.network, image.noise.mean, NAME)
+        image.plan()
         for way in (Way("linear"), Way("sampling", 20)):
             image.moments(way)
 
@@ -205,16 +345,117 @@ def _warmed(image: _Image) -> None:
 def _columns(
     image: _Image, way: Way, one: _Timed, reference: dict[str, Tensor], sample_seconds: float
 ) -> dict[str, np.ndarray]:
-    count = len(image.rows)
+    count = len(image.outputs)
     values = {"mean": one.moments[0], "variance": one.moments[1], **reference}
     return {
         "network": np.full(count, image.case.name),
-        "image": np.full(count, int(image.case.subjects.numbers[image.place]), np.int32),
+        "image": np.full(count, int(image.case.studied.numbers[image.place]), np.int32),
         "method": np.full(count, way.method),
         "size": np.full(count, way.size, np.int32),
-        "logit": image.rows.cpu().numpy().astype(np.int16),
+        "logit": image.outputs.cpu().numpy().astype(np.int16),
         **{name: value.double().cpu().numpy() for name, value in values.items()},
         "seconds": np.full(count, one.seconds),
         "sample_seconds": np.full(count, sample_seconds),
         "status": np.full(count, one.status),
     }
+
+
+@dataclass(frozen=True)
+class Point:
+    """One method on one network, over all images and scores."""
+
+    way: Way
+    status: str
+    mean_error: float
+    variance_error: float
+    seconds: float
+    """The median over images."""
+    ratio: float
+    """To the time of 10⁴ plain samples of the same image, the median."""
+
+    @property
+    def done(self) -> bool:
+        return self.status == DONE
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """All methods on one network."""
+
+    case: Case
+    points: tuple[Point, ...]
+    mean_floor: float
+    variance_floor: float
+    """The error that exact values would show against the reference."""
+    sample_seconds: float
+
+    @property
+    def plain(self) -> list[Point]:
+        return [point for point in self.points if point.way.method == "sampling"]
+
+    @property
+    def methods(self) -> list[Point]:
+        return [point for point in self.points if point.way.method != "sampling"]
+
+    @property
+    def of_one_sample(self) -> float:
+        """c of the law c/√N of plain sampling's error of the variance: the median of what each run of it says.
+
+        The reference is one of them, with its floor.
+        """
+        runs = [(point.variance_error, point.way.size) for point in self.plain]
+        runs.append((self.variance_floor, self.case.size.reference))
+        return float(np.median([error * size**0.5 for error, size in runs]))
+
+    def as_good_samples(self, point: Point) -> float:
+        """How many plain samples have this error of the variance."""
+        return (self.of_one_sample / max(point.variance_error, LEAST)) ** 2
+
+    def gain(self, point: Point) -> float:
+        """The time of as many samples, in times of the method."""
+        return self.as_good_samples(point) * self.sample_seconds / point.seconds
+
+    def best(self) -> list[Point]:
+        """Methods that none, nor plain sampling, beats in time and error at once; the fastest first."""
+        done = sorted((point for point in self.methods if point.done), key=lambda point: point.seconds)
+        kept: list[Point] = []
+        for point in done:
+            if self.gain(point) > 1 and all(point.variance_error < other.variance_error for other in kept):
+                kept.append(point)
+        return kept
+
+
+def frontiers(cases: Sequence[Case], columns: Columns) -> list[Frontier]:
+    """One for each network, from the rows of the sweep."""
+    return [_frontier(case, {k: v[columns["network"] == case.name] for k, v in columns.items()}) for case in cases]
+
+
+def _frontier(case: Case, columns: dict[str, np.ndarray]) -> Frontier:
+    one = columns["method"] == "linear"
+    mean_floor, variance_floor = (
+        float(_difference(columns[f"first_{moment}"][one], columns[f"second_{moment}"][one]).mean()) / 2
+        for moment in ("mean", "variance")
+    )
+    points = tuple(_point(way, case.size.reference // 2, columns) for way in ways(case))
+    return Frontier(case, points, mean_floor, variance_floor, float(np.median(columns["sample_seconds"][one])))
+
+
+def _point(way: Way, half: int, columns: dict[str, np.ndarray]) -> Point:
+    mine = (columns["method"] == way.method) & (columns["size"] == way.size)
+    chosen = {name: torch.from_numpy(values[mine]) for name, values in columns.items() if values.dtype.kind == "f"}
+    first, second = ((chosen[f"{which}_mean"], chosen[f"{which}_variance"]) for which in ("first", "second"))
+    reference = pooled(first, second, half)
+    statuses = columns["status"][mine]
+    ratio = chosen["seconds"] / (BESIDE * chosen["sample_seconds"])
+    undone = [status for status in statuses.tolist() if status != DONE]
+    if undone:
+        return Point(way, undone[0], np.nan, np.nan, np.nan, np.nan)
+    mean, variance = (
+        float(_difference(chosen[name].numpy(), wanted.numpy()).mean())
+        for name, wanted in zip(("mean", "variance"), reference, strict=True)
+    )
+    return Point(way, DONE, mean, variance, float(chosen["seconds"].median()), float(ratio.median()))
+
+
+def _difference(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return relative_difference(torch.from_numpy(first), torch.from_numpy(second)).numpy()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Spread(NamedTuple):
+class MeanAndDeviation(NamedTuple):
     """A mean and a standard deviation, as printed: mean ± std."""
 
     mean: float
@@ -18,11 +18,11 @@ class Spread(NamedTuple):
 class Published(NamedTuple):
     """One row of Table 2 or Table 4."""
 
-    mean_error: Spread
+    mean_error: MeanAndDeviation
     """Theorem 1."""
-    variance_error_old: Spread
+    variance_error_old: MeanAndDeviation
     """Theorem 2, for zero means."""
-    variance_error_new: Spread
+    variance_error_new: MeanAndDeviation
     """Lemma 4 with 5 terms."""
 
 
@@ -49,7 +49,7 @@ TABLE_1 = {
 
 
 def _row(mean: float, mean_std: float, old: float, old_std: float, new: float, new_std: float) -> Published:
-    return Published(Spread(mean, mean_std), Spread(old, old_std), Spread(new, new_std))
+    return Published(MeanAndDeviation(mean, mean_std), MeanAndDeviation(old, old_std), MeanAndDeviation(new, new_std))
 
 
 # fmt: off

@@ -10,11 +10,10 @@ from netmoments import data
 from netmoments.network.weights import read_tensors
 from netmoments.sweep.run import Watch
 from reproduction import lenet_on_mnist
-from reproduction.errors import Errors
-from reproduction.outcome import Comparison, Outcome, Panel
-from reproduction.over_images import SIGMAS
+from reproduction.experiment import BesidePaper, Outcome, Panel, Settings
+from reproduction.image_sweeps import SIGMAS
+from reproduction.lenet_on_mnist import Errors
 from reproduction.published import TABLE_2
-from reproduction.settings import Settings
 from reproduction.training import RECIPES, Epoch, Recipe, accuracy, train, training_facts
 
 SEEDS = (0, 1, 2)
@@ -96,12 +95,12 @@ def _trial(settings: Settings, recipe: str, seed: int) -> Trial:
     settings.require_time("training", before, len(TRAINED) * len(SEEDS), "networks")
     training_seconds = _train_once(settings, TRAINED[recipe], seed, weights)
     own = replace(settings, weights=weights, images=min(settings.images, MOST_IMAGES))
-    on = lenet_on_mnist.subjects(own)
-    right = accuracy(on.network, data.load("mnist", data_dir=settings.data_dir), device=settings.here)
-    on.network.to("cpu")
-    first = lenet_on_mnist.sampled(own, on, f"{label}-monte-carlo")
-    again = lenet_on_mnist.sampled_again(own, on, f"{label}-monte-carlo-again")
-    found = lenet_on_mnist.tightness(own, on, first, f"{label}-tightness")
+    studied = lenet_on_mnist.studied_images(own)
+    right = accuracy(studied.network, data.load("mnist", data_dir=settings.data_dir), device=settings.here)
+    studied.network.to("cpu")
+    first = lenet_on_mnist.sampled_scores(own, studied, f"{label}-monte-carlo")
+    again = lenet_on_mnist.sampled_again(own, studied, f"{label}-monte-carlo-again")
+    found = lenet_on_mnist.computed_scores(own, studied, first, f"{label}-tightness")
     seconds = training_seconds + first.seconds + again.seconds + found.seconds
     return Trial(recipe, seed, right, found.errors, lenet_on_mnist.floor(first, again), seconds)
 
@@ -132,9 +131,9 @@ def _train_once(settings: Settings, recipe: Recipe, seed: int, weights: Path) ->
     return float(there["seconds"])
 
 
-def _comparisons(groups: dict[str, list[Trial]]) -> list[Comparison]:
+def _comparisons(groups: dict[str, list[Trial]]) -> list[BesidePaper]:
     return [
-        Comparison(
+        BesidePaper(
             f"{words}, {recipe}, mean of {len(trials)} seeds, σ = {sigma}",
             _mean(trials, name, level),
             getattr(TABLE_2[sigma, "avg"], column)[0],

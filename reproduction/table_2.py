@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reproduction import lenet_on_mnist, tighter_panels
-from reproduction.errors import Errors
-from reproduction.outcome import Comparison, Drawing, Outcome, Panel
-from reproduction.over_images import SIGMAS
+from netmoments.report.pictures import AMBER, BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, SMALL, dress, new_figure
+from reproduction import every_method, lenet_on_mnist
+from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
+from reproduction.image_sweeps import SIGMAS
+from reproduction.lenet_on_mnist import Errors
 from reproduction.published import TABLE_2
-from reproduction.settings import Settings
-from reproduction.table_2_chart import draw_errors
-from reproduction.tighter import Tighter, sweep_of, tighter
-from reproduction.tighter_chart import draw_methods
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PAPER_COLUMN = {
     "mean": "mean_error",
@@ -31,26 +32,36 @@ NAMES = {
     "variance": "new variance, exact kernel",
     "delta_variance": "variance, delta method",
 }
+LINES = {
+    "mean": ("two-stage", GREEN), "delta_mean": ("delta method", GREY), "theorem_2": ("old, Theorem 2", AMBER),
+    "authors_old": ("old, as run", ORANGE), "series": ("new, 5 terms as run", BLUE),
+    "variance": ("new, exact", GREEN), "delta_variance": ("delta method", GREY),
+}  # fmt: skip
+PUBLISHED = {
+    "mean_error": ("paper", INK),
+    "variance_error_old": ("paper, old", PURPLE),
+    "variance_error_new": ("paper, new", INK),
+}
 
 
 def reproduce(settings: Settings) -> Outcome:
-    on = lenet_on_mnist.shared_subjects(settings)
-    sweep = sweep_of(settings, on)
+    studied = lenet_on_mnist.shared_images(settings)
+    sweep = every_method.sweep_of(settings, studied)
     settings.check(*([] if sweep is None else [sweep]))
-    first = lenet_on_mnist.sampled(settings, on)
-    again = lenet_on_mnist.sampled_again(settings, on)
-    found = lenet_on_mnist.tightness(settings, on, first)
-    others = None if sweep is None else tighter(settings, sweep)
+    first = lenet_on_mnist.sampled_scores(settings, studied)
+    again = lenet_on_mnist.sampled_again(settings, studied)
+    found = lenet_on_mnist.computed_scores(settings, studied, first)
+    others = None if sweep is None else every_method.errors_of_methods(settings, sweep)
     errors, floor = found.errors, lenet_on_mnist.floor(first, again)
     return Outcome(
         name="table-2",
         title="Table 2: tightness of the moments on LeNet",
-        reading=(*_reading(settings, errors, floor), *tighter_panels.reading(others)),
+        reading=(*_reading(settings, errors, floor), *every_method.reading(others)),
         comparisons=tuple(comparisons(errors)),
         panels=(
             mean_panel(errors, floor),
             variance_panel(errors, floor),
-            *(() if others is None else tighter_panels.panels(others)),
+            *(() if others is None else every_method.panels(others)),
         ),
         drawings=(
             Drawing(
@@ -61,30 +72,30 @@ def reproduce(settings: Settings) -> Outcome:
             *(() if others is None else (_drawing(others),)),
         ),
         numbers={
-            "images": len(on.images),
+            "images": len(studied.images),
             "images_sampled_twice": floor["mean"].images,
             "samples": settings.samples,
             "levels": [level_numbers(level, errors, floor) for level in range(len(SIGMAS))],
-            "tighter": tighter_panels.numbers(others),
+            "tighter": every_method.numbers(others),
         },
         seconds=first.seconds + again.seconds + found.seconds + (0.0 if others is None else others.seconds),
         details=(_by_logit(errors, floor),),
     )
 
 
-def _drawing(found: Tighter) -> Drawing:
+def _drawing(found: every_method.EveryMethod) -> Drawing:
     return Drawing(
         "table-2-methods",
         f"Errors of every method on {found.images} of the images, against {found.reference:,} samples. Shaded: below "
         "what 10,000 samples are off.",
-        lambda: draw_methods(found),
+        lambda: every_method.draw_methods(found),
     )
 
 
-def comparisons(errors: Mapping[str, Errors]) -> list[Comparison]:
+def comparisons(errors: Mapping[str, Errors]) -> list[BesidePaper]:
     """The average row of the paper's table, all noise levels."""
     return [
-        Comparison(f"{NAMES[name]}, σ = {sigma}", errors[name].average(level), _published(sigma, "avg", column)[0])
+        BesidePaper(f"{NAMES[name]}, σ = {sigma}", errors[name].average(level), _published(sigma, "avg", column)[0])
         for name, column in PAPER_COLUMN.items()
         for level, sigma in enumerate(SIGMAS)
     ]
@@ -190,3 +201,42 @@ def _pair(mean: float, spread: float) -> str:
 
 def _with_spread(errors: Errors, level: int) -> str:
     return f"{errors.average(level):.4f} ± {errors.average_spread(level):.3f}"
+
+
+def draw_errors(errors: Mapping[str, Errors], floor: Mapping[str, Errors]) -> Figure:
+    """Left the mean, right the variance."""
+    figure = new_figure(8.0, 4.3)
+    left, right = figure.subplots(1, 2)
+    _lines(left, errors, ("mean", "delta_mean"), ("mean_error",), floor["mean"])
+    dress(left, "mean", "noise level σ", "average error")
+    variances = ("theorem_2", "authors_old", "series", "variance", "delta_variance")
+    _lines(right, errors, variances, ("variance_error_old", "variance_error_new"), floor["variance"])
+    dress(right, "variance", "noise level σ", "average error")
+    for axes in (left, right):
+        axes.legend(
+            loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False, fontsize=SMALL, labelcolor=INK
+        )
+    return figure
+
+
+def _lines(
+    axes: Axes, errors: Mapping[str, Errors], names: tuple[str, ...], published: tuple[str, ...], floor: Errors
+) -> None:
+    levels = range(len(SIGMAS))
+    axes.set(xscale="log", yscale="log")
+    for name in names:
+        label, colour = LINES[name]
+        style = {"linestyle": "--", "linewidth": 1.1, "zorder": 3} if colour == GREY else {"linewidth": 1.8}
+        values = [errors[name].average(level) for level in levels]
+        axes.plot(SIGMAS, values, marker="o", markersize=3.5, color=colour, label=label, **style)
+    for column in published:
+        label, colour = PUBLISHED[column]
+        values = [getattr(TABLE_2[sigma, "avg"], column).mean for sigma in SIGMAS]
+        axes.plot(
+            SIGMAS, values, linestyle="none", marker="D", markersize=6, markerfacecolor="none", color=colour,
+            label=label, zorder=4,
+        )  # fmt: skip
+    seen = [floor.resolution(level) for level in levels]
+    bottom = max(min(seen) / 3, 1e-7)
+    axes.fill_between(SIGMAS, seen, bottom, color=PALE, linewidth=0, label="below sampling's floor")
+    axes.set_ylim(bottom=bottom)

@@ -8,11 +8,10 @@ import numpy as np
 
 from netmoments.report.pictures import GREEN, ORANGE, new_figure
 from reproduction import lenet_on_mnist
-from reproduction.lenet_on_mnist import Sampled, Tightness
-from reproduction.outcome import Comparison, Drawing, Outcome, Panel
-from reproduction.over_images import SIGMAS
+from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
+from reproduction.image_sweeps import SIGMAS
+from reproduction.lenet_on_mnist import ComputedScores, SampledScores
 from reproduction.published import TABLE_2
-from reproduction.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,14 +22,14 @@ QUANTILES = (0.05, 0.5, 0.95)
 
 
 def reproduce(settings: Settings) -> Outcome:
-    on = lenet_on_mnist.shared_subjects(settings)
-    sampled = lenet_on_mnist.sampled(settings, on)
-    found = lenet_on_mnist.tightness(settings, on, sampled)
+    studied = lenet_on_mnist.shared_images(settings)
+    sampled = lenet_on_mnist.sampled_scores(settings, studied)
+    found = lenet_on_mnist.computed_scores(settings, studied, sampled)
     return Outcome(
         name="table-3",
         title="Table 3: histograms of the output variances",
         reading=(
-            f"The variances of LeNet's ten outputs over {len(on.images):,} MNIST test images, from "
+            f"The variances of LeNet's ten outputs over {len(studied.images):,} MNIST test images, from "
             f"{settings.samples:,} samples and from the formulas, ten histograms for each noise level as in the paper. "
             "Old is the old variance as the authors ran it, new the exact kernel; the legends give the error averaged "
             "over images, 2|x−y|/(|x|+|y|). The axis ends at the 99th percentile.",
@@ -38,15 +37,15 @@ def reproduce(settings: Settings) -> Outcome:
         comparisons=tuple(_comparisons(found)),
         panels=(_quantiles(sampled, found),),
         drawings=tuple(_drawing(level, sampled, found) for level in range(len(SIGMAS))),
-        numbers={"images": len(on.images), "samples": settings.samples, "histograms": _histograms(sampled, found)},
+        numbers={"images": len(studied.images), "samples": settings.samples, "histograms": _histograms(sampled, found)},
         seconds=sampled.seconds + found.seconds,
     )
 
 
-def _comparisons(found: Tightness) -> list[Comparison]:
+def _comparisons(found: ComputedScores) -> list[BesidePaper]:
     """The legends are the errors of Table 2, which gives the paper's."""
     return [
-        Comparison(
+        BesidePaper(
             f"{words}, averaged over logits, σ = {sigma}",
             found.errors[name].average(level),
             getattr(TABLE_2[sigma, "avg"], column)[0],
@@ -59,7 +58,7 @@ def _comparisons(found: Tightness) -> list[Comparison]:
     ]
 
 
-def _quantiles(sampled: Sampled, found: Tightness) -> Panel:
+def _quantiles(sampled: SampledScores, found: ComputedScores) -> Panel:
     rows = []
     for level, sigma in enumerate(SIGMAS):
         for words, values in _three(sampled, found):
@@ -70,7 +69,7 @@ def _quantiles(sampled: Sampled, found: Tightness) -> Panel:
     return Panel("The variances in numbers, all logits together", headings, tuple(rows), breaks=breaks)
 
 
-def _three(sampled: Sampled, found: Tightness) -> tuple[tuple[str, np.ndarray], ...]:
+def _three(sampled: SampledScores, found: ComputedScores) -> tuple[tuple[str, np.ndarray], ...]:
     return (
         ("sampled", sampled.variance),
         ("old", found.values["authors_old"]),
@@ -78,12 +77,12 @@ def _three(sampled: Sampled, found: Tightness) -> tuple[tuple[str, np.ndarray], 
     )
 
 
-def _edges(sampled: Sampled, found: Tightness, level: int, logit: int) -> np.ndarray:
+def _edges(sampled: SampledScores, found: ComputedScores, level: int, logit: int) -> np.ndarray:
     every = np.concatenate([values[:, level, logit] for _, values in _three(sampled, found)])
     return np.linspace(0, np.quantile(every, 0.99), BINS + 1)
 
 
-def _histograms(sampled: Sampled, found: Tightness) -> list[dict[str, object]]:
+def _histograms(sampled: SampledScores, found: ComputedScores) -> list[dict[str, object]]:
     """The counts that are drawn."""
     made: list[dict[str, object]] = []
     for level, sigma in enumerate(SIGMAS):
@@ -97,14 +96,14 @@ def _histograms(sampled: Sampled, found: Tightness) -> list[dict[str, object]]:
     return made
 
 
-def _drawing(level: int, sampled: Sampled, found: Tightness) -> Drawing:
+def _drawing(level: int, sampled: SampledScores, found: ComputedScores) -> Drawing:
     sigma = SIGMAS[level]
     return Drawing(
         f"table-3-sigma-{sigma}", f"Variances of the ten outputs at σ = {sigma}.", lambda: draw(level, sampled, found)
     )
 
 
-def draw(level: int, sampled: Sampled, found: Tightness) -> Figure:
+def draw(level: int, sampled: SampledScores, found: ComputedScores) -> Figure:
     """Ten histograms in a row of two."""
     logits = sampled.variance.shape[2]
     columns = min(5, logits)
@@ -119,7 +118,7 @@ def draw(level: int, sampled: Sampled, found: Tightness) -> Figure:
     return figure
 
 
-def _histogram(axis: Axes, level: int, logit: int, sampled: Sampled, found: Tightness) -> None:
+def _histogram(axis: Axes, level: int, logit: int, sampled: SampledScores, found: ComputedScores) -> None:
     edges = _edges(sampled, found, level, logit).tolist()
     axis.hist(sampled.variance[:, level, logit], edges, color="#CBD5DC", label="sampled")
     for name, words, colour in (("authors_old", "old", ORANGE), ("variance", "new", GREEN)):

@@ -1,32 +1,46 @@
-"""The paper's Table 4: fewer points of linearization than images."""
+"""The paper's Table 4: k points of linearization for all images instead of one for each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from netmoments import data
+from netmoments.affine_relu_affine import AffineReluAffine
+from netmoments.linearize.bank import k_means_centres, members_farthest_from, nearest
+from netmoments.linearize.two_stage import two_stage
+from netmoments.network.weights import read_tensors, write_tensors
 from netmoments.report.pictures import BLUE, GREEN, INK, ORANGE, PURPLE, SMALL, dress, new_figure
-from netmoments.sweep.run import Results
+from netmoments.sweep.item import Columns
+from netmoments.sweep.run import Results, Watch
 from reproduction import lenet_on_mnist
-from reproduction.errors import Errors
-from reproduction.lenet_on_mnist import Sampled, Tightness
-from reproduction.outcome import Comparison, Drawing, Outcome, Panel
-from reproduction.over_images import SIGMAS, Subjects, cube
-from reproduction.points import COUNTS, FARTHEST, PointsSweep, banks
+from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
+from reproduction.image_sweeps import SIGMAS, StudiedImages, cube, digest_of, rows, same_bits
+from reproduction.lenet_on_mnist import ComputedScores, Errors, SampledScores, core_moments_at
 from reproduction.published import TABLE_4
-from reproduction.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+COUNTS = (250, 500, 1000, 2500, 5000)
+"""The paper's numbers of points; with one for each image it is Table 2."""
+FARTHEST = (250, 500)
+"""Those for which the paper also linearizes at the member of each cluster farthest from its centre."""
+TOGETHER = 25
+"""Images of a cluster whose moments are computed at once; the largest clusters have a hundred."""
+EVERY = 10_000
+"""What the paper calls the number of points when each image has its own."""
 QUANTITIES = {"mean": "mean_error", "authors_old": "variance_error_old", "variance": "variance_error_new"}
 """Our columns, and the paper's beside them."""
 WORDS = {"mean": "mean", "authors_old": "old variance, as run", "variance": "new variance, exact"}
-EVERY = 10_000
-"""What the paper calls the number of points when each image has its own."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +56,26 @@ class Points:
 
 
 Found = dict[Points, dict[str, Errors]]
+Lookup = Callable[[float, Points, str], float]
+"""The average error at a noise level, for points, of a quantity."""
 
 
 def reproduce(settings: Settings) -> Outcome:
-    on = lenet_on_mnist.shared_subjects(settings)
-    sampled = lenet_on_mnist.sampled(settings, on)
-    at_images = lenet_on_mnist.tightness(settings, on, sampled)
+    studied = lenet_on_mnist.shared_images(settings)
+    sampled = lenet_on_mnist.sampled_scores(settings, studied)
+    at_images = lenet_on_mnist.computed_scores(settings, studied, sampled)
     everything = data.load("mnist", data_dir=settings.data_dir)
     assert everything.labels is not None
     settings.require_time("clusters", 0, sum(COUNTS), "centres")
     places = banks(
-        everything.images, everything.labels, on.images, settings.seed, settings.out / "clusters.safetensors"
+        everything.images, everything.labels, studied.images, settings.seed, settings.out / "clusters.safetensors"
     )
-    results = settings.run(PointsSweep("points", on, places, lenet_on_mnist.block(settings)))
-    found = _errors(results, on, sampled, at_images)
+    results = settings.run(PointsSweep("points", studied, places, lenet_on_mnist.block(settings)))
+    found = _errors(results, studied, sampled, at_images)
     return Outcome(
         name="table-4",
         title="Table 4: how many points of linearization",
-        reading=_reading(settings, len(everything.images), len(on.images)),
+        reading=_reading(settings, len(everything.images), len(studied.images)),
         comparisons=tuple(_comparisons(found)),
         panels=(_panel(found),),
         drawings=(
@@ -70,7 +86,7 @@ def reproduce(settings: Settings) -> Outcome:
             ),
         ),
         numbers={
-            "images": len(on.images),
+            "images": len(studied.images),
             "rows": [
                 {
                     "sigma": sigma,
@@ -87,7 +103,155 @@ def reproduce(settings: Settings) -> Outcome:
     )
 
 
-def _errors(results: Results, on: Subjects, sampled: Sampled, at_images: Tightness) -> Found:
+@dataclass(frozen=True, eq=False)
+class ClusterPoints:
+    """Points of linearization, one for each cluster."""
+
+    count: int
+    farthest: bool
+    points: Tensor
+    """(count, *event)."""
+    cluster: Tensor
+    """Of each studied image, (N,)."""
+
+
+def banks(images: Tensor, labels: Tensor, studied: Tensor, seed: int, cache: Path) -> list[ClusterPoints]:
+    """The clusters of all `images`, and the cluster of each one studied. The centres are kept in the file `cache`.
+
+    As in the paper: k-means from images taken round-robin over the labels, and two weak baselines.
+    """
+    made = []
+    kept = _centres(images, labels, seed, cache)
+    for count in COUNTS:
+        centres = kept[str(count)]
+        cluster, _ = nearest(studied.flatten(1), centres.flatten(1))
+        made.append(ClusterPoints(count, False, centres, cluster))
+        if count in FARTHEST:
+            made.append(ClusterPoints(count, True, members_farthest_from(centres, images), cluster))
+    return made
+
+
+def round_robin(labels: Tensor) -> Tensor:
+    """All indices: the first image of each label in turn, then the second of each, and so on."""
+    turn = torch.zeros_like(labels)
+    for label in labels.unique():
+        own = labels == label
+        turn[own] = torch.arange(int(own.sum()))
+    return torch.argsort(turn * (int(labels.max()) + 1) + labels)
+
+
+def _centres(images: Tensor, labels: Tensor, seed: int, cache: Path) -> dict[str, Tensor]:
+    facts = {"images": digest_of(images, labels), "counts": str(COUNTS), "seed": str(seed)}
+    if cache.exists():
+        tensors, found = read_tensors(cache)
+        if found != facts:
+            raise ValueError(
+                f"{cache} holds the clusters of another run ({found}, wanted {facts}); remove it or give another --out"
+            )
+        return tensors
+    order = round_robin(labels)
+    made = {}
+    with Watch("clusters", "centres", sum(COUNTS), 0) as watch:
+        for count in COUNTS:
+            made[str(count)] = k_means_centres(images, count, seed=seed, initial=images[order[:count]])
+            watch.advance(count)
+    write_tensors(cache, made, facts)
+    return made
+
+
+class Piece(NamedTuple):
+    """Some clusters of a bank: their points, and the images that use them."""
+
+    bank: ClusterPoints
+    points: Tensor
+    """Numbers of points of the bank."""
+    places: Tensor
+    """Images, as places among those studied."""
+    point_of: Tensor
+    """For each of these images, which of `points` it uses."""
+
+
+@dataclass(frozen=True, eq=False)
+class PointsSweep:
+    """Moments of every image by the linearization at its cluster's point, a few clusters at a time.
+
+    Rows: points (k), farthest, and image, sigma, logit, mean, variance, authors_old.
+    """
+
+    name: str
+    studied: StudiedImages
+    banks: Sequence[ClusterPoints]
+    block: int
+    """About how many images an item holds."""
+    layer: int = -1
+    unit: str = "images"
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        points = {f"{bank.count}{' farthest' if bank.farthest else ''}": digest_of(bank.points) for bank in self.banks}
+        return {**self.studied.description(), "block": self.block, "layer": self.layer, "points": points}
+
+    @property
+    def counts(self) -> Sequence[int]:
+        return [len(piece.places) for piece in self._pieces]
+
+    @cached_property
+    def _pieces(self) -> list[Piece]:
+        return [piece for bank in self.banks for piece in pieces(bank, self.block)]
+
+    def prepare(self, device: str) -> Callable[[int], Columns]:
+        studied = self.studied.on(device)
+        parts = self._pieces
+
+        def work(item: int) -> Columns:
+            piece = parts[item]
+            points = piece.bank.points[piece.points].to(device)
+            with same_bits():
+                network = two_stage(studied.network, points, self.layer)
+            parts_of_it = [
+                _moments(studied, network, places, point_of)
+                for places, point_of in zip(piece.places.split(TOGETHER), piece.point_of.split(TOGETHER), strict=True)
+            ]
+            values = {name: torch.cat([part[name] for part in parts_of_it]) for name in parts_of_it[0]}
+            found = rows(studied.numbers[piece.places].tolist(), values)
+            count = len(found["image"])
+            return {
+                "points": np.full(count, piece.bank.count, dtype=np.int32),
+                "farthest": np.full(count, piece.bank.farthest),
+                **found,
+            }
+
+        return work
+
+
+def _moments(studied: StudiedImages, network: AffineReluAffine, places: Tensor, point_of: Tensor) -> dict[str, Tensor]:
+    """Of some images, each by the linearization at its point."""
+    device = studied.images.device
+    factors = torch.stack([studied.factor(int(place)) for place in places])
+    return core_moments_at(network.entries(point_of.to(device)), studied.images[places.to(device)], factors)
+
+
+def pieces(bank: ClusterPoints, block: int) -> list[Piece]:
+    """The clusters that hold any studied image, whole ones together until they hold at least `block` images."""
+    order = torch.argsort(bank.cluster, stable=True)
+    sizes = torch.bincount(bank.cluster, minlength=bank.count)
+    found, held = [], 0
+    group: list[Tensor] = []
+    for members in order.split(sizes[sizes > 0].tolist()):
+        group.append(members)
+        held += len(members)
+        if held >= block:
+            found.append(_piece(bank, torch.cat(group)))
+            group, held = [], 0
+    return [*found, _piece(bank, torch.cat(group))] if group else found
+
+
+def _piece(bank: ClusterPoints, places: Tensor) -> Piece:
+    points, point_of = bank.cluster[places].unique(return_inverse=True)
+    return Piece(bank, points, places, point_of)
+
+
+def _errors(results: Results, studied: StudiedImages, sampled: SampledScores, at_images: ComputedScores) -> Found:
     found: Found = {}
     columns = results.columns
     for count in COUNTS:
@@ -95,7 +259,9 @@ def _errors(results: Results, on: Subjects, sampled: Sampled, at_images: Tightne
             chosen = (columns["points"] == count) & (columns["farthest"] == farthest)
             part = {name: values[chosen] for name, values in columns.items()}
             found[Points(count, farthest)] = {
-                name: Errors.between(cube(part, name, on.numbers), sampled.mean if name == "mean" else sampled.variance)
+                name: Errors.between(
+                    cube(part, name, studied.numbers), sampled.mean if name == "mean" else sampled.variance
+                )
                 for name in QUANTITIES
             }
     return found | {Points(EVERY, False): {name: at_images.errors[name] for name in QUANTITIES}}
@@ -107,9 +273,9 @@ def _rows(found: Found) -> Iterator[tuple[int, float, Points, dict[str, Errors]]
             yield level, sigma, place, errors
 
 
-def _comparisons(found: Found) -> list[Comparison]:
+def _comparisons(found: Found) -> list[BesidePaper]:
     return [
-        Comparison(
+        BesidePaper(
             f"{WORDS[name]}, {place.name}, σ = {sigma}", errors[name].average(level), _paper(sigma, place, name)[0]
         )
         for name in QUANTITIES
@@ -140,10 +306,6 @@ def _panel(found: Found) -> Panel:
         emphasis=(3, 5, 7),
         breaks=tuple(range(group, len(rows), group)),
     )
-
-
-Lookup = Callable[[float, Points, str], float]
-"""The average error at a noise level, for points, of a quantity."""
 
 
 def orderings(average: Lookup) -> list[tuple[str, str, bool]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shlex
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -24,10 +26,7 @@ from rich.text import Text
 from netmoments.files import require_writable_folder, whole_file, write_text_whole
 from netmoments.report.pictures import DPI, figure_png, require_matplotlib, saved_figure
 from netmoments.report.words import NOTHING, Provenance, difference_in_words, in_words, number_columns, seconds_in_words
-from reproduction.catalogue import NAMES, reproduce
-from reproduction.outcome import Comparison, Drawing, Outcome, Panel
-from reproduction.runs import machines
-from reproduction.settings import Settings
+from reproduction.experiment import NAMES, BesidePaper, Drawing, Outcome, Panel, Settings, machines, reproduce
 
 SUMMARY = "summary.json"
 COMPARISON_COLUMNS = ("what", "ours", "paper", "difference")
@@ -56,7 +55,7 @@ class Summary:
     name: str
     title: str
     reading: tuple[str, ...]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[BesidePaper, ...]
     panels: tuple[Panel, ...]
     pictures: tuple[Picture, ...]
     numbers: dict[str, Any]
@@ -87,7 +86,7 @@ def summary_of(outcome: Outcome, provenance: Provenance) -> Summary:
     )
 
 
-def comparison_cells(item: Comparison) -> tuple[str, ...]:
+def comparison_cells(item: BesidePaper) -> tuple[str, ...]:
     """In words, for `COMPARISON_COLUMNS`."""
     paper = NOTHING if item.paper is None else in_words(item.paper)
     return item.what, in_words(item.ours), paper, difference_in_words(item.difference)
@@ -154,9 +153,9 @@ def _summary_from(record: dict[str, Any]) -> Summary:
     )
 
 
-def _comparison_from(record: dict[str, Any]) -> Comparison:
+def _comparison_from(record: dict[str, Any]) -> BesidePaper:
     paper = record["paper"]
-    return Comparison(str(record["what"]), float(record["ours"]), None if paper is None else float(paper))
+    return BesidePaper(str(record["what"]), float(record["ours"]), None if paper is None else float(paper))
 
 
 def _panel_from(record: dict[str, Any]) -> Panel:
@@ -396,7 +395,7 @@ def _terminal_paragraph(text: str, style: str = "") -> Constrain:
     return Constrain(Text(text, style=style), READING_WIDTH)
 
 
-def _comparisons(comparisons: Sequence[Comparison]) -> _Fitted:
+def _comparisons(comparisons: Sequence[BesidePaper]) -> _Fitted:
     rows = tuple(comparison_cells(item) for item in comparisons[:MOST_COMPARISONS])
     return _Fitted(Panel("", COMPARISON_COLUMNS, rows, emphasis=(1,)))
 
@@ -475,10 +474,15 @@ def reproduce_and_write(
         outcome = reproduce(name, settings)
         show(outcome)
         made_on = machines(settings.out, settings.used)
-        provenance = Provenance.of_this_run(settings.device, settings.seed, command, made_on)
+        provenance = Provenance.of_this_run(settings.device, settings.seed, command or command_line(), made_on)
         write_outcome(outcome, provenance, settings.out)
         page = write_page(settings.out, NAMES)
     return page
+
+
+def command_line() -> str:
+    """What was typed to start this process."""
+    return shlex.join(["python", "-m", "reproduction", *sys.argv[1:]])
 
 
 def require_installed(names: Sequence[str]) -> None:

@@ -1,24 +1,47 @@
-"""Shared fixtures: reference digits, a generator, and where the development data is."""
+"""Shared fixtures: reference digits, a generator, where the development data is, a Ray; and what can be collected."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
 
-settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=60)
-settings.load_profile("seeded")
-
 ROOT = Path(__file__).parent.parent
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
+
+
+MISSING = [package for package in ("cyclopts", "hypothesis", "PIL", "rich", "scipy") if not _is_there(package)]
+"""Of what `pip install netmoments[all,test]` brings; a machine lent for its GPU may have little more than torch."""
+
+if "hypothesis" not in MISSING:
+    from hypothesis import settings
+
+    settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=60)
+    settings.load_profile("seeded")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Where packages are missing, only files with tests for a GPU are collected: they need torch, numpy, safetensors."""
+    if MISSING and collection_path.suffix == ".py" and "mark.gpu" not in collection_path.read_text():
+        return True
+    return None
 
 
 class Reference(NamedTuple):
@@ -42,11 +65,7 @@ class Reference(NamedTuple):
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    folder = os.environ.get("NETMOMENTS_REFERENCE")
-    path = (Path(folder) if folder else ROOT.parent / "shared" / "reference") / "relu_covariance.csv"
-    if not path.exists():
-        pytest.skip(f"no reference values at {path}; set NETMOMENTS_REFERENCE to their folder")
-    with path.open() as file:
+    with (ROOT / "tests" / "reference" / "relu_covariance.csv").open() as file:
         rows = list(csv.DictReader(file))
     places = [
         torch.tensor([float.fromhex(row[name]) for row in rows], dtype=torch.float64)
@@ -72,14 +91,14 @@ def data_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def mnist(data_dir) -> Path:
+def mnist(data_dir: Path) -> Path:
     if not (data_dir / "mnist").is_dir():
         pytest.skip(f"no mnist in {data_dir}")
     return data_dir / "mnist"
 
 
 @pytest.fixture(scope="session")
-def fer2013_npz(data_dir, tmp_path_factory) -> Path:
+def fer2013_npz(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if (data_dir / "fer2013" / "fer2013.npz").exists():
         return data_dir / "fer2013" / "fer2013.npz"
     unpack = data_dir / "fer2013" / "unpack.py"
@@ -90,9 +109,9 @@ def fer2013_npz(data_dir, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def two_workers():
-    """A Ray of two workers on this machine."""
+@pytest.fixture(scope="session")
+def two_workers() -> Iterator[ModuleType]:
+    """A Ray of two workers on this machine, one for all tests: it takes seconds to start."""
     ray = pytest.importorskip("ray", reason="ray is not installed")
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -1,4 +1,4 @@
-"""Small networks in eval mode, each with something that makes cutting it at a ReLU harder than it looks."""
+"""Small networks in eval mode, each with something that makes it harder than it looks; and a plain one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.network.zoo import LeNet
 
 
@@ -213,3 +214,17 @@ def seeded(factory: Callable[[], nn.Module], dtype: torch.dtype = torch.float64,
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return factory().to(dtype).eval()
+
+
+def random_network(
+    inputs: int, units: int, outputs: int, seed: int, dtype: torch.dtype = torch.float64
+) -> AffineReluAffine:
+    """An (Affine, ReLU, Affine) of normal weights, whose pre-activations and outputs have variances about 1."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, generator=generator)
+
+    return AffineReluAffine(
+        normal(units, inputs) / inputs**0.5, normal(units), normal(outputs, units) / units**0.5, normal(outputs)
+    )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
 import netmoments as nm
-from reproduction.engine import random_network
 from tests.closeness import assert_close, assert_within_standard_errors
-from tests.test_gaussian import KINDS, SIZE, structures
+from tests.gaussians import KINDS, SIZE, structures
+from tests.networks import random_network
 
 
 def dense_covariance(network: nm.AffineReluAffine, noise: nm.Gaussian) -> Tensor:
@@ -340,3 +342,63 @@ def test_noise_levels_as_a_batch():
         assert_close(covariance[i], network.covariance(alone), rtol=1e-10, atol=1e-12 * float(expected.max().detach()))
         assert_close(by_level[i], one_level, rtol=1e-10)
         assert_close(by_mean[i], one_mean, rtol=1e-9, atol=1e-12 * float(expected.max().detach()))
+
+
+F32 = torch.zeros(3)
+NETWORK = nm.AffineReluAffine(torch.ones(4, 3), torch.zeros(4), torch.ones(2, 4), torch.zeros(2))
+
+
+def network(A=(4, 3), c1=(4,), B=(2, 4), c2=(2,)) -> nm.AffineReluAffine:
+    parts = (A, c1, B, c2)
+    return nm.AffineReluAffine(*(x if isinstance(x, torch.Tensor) else torch.ones(x) for x in parts))
+
+
+BAD = {
+    "A is a vector": (lambda: network(A=(4,)), ValueError, r"A must have shape \(\.\.\., p, n\)"),
+    "no rows": (lambda: network(A=(0, 3), c1=(0,), B=(2, 0)), ValueError, "p, n ≥ 1"),
+    "c1": (lambda: network(c1=(3,)), ValueError, r"c1 must have shape \(\.\.\., 4\)"),
+    "B and A": (lambda: network(B=(2, 5)), ValueError, r"B must have shape \(\.\.\., d, 4\).*A has shape \(4, 3\)"),
+    "c2": (lambda: network(c2=(3,)), ValueError, r"c2 must have shape \(\.\.\., 2\)"),
+    "batches": (lambda: network(A=(5, 4, 3), B=(6, 2, 4)), ValueError, r"A \(5,\).*B \(6,\)"),
+    "weights' dtype": (lambda: network(B=torch.ones(2, 4).double()), TypeError, "A and B must have one dtype"),
+    "integer weights": (
+        lambda: network(A=torch.ones(4, 3, dtype=torch.int64)),
+        TypeError,
+        "A must be float32 or float64",
+    ),
+    "nan weights": (
+        lambda: network(B=torch.full((2, 4), math.nan)),
+        ValueError,
+        "AffineReluAffine: B must be finite, got 8 NaN",
+    ),
+    "infinite offset": (lambda: network(c2=torch.full((2,), math.inf)), ValueError, "c2 must be finite"),
+    "noise is a tensor": (lambda: NETWORK.mean(F32), TypeError, "noise must be a netmoments.Gaussian"),
+    "noise size": (
+        lambda: NETWORK.mean(nm.Gaussian(torch.zeros(5), std=1.0)),
+        ValueError,
+        r"A must have shape \(\.\.\., p, 5\).*got .*\(4, 3\)",
+    ),
+    "image noise size": (
+        lambda: NETWORK.mean(nm.Gaussian(torch.zeros(1, 2, 2), std=1.0)),
+        ValueError,
+        r"event shape \(1, 2, 2\)",
+    ),
+    "noise dtype": (
+        lambda: NETWORK.variance(nm.Gaussian(F32.double(), std=1.0)),
+        TypeError,
+        r"noise\.to\(torch\.float32\)",
+    ),
+    "noise batch": (
+        lambda: network(A=(5, 4, 3)).covariance(nm.Gaussian(torch.zeros(2, 3), std=1.0)),
+        ValueError,
+        "broadcast",
+    ),
+    "calling with other sizes": (lambda: NETWORK(torch.ones(5)), ValueError, r"x must have shape \(\.\.\., 3\)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        call()

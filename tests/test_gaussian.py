@@ -2,95 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 import netmoments as nm
 from tests.closeness import assert_close
-
-SIZE = 6
-
-
-def structures(batch: tuple[int, ...] = ()) -> dict[str, nm.Gaussian]:
-    """One of each kind, with a batch if asked; the zero variances and the missing rank are on purpose."""
-    generator = torch.Generator().manual_seed(3)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*batch, *shape, dtype=torch.float64, generator=generator)
-
-    mean, factor = normal(SIZE), normal(SIZE, 2)
-    variances = normal(SIZE).square()
-    variances[..., 2] = 0
-    square = factor @ factor.mT
-    square = 0.5 * (square + square.mT)
-    covariances = {
-        "isotropic": 0.3,
-        "diagonal": nm.Diagonal(variances),
-        "low rank": nm.LowRank(factor),
-        "low rank plus number": nm.LowRank(factor, 0.2),
-        "low rank plus diagonal": nm.LowRank(factor, variances),
-        "dense": nm.Dense(square + torch.diag_embed(variances)),
-        "dense and singular": nm.Dense(square),
-        "certain": 0.0,
-    }
-    return {name: nm.Gaussian(mean, covariance, event_ndim=1) for name, covariance in covariances.items()}
-
-
-KINDS = list(structures())
-
-
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_structure_equals_its_dense_twin(kind, batch):
-    noise = structures(batch)[kind]
-    dense = noise.covariance.dense()
-    assert_close(
-        noise.covariance.variances(),
-        dense.diagonal(dim1=-2, dim2=-1).expand(noise.covariance.variances().shape),
-        atol=1e-15,
-    )
-    for rows in (4, 9):
-        A = torch.randn(rows, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
-        pushed = A @ dense @ A.mT
-        assert_close(noise.covariance.times(A), A @ dense, atol=1e-14)
-        assert_close(noise.covariance.push(A), pushed, atol=1e-13)
-        assert_close(noise.covariance.push_diagonal(A), pushed.diagonal(dim1=-2, dim2=-1), atol=1e-13)
-        left, right, scale = noise.covariance.factors(A)
-        assert_close(left @ right.mT * (1 if scale is None else scale), pushed, atol=1e-13)
-        image = noise.affine(A, torch.ones(rows, dtype=torch.float64))
-        assert_close(image.covariance.dense(), pushed, atol=1e-13)
-        assert_close(image.mean, noise.mean @ A.mT + 1, atol=1e-14)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_samples_have_the_mean_and_the_covariance(kind):
-    noise = structures((2,))[kind]
-    samples = noise.sample(200_000, generator=torch.Generator().manual_seed(0))
-    assert samples.shape == (200_000, 2, SIZE)
-    for i in range(2):
-        x = samples[:, i]
-        dense = noise.covariance.dense()
-        dense = dense if dense.dim() == 2 else dense[i]
-        spread = (dense.diagonal().outer(dense.diagonal()) + dense**2) / len(x)
-        assert ((x.mean(0) - noise.mean[i]).abs() <= 5 * (dense.diagonal() / len(x)).sqrt() + 1e-12).all()
-        assert ((torch.cov(x.T) - dense).abs() <= 5 * spread.sqrt() + 1e-12).all()
-
-
-def test_isotropic_noise_stays_small():
-    """σ²I of a million coordinates: no n×n, not even an n."""
-    noise = nm.Gaussian(torch.zeros(10**6), std=0.1)
-    assert isinstance(noise.covariance, nm.Isotropic)
-    assert noise.covariance.variance.numel() == 1
-    A = torch.ones(2, 10**6)
-    assert_close(noise.affine(A).covariance.dense(), torch.full((2, 2), 1e4), rtol=1e-5)
-
-
-def test_a_tall_map_of_small_noise_stays_low_rank():
-    noise = nm.Gaussian(torch.zeros(3), std=0.1)
-    image = noise.affine(torch.ones(50_000, 3))
-    assert isinstance(image.covariance, nm.LowRank)
-    assert image.covariance.factor.shape == (50_000, 3)
 
 
 @pytest.mark.parametrize(
@@ -191,13 +110,150 @@ def test_computed_covariances_are_accepted(dtype):
     )
 
 
-def test_a_learnable_number_as_low_rank_diagonal():
-    diagonal = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
-    noise = nm.Gaussian(
-        torch.zeros(3, dtype=torch.float64), nm.LowRank(torch.ones(3, 1, dtype=torch.float64), diagonal)
-    )
-    (gradient,) = torch.autograd.grad(noise.variance.sum(), diagonal)
-    assert gradient.item() == 3
-    assert (
-        nm.Gaussian(torch.zeros(3, dtype=torch.float64), nm.LowRank(torch.ones(3, 1).double(), 1e39)).variance[0] > 1e38
-    )
+F32, EYE = torch.zeros(3), torch.eye(3)
+NOISE = nm.Gaussian(F32, std=1.0)
+BAD = {
+    # values
+    "nan mean": (
+        lambda: nm.Gaussian(torch.tensor([0.0, math.nan]), std=1.0),
+        ValueError,
+        r"mean must be finite, got 1 NaN",
+    ),
+    "infinite mean": (lambda: nm.Gaussian(torch.tensor([math.inf]), std=1.0), ValueError, "mean must be finite"),
+    "nan number": (lambda: nm.Gaussian(F32, math.nan), ValueError, "variance must be finite"),
+    "infinite std": (lambda: nm.Gaussian(F32, std=math.inf), ValueError, "std must be finite"),
+    "negative variance": (lambda: nm.Gaussian(F32, -0.1), ValueError, r"variance must be ≥ 0 everywhere, got .* -0\.1"),
+    "negative std": (lambda: nm.Gaussian(F32, std=-0.1), ValueError, r"std must be ≥ 0 everywhere, got .* -0\.1"),
+    "negative diagonal": (
+        lambda: nm.Gaussian(F32, torch.tensor([1.0, -2.0, 1.0])),
+        ValueError,
+        r"variance must be ≥ 0.* -2",
+    ),
+    "nan covariance": (lambda: nm.Gaussian(F32, torch.full((3, 3), math.nan)), ValueError, "covariance must be finite"),
+    "asymmetric": (
+        lambda: nm.Gaussian(F32, EYE + torch.tensor([[0, 0.1, 0]] * 3).triu(1)),
+        ValueError,
+        r"symmetric, got .*0\.1",
+    ),
+    "indefinite": (
+        lambda: nm.Gaussian(F32, torch.tensor([[1.0, 2, 0], [2, 1, 0], [0, 0, 1]])),
+        ValueError,
+        "positive semidefinite, got a smallest eigenvalue of -1",
+    ),
+    "indefinite in a batch": (
+        lambda: nm.Gaussian(torch.zeros(2, 3), torch.stack([EYE, EYE - 0.5])),
+        ValueError,
+        "positive semidefinite",
+    ),
+    "negative on the diagonal": (lambda: nm.Gaussian(F32, -EYE), ValueError, "variances ≥ 0 on its diagonal, got -1"),
+    "nan factor": (
+        lambda: nm.Gaussian(F32, nm.LowRank(torch.full((3, 1), math.nan))),
+        ValueError,
+        "factor must be finite",
+    ),
+    "negative low-rank diagonal": (
+        lambda: nm.Gaussian(F32, nm.LowRank(torch.ones(3, 1), -1.0)),
+        ValueError,
+        "diagonal must be ≥ 0",
+    ),
+    # shapes and types
+    "no covariance": (lambda: nm.Gaussian(F32), ValueError, "either covariance= .* or std= .*, got neither"),
+    "covariance and std": (lambda: nm.Gaussian(F32, 1.0, std=1.0), ValueError, "got both"),
+    "scalar mean": (lambda: nm.Gaussian(torch.tensor(1.0), std=1.0), ValueError, "0 dimensions"),
+    "empty mean": (lambda: nm.Gaussian(torch.zeros(0), std=1.0), ValueError, "at least one coordinate"),
+    "list mean": (
+        lambda: nm.Gaussian([0.0, 1.0], std=1.0),
+        TypeError,
+        r"mean must be a torch tensor, got a list.*as_tensor",
+    ),
+    "integer mean": (
+        lambda: nm.Gaussian(torch.zeros(3, dtype=torch.int64), std=1.0),
+        TypeError,
+        r"got a int64 tensor .*\.float\(\)",
+    ),
+    "half mean": (lambda: nm.Gaussian(torch.zeros(3).half(), std=1.0), TypeError, "float32 or float64, got a float16"),
+    "mixed dtype": (lambda: nm.Gaussian(F32, EYE.double()), TypeError, "mean and covariance must have one dtype"),
+    "mixed dtype std": (
+        lambda: nm.Gaussian(F32, std=torch.ones(3).double()),
+        TypeError,
+        "mean and std must have one dtype",
+    ),
+    "mixed device": (
+        lambda: nm.Gaussian(F32, torch.eye(3, device="meta")),
+        ValueError,
+        "mean and covariance must be on one device",
+    ),
+    "wrong diagonal": (lambda: nm.Gaussian(F32, torch.ones(4)), ValueError, r"variances of shape \(3,\).*got .*\(4,\)"),
+    "wrong dense": (
+        lambda: nm.Gaussian(F32, torch.eye(4)),
+        ValueError,
+        r"dense matrix of shape \(3, 3\).*got .*\(4, 4\)",
+    ),
+    "dense std": (lambda: nm.Gaussian(F32, std=EYE), ValueError, "a dense matrix is a covariance="),
+    "structure as std": (lambda: nm.Gaussian(F32, std=nm.Dense(EYE)), TypeError, "pass it as covariance="),
+    "wrong factor": (
+        lambda: nm.Gaussian(F32, nm.LowRank(torch.ones(4, 2))),
+        ValueError,
+        r"factor must have shape \(\.\.\., 3, r\)",
+    ),
+    "wrong low-rank diagonal": (
+        lambda: nm.Gaussian(F32, nm.LowRank(torch.ones(3, 2), torch.ones(2))),
+        ValueError,
+        "LowRank diagonal must have shape",
+    ),
+    "wrong batch": (
+        lambda: nm.Gaussian(torch.zeros(2, 3), nm.Dense(EYE.expand(4, 3, 3))),
+        ValueError,
+        r"batch shape must be \(2,\) or \(\)",
+    ),
+    "not square": (lambda: nm.Gaussian(F32, nm.Dense(torch.ones(3, 2))), ValueError, "square matrix"),
+    "text covariance": (
+        lambda: nm.Gaussian(F32, "isotropic"),
+        TypeError,
+        "covariance must be a torch tensor, got a str",
+    ),
+    "event_ndim": (lambda: nm.Gaussian(F32, std=1.0, event_ndim=2), ValueError, "event_ndim must be between 1 and"),
+    "sample count": (lambda: NOISE.sample(0), ValueError, "count must be a positive integer, got 0"),
+    "low-rank variance that overflows": (
+        lambda: nm.Gaussian(F32, nm.LowRank(torch.full((3, 1), 1e30))),
+        ValueError,
+        "variance must be finite",
+    ),
+    "empty batch": (lambda: nm.Gaussian(torch.zeros(0, 3), std=1.0), ValueError, "no empty batch"),
+    "std too small": (lambda: nm.Gaussian(F32, std=1e-25), ValueError, "std is too small or too large for its square"),
+    "std too large": (lambda: nm.Gaussian(F32, std=1e25), ValueError, "std is too small or too large for its square"),
+    "isotropic of another dtype": (
+        lambda: nm.Gaussian(F32, nm.Isotropic(torch.tensor(1.0, dtype=torch.float64), 3)),
+        TypeError,
+        "mean and variance must have one dtype",
+    ),
+    "isotropic of a number": (
+        lambda: nm.Gaussian(F32, nm.Isotropic(0.1, 3)),
+        TypeError,
+        "variance must be a torch tensor",
+    ),
+    "low-rank number of another dtype": (
+        lambda: nm.Gaussian(F32, nm.LowRank(torch.ones(3, 1), torch.tensor(0.2, dtype=torch.float64))),
+        TypeError,
+        "mean and diagonal must have one dtype",
+    ),
+    "affine nan": (lambda: NOISE.affine(torch.full((2, 3), math.nan)), ValueError, "matrix must be finite"),
+    "affine dtypes": (lambda: NOISE.affine(torch.ones(2, 3), torch.ones(2).double()), TypeError, "must have one dtype"),
+    "conversion that overflows": (
+        lambda: nm.Gaussian(F32.double() + 1e300, std=1.0).to(torch.float32),
+        ValueError,
+        "Gaussian.to: mean must be finite",
+    ),
+    "offset": (
+        lambda: NOISE.affine(torch.ones(2, 3), torch.ones(3)),
+        ValueError,
+        r"offset must have shape \(\.\.\., 2\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        call()

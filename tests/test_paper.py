@@ -14,13 +14,22 @@ from torch import Tensor
 
 import netmoments as nm
 from netmoments import paper
-from reproduction.engine import random_network
-from reproduction.grid_errors import cross_moment
 from tests.closeness import assert_close
+from tests.networks import random_network
 
 
 def scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
+
+
+def cross_moment(mu1: Tensor, mu2: Tensor, sigma1: Tensor, sigma2: Tensor, rho: Tensor) -> Tensor:
+    """E[max(x₁,0) max(x₂,0)] by the exact kernel, for tensors of one shape (pairs,)."""
+    mean, std = torch.stack([mu1, mu2], -1), torch.stack([sigma1, sigma2], -1)
+    correlation = torch.stack(
+        [torch.stack([torch.ones_like(rho), rho], -1), torch.stack([rho, torch.ones_like(rho)], -1)], -2
+    )
+    covariance = nm.relu_covariance(mean, correlation * std.unsqueeze(-1) * std.unsqueeze(-2))[:, 0, 1]
+    return covariance + nm.relu_mean(mean, std).prod(-1)
 
 
 def test_remark_1():
@@ -149,18 +158,6 @@ def test_the_general_variance_by_the_series():
     assert float(nm.relative_difference(five, network.variance(noise)).max()) > 1e-9
 
 
-def test_figure_2_on_the_papers_grid():
-    """The figures of the design guide: 20 terms are 5.7e-3 off, five 4e-2; the kernel is exact to rounding."""
-    from reproduction import figure_2
-
-    result = figure_2.run()
-    errors = {row.terms: row.largest for row in result.series}
-    assert result.points == 441_000
-    assert errors[20] == pytest.approx(5.7e-3, rel=0.02)
-    assert errors[5] == pytest.approx(4.2e-2, rel=0.02)
-    assert result.kernel < 2e-15
-
-
 def test_series_by_pairs_is_the_series_but_for_rounding():
     network, noise = random_network(40, 25, 3, seed=5), nm.Gaussian(torch.ones(40, dtype=torch.float64), std=0.5)
     assert_close(
@@ -179,3 +176,37 @@ def test_old_variance_as_the_authors_ran_it():
     mixed = torch.diagonal_scatter(pairs, own, dim1=-2, dim2=-1)
     expected = (network.B @ mixed * network.B).sum(-1)
     assert_close(paper.variance_zero_mean_pairs(network, noise), expected, rtol=1e-11)
+
+
+F32, EYE = torch.zeros(3), torch.eye(3)
+NETWORK = nm.AffineReluAffine(torch.ones(4, 3), torch.zeros(4), torch.ones(2, 4), torch.zeros(2))
+BAD = {
+    "series with zero sigma": (
+        lambda: nm.paper.relu_cross_moment_series(F32, F32, F32, F32, F32),
+        ValueError,
+        "sigma1 and sigma2 must be > 0",
+    ),
+    "series with |rho| > 1": (
+        lambda: nm.paper.relu_cross_moment_series(F32, F32, F32 + 1, F32 + 1, F32 + 2),
+        ValueError,
+        "rho must be within",
+    ),
+    "the paper without noise": (
+        lambda: nm.paper.expected_output(NETWORK, nm.Gaussian(F32, std=0.0)),
+        ValueError,
+        "divide by the standard deviation",
+    ),
+    "no terms": (
+        lambda: nm.paper.relu_cross_moment_series(F32, F32, F32, F32, F32, terms=0),
+        ValueError,
+        "terms must be a positive integer, got 0",
+    ),
+    "odd Price": (lambda: nm.paper.price_theorem_sides(torch.add, F32, EYE), ValueError, "p even"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        call()

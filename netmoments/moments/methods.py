@@ -400,8 +400,7 @@ def _chosen_scores(request: Request, indices: Tensor) -> Callable[[Tensor], Tens
 def _linearizations(request: Request, indices: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
     """Scores (·, k) and Jacobians (·, k, n) at the means, some at a time, with the entries they are for."""
     model, noise = request.model, request.flat
-    model.require_derivatives()
-    model.warn_of_smooth()
+    model.require_linearizable()
     itemsize, budget = noise.dtype.itemsize, request.memory_budget
     together = points_at_once(noise.device, model.largest, itemsize, budget)
     together = min(together, request.fitting(indices.shape[1] * noise.size * itemsize))

@@ -15,15 +15,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
-from netmoments.checks import describe, require_float_tensor
+from netmoments.checks import require_float_tensor
 from netmoments.network.graph import NetworkGraph, traced_graph
 from netmoments.network.relu_calls import Relu, Trace, find_relu
-from netmoments.network.replica import operations_of
 from netmoments.network.validate import as_network, examined, require_inputs
+from netmoments.precision import full_precision
 
 Found = TypeVar("Found")
-Versions = tuple[tuple[int, int], ...]
 
 _lock = threading.RLock()
 """Held while a network is looked at or traced, so that threads with one network do it once."""
@@ -34,7 +36,10 @@ class _Made(NamedTuple):
 
     value: Any
     weights: Tensor
-    versions: Versions
+    places: list[int]
+    """Where the weights lie."""
+    versions: list[int]
+    """How often torch knows them to have changed: not by way of `.data`, nor in inference mode."""
 
 
 @dataclass(eq=False)
@@ -61,9 +66,9 @@ def network_of(network: Any, caller: str) -> nn.Module:
 class NetworkModel:
     """A network, looked at with an example of its input; it can be passed wherever a network can.
 
-    The first use with inputs of a shape looks at the network (is it a function of each image by itself? which ReLUs does
-    it call?), and, for methods that go layer by layer, records its graph. Both are kept as long as the network lives, so
-    passing the network itself costs no more; a `NetworkModel` says so in the code, and shows what was found.
+    The first use with inputs of a shape looks at the network (is it a function of each image by itself? which ReLUs
+    does it call?), and, for methods that go layer by layer, records its graph. Both are kept as long as the network
+    lives, so passing the network itself costs no more; a `NetworkModel` shows what was found.
 
     The network is never changed. What is known is checked at every use against what the network does now: weights,
     attributes, replaced modules, flags may change between calls.
@@ -77,6 +82,16 @@ class NetworkModel:
     (2, ['1'])
     """
 
+    network: nn.Module
+    image: Tensor
+    """An example of the input, (1, ...)."""
+    relus: tuple[Relu, ...]
+    """Every ReLU call in order, with its name, shape and size."""
+    outputs: int
+    """How many scores the network has."""
+    largest: int
+    """Elements of the largest tensor that any call returns, for one image."""
+
     def __init__(self, network: Any, example: Tensor) -> None:
         caller = "NetworkModel"
         example = require_float_tensor(caller, "example", example)
@@ -84,7 +99,8 @@ class NetworkModel:
         readings = {1: [one], 2: [batch, one], 3: [one, batch]}.get(example.dim(), [batch])
         for reading in readings:
             try:
-                return self._look_at(network_of(network, caller), reading, caller)
+                vars(self).update(vars(NetworkModel.of(network, reading, caller)))
+                return
             except ValueError:  # the network's first run says how the example is meant
                 if reading is readings[-1]:
                     raise
@@ -93,51 +109,43 @@ class NetworkModel:
     def of(cls, network: Any, inputs: Tensor, caller: str) -> NetworkModel:
         """The model of a network, or of a model's network, for a batch (N, ...) of inputs; errors name the caller."""
         model = cls.__new__(cls)
-        model._look_at(network_of(network, caller), inputs, caller)
+        model.network = as_network(network.network if isinstance(network, NetworkModel) else network, caller)
+        require_inputs(model.network, inputs, caller)
+        model.image, model._caller = inputs[:1].detach(), caller
+        model._learn()
         return model
 
-    def _look_at(self, network: nn.Module, inputs: Tensor, caller: str) -> None:
-        require_inputs(network, inputs, caller)
-        self.network = network
-        self.image = inputs[:1].detach()
-        """An example of the input, (1, ...)."""
-        self._caller = caller
-        self._knowledge = self._known_or_found()
-
-    @property
-    def relus(self) -> tuple[Relu, ...]:
-        """Every ReLU call in order, with its name, shape and size."""
-        return self._knowledge.trace.relus
-
-    @property
-    def outputs(self) -> int:
-        """How many scores the network has."""
-        return self._knowledge.trace.output.shape[1]
-
-    @property
-    def largest(self) -> int:
-        """Elements of the largest tensor that any call returns, for one image."""
-        return self._knowledge.trace.largest
+    def _learn(self) -> None:
+        """What is known of the network for such inputs, or is found now."""
+        key = self.image.shape, self.image.dtype, self.image.device
+        with _lock:
+            every = _known.setdefault(self.network, {})
+            if key not in every:
+                trace = examined(self.network, self.image, self._caller)
+                every[key] = _Knowledge(trace, operations_of(self.network, self.image))
+            self._knowledge = every[key]
+        trace = self._knowledge.trace
+        self.relus, self.outputs, self.largest = trace.relus, trace.output.shape[1], trace.largest
 
     def relu(self, layer: int | str) -> Relu:
         """The ReLU that `layer` names: a number counted from either end, or a name."""
         return find_relu(self.relus, layer)
 
-    def require_derivatives(self) -> None:
-        """A network that changes with its input but has no derivative there cannot be linearized."""
-        if not self._knowledge.trace.differentiable:
+    def require_linearizable(self) -> None:
+        """An error if the network changes with its input but has no derivative there; a warning of smooth functions.
+
+        The warning names the smooth functions that are linearized at a point, once a network.
+        """
+        trace = self._knowledge.trace
+        if not trace.differentiable:
             raise ValueError(
                 f"{self._caller}: the network's scores change with the input but their derivative is zero or missing: "
                 f"forward is under torch.no_grad(), detaches the input, or rounds it; take that out, or use sampling"
             )
-
-    def warn_of_smooth(self) -> None:
-        """A warning that names the smooth functions that will be linearized, once a network."""
-        smooth = self._knowledge.trace.smooth
-        if smooth and not any(known.warned for known in _known.get(self.network, {}).values()):
+        if trace.smooth and not any(known.warned for known in _known[self.network].values()):
             self._knowledge.warned = True
             warnings.warn(
-                f"{self._caller}: the network calls {', '.join(smooth)}, which is smooth and not piecewise "
+                f"{self._caller}: the network calls {', '.join(trace.smooth)}, which is smooth and not piecewise "
                 f"linear; it is linearized at the given point like everything but the chosen ReLU",
                 stacklevel=4,
             )
@@ -158,17 +166,20 @@ class NetworkModel:
         """
         if torch.is_grad_enabled():
             return make()
+        tensors = [*self.network.parameters(), *self.network.buffers()]
+        places = [x.data_ptr() for x in tensors]
+        versions = [0 if x.is_inference() else x._version for x in tensors]
         with _lock:
-            found, versions = self._knowledge.made.get(key), self._versions()
-            if found is None or [place for place, _ in found.versions] != [place for place, _ in versions]:
-                found = _Made(make(), self._weights(), versions)
+            found = self._knowledge.made.get(key)
+            if found is None or found.places != places:
+                found = _Made(make(), self._weights(), places, versions)
             elif found.versions != versions:
                 weights = self._weights()
                 same = torch.equal(found.weights, weights)
-                found = _Made(found.value if same else make(), weights, versions)
+                found = _Made(found.value if same else make(), weights, places, versions)
             self._knowledge.made[key] = found
-            value: Found = found.value
-            return value
+        value: Found = found.value
+        return value
 
     def answer(self, compute: Callable[[], Found]) -> Found:
         """`compute()` from what is known, and once more if the network turns out to have changed since.
@@ -178,55 +189,40 @@ class NetworkModel:
         try:
             found = compute()
         except Exception:
-            if not self._renewed():
+            if not self.renewed():
                 raise
         else:
-            if not self._renewed():
+            if not self.renewed():
                 return found
         return compute()
 
     def refreshed(self) -> NetworkModel:
         """Itself, once what is known has been checked: for what does not go through `answer`."""
-        self._renewed()
+        self.renewed()
         return self
 
-    def _renewed(self) -> bool:
+    def renewed(self) -> bool:
         """Whether something that is known was out of date; it is found anew then."""
         known = self._knowledge
         if known.operations != operations_of(self.network, self.image):
             with _lock:
-                _known.get(self.network, {}).pop(self._key(), None)
-            self._knowledge = self._known_or_found()
+                every = _known[self.network]
+                for key in [key for key, value in every.items() if value is known]:
+                    del every[key]
+            self._learn()
             return True
         if known.made:
             weights = self._weights()
-            if not all(torch.equal(made.weights, weights) for made in known.made.values()):
-                known.made.clear()
-                return True
+            with _lock:
+                if not all(torch.equal(made.weights, weights) for made in known.made.values()):
+                    known.made.clear()
+                    return True
         return False
-
-    def _known_or_found(self) -> _Knowledge:
-        with _lock:
-            every, key = _known.setdefault(self.network, {}), self._key()
-            if key not in every:
-                trace = examined(self.network, self.image, self._caller)
-                every[key] = _Knowledge(trace, operations_of(self.network, self.image))
-            return every[key]
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.image.shape, self.image.dtype, self.image.device
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return (*self.network.parameters(), *self.network.buffers())
 
     def _weights(self) -> Tensor:
         """A copy of all parameters and buffers, end to end."""
-        given = [x.detach().flatten() for x in self._tensors()]
+        given = [x.detach().flatten() for x in (*self.network.parameters(), *self.network.buffers())]
         return torch.cat(given) if given else torch.zeros(0)
-
-    def _versions(self) -> Versions:
-        """Where they lie, and how often torch knows them to have changed: not by way of `.data`, nor in inference mode."""
-        return tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in self._tensors())
 
     def __repr__(self) -> str:
         return (
@@ -242,6 +238,67 @@ def relus(network: Any, example: Tensor) -> tuple[Relu, ...]:
     >>> relus(network, torch.zeros(1, 3))
     (Relu(index=0, name='1', shape=torch.Size([4])),)
     """
-    if not isinstance(example, Tensor):
-        raise TypeError(f"relus: example must be a batch (N, ...) of inputs, got {describe(example)}")
+    example = require_float_tensor("relus", "example", example)
     return NetworkModel.of(network, example, "relus").refreshed().relus
+
+
+class _Constant:
+    """A tensor that a run used but neither made nor found among the network's parameters and buffers."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value.detach().clone()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Constant) or self.value.shape != other.value.shape:
+            return False
+        same = self.value.dtype == other.value.dtype and self.value.device == other.value.device
+        return same and torch.equal(self.value.nan_to_num(), other.value.nan_to_num())
+
+    def __hash__(self) -> int:
+        return hash(self.value.shape)
+
+
+class _Recorder(TorchDispatchMode):
+    """Every operation of a run with its arguments: numbers as they are, tensors by where they come from."""
+
+    operations: list[tuple[Any, ...]]
+    known: WeakIdKeyDictionary
+    """Tensors of the network by their place, the input, and what operations have made by their number."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.operations.append((func, *map(self._described, (*args, *kwargs.items()))))
+        result = func(*args, **kwargs)
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made not in self.known:
+                self.known[made] = len(self.operations)
+        return result
+
+    def _described(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            found = self.known.get(argument)
+            return _Constant(argument) if found is None else (found, argument.shape)
+        if isinstance(argument, list | tuple):
+            return tuple(map(self._described, argument))
+        if isinstance(argument, float) and argument != argument:
+            return "nan"
+        return argument
+
+
+def operations_of(network: nn.Module, image: Tensor) -> list[tuple[Any, ...]]:
+    """What a run on one image does, operation by operation: two lists are equal if the network is the same function.
+
+    The values of parameters and buffers do not count, which of them are used does; so do all numbers and other tensors
+    that enter, wherever the network keeps them.
+    """
+    with torch.inference_mode(False), torch.no_grad(), full_precision(), torch.random.fork_rng(devices=[]):
+        x = image.detach().clone()
+        recorder = _Recorder()
+        recorder.operations, recorder.known = [], WeakIdKeyDictionary()
+        for place, tensor in enumerate((x, *network.parameters(), *network.buffers())):
+            recorder.known[tensor] = -place
+        with recorder:
+            network(x)
+    return recorder.operations

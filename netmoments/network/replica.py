@@ -1,7 +1,7 @@
-"""A private twin of a network, and what a run of it does: how a network is looked into without being changed.
+"""A private twin of a network: how a network is looked into without being changed.
 
-Hooks are put on, tensors put in and operations recorded on the twin only, so that neither an error, nor an interrupt, nor
-another thread can leave the user's network in another state than it was in.
+Hooks are put on and tensors put in on the twin only, so that neither an error, nor an interrupt, nor another thread can
+leave the user's network in another state than it was in.
 """
 
 from __future__ import annotations
@@ -13,11 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
-
-from netmoments.precision import full_precision
 
 
 def replica(network: nn.Module) -> nn.Module:
@@ -116,65 +111,3 @@ class TensorSlots:
         """Have the twin run with these, by name."""
         for held, key, name in self._slots:
             held[key] = tensors[name]  # type: ignore[assignment]
-
-
-class _Constant:
-    """A tensor that a run used but neither made nor found among the network's parameters and buffers."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value.detach().clone()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Constant) or self.value.shape != other.value.shape:
-            return False
-        same = self.value.dtype == other.value.dtype and self.value.device == other.value.device
-        return same and torch.equal(self.value.nan_to_num(), other.value.nan_to_num())
-
-    def __hash__(self) -> int:
-        return hash(self.value.shape)
-
-
-class _Recorder(TorchDispatchMode):
-    """Every operation of a run with its arguments: numbers as they are, tensors by where they come from."""
-
-    def __init__(self, network: nn.Module, image: Tensor) -> None:
-        super().__init__()
-        self.operations: list[tuple[Any, ...]] = []
-        self._known = WeakIdKeyDictionary()
-        self._known[image] = "input"
-        for place, tensor in enumerate((*network.parameters(), *network.buffers())):
-            self._known[tensor] = place
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self.operations.append((func, *(self._described(x) for x in (*args, *kwargs.items()))))
-        result = func(*args, **kwargs)
-        for made in tree_leaves(result):
-            if isinstance(made, Tensor) and made not in self._known:
-                self._known[made] = len(self.operations)
-        return result
-
-    def _described(self, argument: Any) -> Any:
-        if isinstance(argument, Tensor):
-            found = self._known.get(argument)
-            return _Constant(argument) if found is None else (found, argument.shape)
-        if isinstance(argument, list | tuple):
-            return tuple(self._described(item) for item in argument)
-        if isinstance(argument, float) and argument != argument:
-            return "nan"
-        return argument
-
-
-def operations_of(network: nn.Module, image: Tensor) -> list[tuple[Any, ...]]:
-    """What a run on one image does, operation by operation: two lists are equal if the network is the same function.
-
-    The values of parameters and buffers do not count, which of them are used does; so do all numbers and other tensors
-    that enter, wherever the network keeps them.
-    """
-    with torch.inference_mode(False), torch.no_grad(), full_precision(), torch.random.fork_rng(devices=[]):
-        x = image.detach().clone()
-        with _Recorder(network, x) as recorder:
-            network(x)
-    return recorder.operations

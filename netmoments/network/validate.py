@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from netmoments.checks import describe, require_finite, require_float_tensor
+from netmoments.checks import describe, require_finite
 from netmoments.network.exported import ExportedNetwork, exported_network
 from netmoments.network.relu_calls import Trace, trace, with_batch_known
 from netmoments.network.replica import replica
@@ -32,12 +33,18 @@ def as_network(network: Any, caller: str) -> nn.Module:
             f"{caller}: a scripted network cannot be looked into; pass the module it was made from, or export that "
             f"with torch.export"
         )
-    if not isinstance(network, ExportedNetwork):
-        _require_eval(network, caller)
+    if any(map(_training, network.modules())):
+        _refuse_training(network, caller)
     return network
 
 
-def _require_eval(network: nn.Module, caller: str) -> None:
+_training = attrgetter("training")
+
+
+def _refuse_training(network: nn.Module, caller: str) -> None:
+    """An error that names what is in training mode, unless it is inside an exported program, which has no modes."""
+    if isinstance(network, ExportedNetwork):
+        return
     if network.training:
         raise ValueError(
             f"{caller}: the network is in training mode, where dropout and batch normalisation are random; call "
@@ -53,28 +60,28 @@ def _require_eval(network: nn.Module, caller: str) -> None:
         raise ValueError(f"{caller}: {', '.join(left_on[:4])} left in training mode; call network.eval()")
 
 
-def require_inputs(network: nn.Module, inputs: Any, caller: str) -> None:
+def require_inputs(network: nn.Module, inputs: Tensor, caller: str) -> None:
     """A batch (N, ...) of at least one image, of the dtype and on the device of the network."""
-    require_float_tensor(caller, "the input", inputs)
     if inputs.dim() < 2 or inputs.numel() == 0:
         raise ValueError(f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}")
-    _require_matching_dtype(network, inputs, caller)
-
-
-def require_derivatives(found: Trace, caller: str) -> None:
-    """A network that changes with its input but has no derivative there cannot be linearized."""
-    if not found.differentiable:
-        raise ValueError(
-            f"{caller}: the network's scores change with the input but their derivative is zero or missing: forward is "
-            f"under torch.no_grad(), detaches the input, or rounds it; take that out, or use sampling"
-        )
+    for name, parameter in network.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != inputs.dtype:
+            raise TypeError(
+                f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert one, e.g. "
+                f"network.to({inputs.dtype})"
+            )
+        if parameter.device != inputs.device:
+            raise ValueError(
+                f"{caller}: the network is on {parameter.device} ({name}) but the input on {inputs.device}; move one, "
+                f"e.g. input.to({str(parameter.device)!r})"
+            )
 
 
 def examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
     """The trace of a network on one image (1, ...), once it is known to be a function of each image by itself.
 
-    It is run on the image twice and on copies of it (is it deterministic?), on another image, and on both together (does
-    the batch matter?). All runs are those of a twin, and leave the random state as it was.
+    It is run on the image twice and on copies of it (is it deterministic?), on another image, and on both together
+    (does the batch matter?). All runs are those of a twin, and leave the random state as it was.
     """
     devices = [image.device] if image.device.type == "cuda" else []
     with torch.inference_mode(False), full_precision(), torch.random.fork_rng(devices=devices):
@@ -153,20 +160,6 @@ def _require_scores(output: Any, image: Tensor, caller: str) -> None:
             f"of shape {tuple(image.shape[1:])}; wrap it in a module that picks or flattens them"
         )
     require_finite(caller, "the network's output", output)
-
-
-def _require_matching_dtype(network: nn.Module, image: Tensor, caller: str) -> None:
-    for name, parameter in network.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype != image.dtype:
-            raise TypeError(
-                f"{caller}: the network is {parameter.dtype} ({name}) but the input {image.dtype}; convert one, e.g. "
-                f"network.to({image.dtype})"
-            )
-        if parameter.device != image.device:
-            raise ValueError(
-                f"{caller}: the network is on {parameter.device} ({name}) but the input on {image.device}; move one, "
-                f"e.g. input.to({str(parameter.device)!r})"
-            )
 
 
 def same_values(x: Tensor, y: Tensor) -> bool:

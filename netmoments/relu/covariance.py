@@ -13,6 +13,7 @@ from netmoments.checks import describe, require_broadcastable, require_float_ten
 from netmoments.memory import Scratch, scratch_budget, scratch_for
 from netmoments.normal import distribution
 from netmoments.precision import full_precision
+from netmoments.relu.bivariate import SMALL, nonlinear_matrix
 from netmoments.relu.marginal import unit_variance, variance_slopes
 from netmoments.relu.tiles import (
     Tile,
@@ -115,14 +116,17 @@ class _ReluCovariance(Function):
 
     @staticmethod
     def forward(mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Tensor:
-        if fused.available(mean):
+        if fused.ENABLED and fused.available(mean):
             return fused.relu_covariance(mean, variance, covariance, memory_budget)
-        images = max(x.shape[0] for x in (mean, variance, covariance))
+        images = max(len(mean), len(variance), len(covariance))
         units = units_of(mean, variance)
         gate = distribution(units.h)
         independent = gate.unsqueeze(-1) * gate.unsqueeze(-2)
         result = independent.mul_(covariance) if len(independent) == images else independent * covariance
-        _add_pairs(result, units, covariance, nonlinear_covariance, memory_budget)
+        if result.numel() <= SMALL:
+            result += nonlinear_matrix(units.h, units.s, covariance)
+        else:
+            _add_pairs(result, units, covariance, nonlinear_covariance, memory_budget)
         result.diagonal(dim1=1, dim2=2).copy_(variance * unit_variance(units.h))
         return result
 

@@ -11,6 +11,7 @@ from torch.autograd import Function
 
 from netmoments.memory import scratch_for
 from netmoments.precision import full_precision, matmul, row_products
+from netmoments.relu.bivariate import SMALL, nonlinear_matrix
 from netmoments.relu.covariance import flat_layer, flatten_batch, relu_covariance, unflatten_batch
 from netmoments.relu.tiles import (
     Chunk,
@@ -152,11 +153,16 @@ class _PairsForm(Function):
         diagonal: bool,
         memory_budget: int,
     ) -> Tensor:
-        if fused.available(mean):
+        if fused.ENABLED and fused.available(mean):
             form = fused_form.pairs_form_diagonal if diagonal else fused_form.pairs_form
             return form(mean, variance, left, right, weights, _live(weights), memory_budget)
-        images = max(x.shape[0] for x in (mean, variance, left, right, weights))
+        images = max(map(len, (mean, variance, left, right, weights)))
         units = units_of(mean, variance)
+        if images * mean.shape[1] ** 2 <= SMALL:
+            with full_precision():
+                product = nonlinear_matrix(units.h, units.s, left @ right.mT) @ weights.mT
+                found = (product * weights.mT).sum(1) if diagonal else weights @ product
+            return found.expand(images, *found.shape[1:]).clone() if len(found) < images else found
         outputs = weights.shape[1]
         result = mean.new_zeros(images, outputs) if diagonal else mean.new_zeros(images, outputs, outputs)
         elements = tile_elements(memory_budget, mean.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_broadcastable, require_count
 from netmoments.gaussian import Gaussian
-from netmoments.memory import piece_size
+from netmoments.memory import piece_bytes
 
 SMALLEST_BATCH = 16
 
@@ -109,5 +109,5 @@ def random_seed(seed: int, purpose: str, item: int) -> int:
 
 def _default_batch(noise: Gaussian, entries: torch.Size, samples: int) -> int:
     bytes_each = noise.size * noise.dtype.itemsize
-    inputs = max(SMALLEST_BATCH, piece_size("inputs", noise.device, bytes_each))
+    inputs = max(SMALLEST_BATCH, piece_bytes("inputs", noise.device) // bytes_each)
     return max(1, min(samples, inputs // entries.numel()))

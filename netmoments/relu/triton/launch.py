@@ -142,6 +142,10 @@ MOST_IMAGES = 65535
 """Images in one launch: CUDA's limit."""
 
 
+ENABLED = kernels.PRESENT
+"""Whether there is Triton at all."""
+
+
 def available(tensor: Tensor) -> bool:
     """Whether the kernels can be used for this tensor: Triton is installed, and the tensor on a CUDA device."""
     return kernels.PRESENT and (tensor.is_cuda or bool(kernels.INTERPRETED))

@@ -1,0 +1,218 @@
+"""What an experiment is: what it is told (`Settings`), what it found (`Outcome`), and the list of all of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from netmoments.report.words import Machine
+from netmoments.sweep.item import Engine, Finished, Sweep
+from netmoments.sweep.local import LocalEngine
+from netmoments.sweep.on_ray import RayEngine
+from netmoments.sweep.run import Results, Unfinished, run_sweep
+from netmoments.sweep.store import require_same
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MODULES = {
+    "figure-1": "figure_1",
+    "figure-2": "figure_2",
+    "table-1": "table_1",
+    "table-2": "table_2",
+    "seeds": "seeds",
+    "table-3": "table_3",
+    "table-4": "table_4",
+    "figure-3": "figure_3",
+    "figure-4": "figure_4",
+    "figure-5": "figure_5",
+    "figure-6": "figure_6",
+    "figure-7": "figure_7",
+    "table-5": "table_5",
+    "figure-8": "figure_8",
+    "figure-9": "figure_9",
+    "frontier": "frontier",
+}
+"""The module of every experiment, by its name on the command line, in the order of the report."""
+NAMES = tuple(MODULES)
+ENGINES = ("local", "ray")
+RUNS = "_runs.jsonl"
+"""In the folder of a sweep: a line for every run that computed any of its rows."""
+
+
+@dataclass(frozen=True)
+class BesidePaper:
+    """One number of ours beside the paper's, where it has one."""
+
+    what: str
+    ours: float
+    paper: float | None
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.paper is None else self.ours - self.paper
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A table of cells already in words; `emphasis` are the columns that matter most."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str = ""
+    emphasis: tuple[int, ...] = ()
+    breaks: tuple[int, ...] = ()
+    """Rows before which a new group begins."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure that is drawn when it is wanted: its name is its file's, without an ending."""
+
+    name: str
+    caption: str
+    draw: Callable[[], Figure]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One table or figure of the paper, reproduced."""
+
+    name: str
+    """As on the command line: figure-2, table-4."""
+    title: str
+    reading: tuple[str, ...]
+    """Paragraphs: what was done, which reading of the paper was chosen, what is to be seen."""
+    comparisons: tuple[BesidePaper, ...]
+    panels: tuple[Panel, ...]
+    drawings: tuple[Drawing, ...]
+    numbers: dict[str, Any]
+    """Everything for machines: plain values, lists and dictionaries."""
+    seconds: float
+    """Time of the work itself, over all runs that contributed."""
+    details: tuple[Panel, ...] = ()
+    """Panels for the files and the page, too long for a terminal."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every experiment is told: how much of it, where, from which seed, and by which engine."""
+
+    out: Path
+    engine: Engine
+    device: torch.device
+    images: int = 10_000
+    samples: int = 10_000
+    seed: int = 0
+    data_dir: Path | None = None
+    weights: Path | None = None
+    """Weights of the network in place of the shipped ones."""
+    model: str = "lenet"
+    """The network that figure-1 draws: of the zoo, an exported program, or file.py:factory."""
+    layer: int | str = -1
+    """The ReLU that figure-1 keeps."""
+    deadline: float | None = None
+    """When to stop, on the clock of `time.monotonic`; what is finished by then is kept."""
+    started: float = field(default_factory=time.monotonic)
+    used: list[str] = field(default_factory=list)
+    """The sweeps that were asked for."""
+
+    @property
+    def here(self) -> torch.device:
+        """Where this process itself computes: a Ray cluster may have GPUs where this machine has none."""
+        return self.device if self.device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
+
+    def run(self, sweep: Sweep) -> Results:
+        """All results of a sweep: those kept from earlier runs, and what was missing."""
+        left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        self.used.append(sweep.name)
+        engine = Recorded(self.engine, self.out, Machine.here(self.device))
+        return run_sweep(sweep, self.out, engine, seconds=left)
+
+    def check(self, *sweeps: Sweep) -> None:
+        """That what is in the output folder of these sweeps is of this configuration, before anything is computed."""
+        require_same(self.out, sweeps, self.engine.device_type)
+
+    def require_time(self, name: str, done: int, total: int, unit: str) -> None:
+        """Before other long work than a sweep's: that the time is not over."""
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            raise Unfinished(name, done, total, unit, time.monotonic() - self.started)
+
+
+def experiments_named(name: str) -> Sequence[str]:
+    """The experiments that a name on the command line stands for: one, or all."""
+    if name == "all":
+        return NAMES
+    if name not in MODULES:
+        raise ValueError(f"no experiment {name!r}; there are {', '.join(NAMES)}, and all")
+    return (name,)
+
+
+def reproduce(name: str, settings: Settings) -> Outcome:
+    """Run one experiment, or what is missing of it, and gather what it found."""
+    module = importlib.import_module(f"netmoments.experiments.{MODULES[name]}")
+    outcome: Outcome = module.reproduce(settings)
+    return outcome
+
+
+def engine_named(name: str, device: torch.device, address: str | None = None) -> Engine:
+    """The engine that a word on the command line means.
+
+    local: this process, or every GPU here where the device is `cuda` without a number. ray: a Ray cluster.
+    """
+    if name not in ENGINES:
+        raise ValueError(f"no engine {name!r}; there are {' and '.join(ENGINES)}")
+    if name == "ray":
+        return RayEngine(str(device), address, threads=torch.get_num_threads())
+    if address is not None:
+        raise ValueError(f"an address ({address}) is for the engine ray; give --engine ray too")
+    return LocalEngine(_local_devices(device))
+
+
+def _local_devices(device: torch.device) -> list[str]:
+    if device.type == "cuda" and device.index is None and torch.cuda.device_count() > 1:
+        return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    return [str(device)]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An engine that notes the machine in the sweep's folder before it computes anything."""
+
+    engine: Engine
+    out: Path
+    machine: Machine
+
+    @property
+    def device_type(self) -> str:
+        return self.engine.device_type
+
+    def results(self, sweep: Sweep, items: Sequence[int]) -> Generator[Finished, None, None]:
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        line = json.dumps({"date": date, "device": self.machine.device, "torch": self.machine.torch})
+        with (self.out / sweep.name / RUNS).open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+        yield from self.engine.results(sweep, items)
+
+
+def machines(out: Path, names: Iterable[str]) -> list[Machine]:
+    """Those that computed any rows of these sweeps, each once; a line cut short by a kill is passed over."""
+    found: dict[Machine, None] = {}
+    for name in names:
+        path = out / name / RUNS
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            try:
+                record = json.loads(line)
+                found[Machine(str(record["device"]), str(record["torch"]))] = None
+            except (ValueError, KeyError, TypeError):
+                continue
+    return list(found)

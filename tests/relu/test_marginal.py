@@ -1,0 +1,138 @@
+"""Mean and variance of one ReLU: digits, tails, limits, derivatives, properties."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
+
+import netmoments as nm
+from netmoments.relu.marginal import unit_nonlinear_variance
+from tests.closeness import assert_close
+
+mpmath.mp.dps = 40
+HEIGHTS = [-37.0, -30.0, -25.0, -17.3, -10.0, -7.1, -5.0, -3.01, -3.0, -2.99, -1.5, -0.2, 0.0, 0.7, 2.5, 4.0, 9.0, 30.0]
+
+
+def exact_mean(h: float) -> mpmath.mpf:
+    return h * mpmath.ncdf(h) + mpmath.npdf(h)
+
+
+def exact_variance(h: float) -> mpmath.mpf:
+    h = mpmath.mpf(h)
+    with mpmath.workdps(500):  # the closed form cancels: 400 digits are gone at h = −30
+        return +((1 + h * h) * mpmath.ncdf(h) + h * mpmath.npdf(h) - exact_mean(h) ** 2)
+
+
+@pytest.mark.parametrize("std", [1.0, 1e-3, 40.0])
+def test_relative_accuracy_in_float64(std):
+    h = torch.tensor(HEIGHTS, dtype=torch.float64)
+    s = torch.full_like(h, std)
+    mean = torch.tensor([float(exact_mean(v)) for v in HEIGHTS], dtype=torch.float64)
+    variance = torch.tensor([float(exact_variance(v)) for v in HEIGHTS], dtype=torch.float64)
+    # the exponential alone amplifies the rounding of h²/2 ≤ 700 by itself, 700 · 1.1e-16 at −37; forming (h·s)/s from
+    # another s adds two roundings of h, 2 · h² · 1.1e-16
+    rtol = 1e-13 if std == 1 else 5e-13
+    for name, value, exact in (
+        ("mean", nm.relu_mean(h * s, s), std * mean),
+        ("variance", nm.relu_variance(h * s, s), std**2 * variance),
+    ):
+        assert_close(value, exact, rtol=rtol, what=name)
+
+
+def test_relative_accuracy_in_float32():
+    h = torch.tensor([v for v in HEIGHTS if v >= -10], dtype=torch.float32)
+    one = torch.ones_like(h)
+    assert_close(nm.relu_mean(h, one), [float(exact_mean(v)) for v in h.tolist()], rtol=2e-5)
+    assert_close(nm.relu_variance(h, one), [float(exact_variance(v)) for v in h.tolist()], rtol=3e-5)
+
+
+def test_large_means_in_float32():
+    assert nm.relu_variance(torch.tensor(1e4), torch.tensor(1.0)).item() == 1.0
+    assert nm.relu_mean(torch.tensor(1e30), torch.tensor(1e-30)).item() == pytest.approx(1e30)
+    assert nm.relu_mean(torch.tensor(-1e30), torch.tensor(1e-30)).item() == 0.0
+
+
+def test_zero_deviation_is_the_relu_itself():
+    mean = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.float64)
+    assert nm.relu_mean(mean, torch.zeros(3, dtype=torch.float64)).tolist() == [0.0, 0.0, 3.0]
+    assert nm.relu_variance(mean, torch.zeros(3, dtype=torch.float64)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_tiny_deviations_do_not_underflow():
+    value = nm.relu_mean(torch.tensor(-1e-200, dtype=torch.float64), torch.tensor(1e-200, dtype=torch.float64))
+    assert value.item() == pytest.approx(1e-200 * float(exact_mean(-1.0)), rel=1e-14)
+
+
+def test_first_and_second_derivatives():
+    mean = torch.tensor([-6.0, -3.2, -0.5, 0.0, 0.3, 2.0, 5.0], dtype=torch.float64, requires_grad=True)
+    std = torch.tensor([1.0, 1.1, 0.7, 0.4, 2.0, 0.5, 1.3], dtype=torch.float64, requires_grad=True)
+    for function in (nm.relu_mean, nm.relu_variance):
+        assert gradcheck(function, (mean, std), atol=1e-8, check_forward_ad=True)
+    assert gradgradcheck(nm.relu_mean, (mean, std), atol=1e-6)
+    assert gradgradcheck(nm.relu_variance, (mean, std), atol=1e-6)
+
+
+def test_derivatives_without_noise():
+    mean = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.float64, requires_grad=True)
+    std = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    by_mean, by_std = torch.autograd.grad(nm.relu_mean(mean, std).sum(), (mean, std))
+    assert by_mean.tolist() == [0.0, 0.5, 1.0]
+    assert_close(by_std, [0.0, 1 / math.sqrt(2 * math.pi), 0.0], atol=1e-16)
+    by_mean, by_std = torch.autograd.grad(nm.relu_variance(mean, std).sum(), (mean, std))
+    assert by_mean.tolist() == [0.0, 0.0, 0.0]
+    assert by_std.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_vmap():
+    mean, std = torch.linspace(-3, 3, 5, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
+    mapped = torch.func.vmap(nm.relu_mean, in_dims=(0, None))(mean, std)
+    assert_close(mapped, nm.relu_mean(mean, std), atol=0)
+
+
+@given(st.floats(-20, 20), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
+def test_scaling(h, std, factor):
+    h, std = torch.tensor(h, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
+    scaled = nm.relu_variance(h * std * factor, std * factor)
+    assert_close(scaled, factor**2 * nm.relu_variance(h * std, std), rtol=1e-12)
+
+
+@given(st.floats(-12, 12))
+def test_relu_of_z_and_minus_z_make_up_z(h):
+    """relu(z) − relu(−z) = z: means differ by h, and v(h) − v(−h) = 2Φ(h) − 1."""
+    h, one = torch.tensor(h, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    assert_close(nm.relu_mean(h, one) - nm.relu_mean(-h, one), h, atol=4e-15)
+    assert_close(nm.relu_variance(h, one) - nm.relu_variance(-h, one), torch.erf(h / math.sqrt(2)), atol=2e-15)
+
+
+@given(st.floats(-40, 40))
+def test_nonlinear_variance_is_a_variance(h):
+    h = torch.tensor(h, dtype=torch.float64)
+    assert 0 <= unit_nonlinear_variance(h).item() <= 0.25 - 1 / (2 * math.pi) + 1e-15
+
+
+BAD = {
+    "no tensor": (
+        lambda: nm.relu_mean(1.0, torch.zeros(3)),
+        TypeError,
+        "relu_mean: mean must be a torch tensor, got 1.0",
+    ),
+    "integers": (
+        lambda: nm.relu_variance(torch.zeros(3), torch.ones(3, dtype=torch.int32)),
+        TypeError,
+        "std must be float32 or float64",
+    ),
+    "shapes": (lambda: nm.relu_mean(torch.zeros(3), torch.ones(4)), ValueError, r"mean \(3,\), std \(4,\)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        call()
