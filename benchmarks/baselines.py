@@ -27,11 +27,10 @@ from netmoments.memory import elements_together
 from netmoments.moments.tightness import Rival
 from netmoments.network.graph import Node, shape_of
 from netmoments.network.model import NetworkModel
-from netmoments.normal import density, standard_deviation
+from netmoments.normal import density, standard_deviation, standardize
 from netmoments.precision import full_precision
 from netmoments.propagate.layerwise import carried, require_fitting
 from netmoments.propagate.plan import AffineStep, Plan, Segment, plan_of
-from netmoments.relu.marginal import standardize
 from netmoments.rules.affine import OPERATORS, family, linear_arguments
 from netmoments.rules.piecewise_linear import PiecewiseLinear
 from netmoments.rules.registry import operator_name

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from netmoments.linearize.bank import LinearizationBank
     from netmoments.linearize.matrix_free import two_stage_maps
     from netmoments.linearize.two_stage import two_stage
-    from netmoments.moments.methods import Auto, Layerwise, Linear, Sampling, Sketch, TwoStage
-    from netmoments.moments.output_moments import output_moments
+    from netmoments.moments.output_moments import Auto, Layerwise, Linear, Sampling, Sketch, TwoStage, output_moments
     from netmoments.moments.result import OutputMoments
     from netmoments.moments.tightness import Tightness, tightness
     from netmoments.network import zoo
@@ -33,23 +32,23 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AffineReluAffine": "netmoments.affine_relu_affine",
-    "Auto": "netmoments.moments.methods",
+    "Auto": "netmoments.moments.output_moments",
     "Dense": "netmoments.covariances",
     "Diagonal": "netmoments.covariances",
     "ExpectedLogits": "netmoments.attacks.expected_logits",
     "Gaussian": "netmoments.gaussian",
     "Isotropic": "netmoments.covariances",
-    "Layerwise": "netmoments.moments.methods",
-    "Linear": "netmoments.moments.methods",
+    "Layerwise": "netmoments.moments.output_moments",
+    "Linear": "netmoments.moments.output_moments",
     "LinearizationBank": "netmoments.linearize.bank",
     "LowRank": "netmoments.covariances",
     "NetworkModel": "netmoments.network.model",
     "OutputMoments": "netmoments.moments.result",
     "SampledMoments": "netmoments.sampling.monte_carlo",
-    "Sampling": "netmoments.moments.methods",
-    "Sketch": "netmoments.moments.methods",
+    "Sampling": "netmoments.moments.output_moments",
+    "Sketch": "netmoments.moments.output_moments",
     "Tightness": "netmoments.moments.tightness",
-    "TwoStage": "netmoments.moments.methods",
+    "TwoStage": "netmoments.moments.output_moments",
     "load_network": "netmoments.network.loading",
     "monte_carlo": "netmoments.sampling.monte_carlo",
     "output_moments": "netmoments.moments.output_moments",

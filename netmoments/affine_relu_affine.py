@@ -13,10 +13,10 @@ from netmoments.checks import describe, require_broadcastable, require_finite, r
 from netmoments.covariances import Factors
 from netmoments.gaussian import Gaussian, require_matrix_for
 from netmoments.memory import scratch_budget
-from netmoments.normal import standard_deviation
+from netmoments.normal import SATURATED, standard_deviation
 from netmoments.precision import matmul, matvec, row_products
 from netmoments.relu.covariance import flatten_batch, unflatten_batch
-from netmoments.relu.marginal import SATURATED, nonlinear_variance, open_probability, relu_mean
+from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean
 from netmoments.relu.quadratic_form import pairs_form, pairs_form_diagonal
 
 CALLER = "AffineReluAffine"
@@ -119,12 +119,19 @@ class AffineReluAffine:
         around = None if self.D is None else change(self.D)
         return AffineReluAffine(change(self.A), change(self.c1), change(self.B), change(self.c2), around)
 
+    @classmethod
+    def trusted(cls, A: Tensor, c1: Tensor, B: Tensor, c2: Tensor, D: Tensor | None = None) -> AffineReluAffine:
+        """Built from parts that are valid by construction, without looking at them again."""
+        made = object.__new__(cls)
+        vars(made).update(A=A, c1=c1, B=B, c2=c2, D=D)
+        return made
+
     def mean(self, noise: Gaussian) -> Tensor:
         """E g(x), (..., d): the paper's Theorem 1, B·s(hΦ(h) + φ(h)) + c₂ (+ D·mean)."""
         self._check(noise)
         variance = noise.covariance.push_diagonal(self.A)
-        expected = relu_mean(self._pre_activation_mean(noise), standard_deviation(variance))
-        return self._with_offset(matvec(self.B, expected), noise.flat_mean)
+        mean = matvec(self.A, noise.flat_mean) + self.c1
+        return self._with_offset(matvec(self.B, relu_mean(mean, standard_deviation(variance))), noise.flat_mean)
 
     def variance(self, noise: Gaussian, *, memory_budget: int | None = None) -> Tensor:
         """Var g(x), (..., d): diag(B K Bᵀ) with K = Cov relu(Ax + c₁), never stored.
@@ -134,8 +141,8 @@ class AffineReluAffine:
         tiles, by default 16 MiB on a CPU and 1 GiB on a GPU.
         """
         batch = self._check(noise)
-        layer = self._layer(noise)
-        linear = noise.covariance.push_diagonal(layer.slopes(self))
+        layer = _PreActivations.of(self, noise)
+        linear = noise.covariance.push_diagonal(layer.slopes)
         own = row_products(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B)
         pairs = pairs_form_diagonal(*layer.flat(self.B, batch), scratch_budget(noise.device, memory_budget))
         return (linear + own + layer.rescale(unflatten_batch(pairs, batch), kept=1)).clamp(min=0)
@@ -143,8 +150,21 @@ class AffineReluAffine:
     def covariance(self, noise: Gaussian, *, memory_budget: int | None = None) -> Tensor:
         """Cov g(x), (..., d, d): B K Bᵀ, with K never stored; see `variance`, which is its diagonal."""
         batch = self._check(noise)
-        layer = self._layer(noise)
-        linear = noise.covariance.push(layer.slopes(self))
+        return self._covariance(noise, _PreActivations.of(self, noise), batch, memory_budget)
+
+    def moments(self, noise: Gaussian) -> tuple[Tensor, Tensor]:
+        """`mean` and `covariance` together, for noise that is known to fit."""
+        layer = _PreActivations.of(self, noise)
+        expected = matvec(self.B, relu_mean(layer.mean, standard_deviation(layer.variance))) + self.c2
+        if self.D is not None:
+            expected = expected + matvec(self.D, noise.flat_mean)
+        batch = torch.broadcast_shapes(self.B.shape[:-2], self.A.shape[:-2], noise.batch_shape)
+        return expected, self._covariance(noise, layer, batch, None)
+
+    def _covariance(
+        self, noise: Gaussian, layer: _PreActivations, batch: torch.Size, memory_budget: int | None
+    ) -> Tensor:
+        linear = noise.covariance.push(layer.slopes)
         own = matmul(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B.mT)
         pairs = pairs_form(*layer.flat(self.B, batch), scratch_budget(noise.device, memory_budget))
         nonlinear = own + layer.rescale(unflatten_batch(pairs, batch), kept=2)
@@ -159,53 +179,49 @@ class AffineReluAffine:
         require_matrix_for(noise, CALLER, "A", self.A)
         return require_broadcastable(CALLER, network=self.batch_shape, noise=noise.batch_shape)
 
-    def _pre_activation_mean(self, noise: Gaussian) -> Tensor:
-        return matvec(self.A, noise.flat_mean) + self.c1
-
-    def _layer(self, noise: Gaussian) -> _PreActivations:
-        factors = noise.covariance.factors(self.A)
-        return _PreActivations(self._pre_activation_mean(noise), factors, factors.unscaled_diagonal())
-
 
 class _PreActivations(NamedTuple):
-    """z = Ax + c₁ under the noise: means, factors of the covariance, and its diagonal but for their scale.
+    """z = Ax + c₁ under the noise: means, variances, factors of the covariance, and what the network makes of them.
 
     A scale common to all covariances is taken out of the sum over pairs, for Cov relu(√c z) = c Cov relu(z): then
     images that differ in their noise level only (and in their means) share one covariance, computed once.
     """
 
     mean: Tensor
+    variance: Tensor
     factors: Factors
     unscaled_variance: Tensor
+    slopes: Tensor
+    """B diag(Φ) A + D, the expected slope of the network, (..., d, n); exact, as Cov(x, relu(z)) = Cov(x, z)Φ."""
 
-    @property
-    def variance(self) -> Tensor:
-        return self.rescale(self.unscaled_variance, kept=1)
-
-    def slopes(self, network: AffineReluAffine) -> Tensor:
-        """B diag(Φ) A + D, the expected slope of the network, (..., d, n); exact, as Cov(x, relu(z)) = Cov(x, z)Φ."""
-        gate = open_probability(self.mean, self.variance)
-        through = matmul(network.B * gate.unsqueeze(-2), network.A)
-        return through if network.D is None else through + network.D
+    @classmethod
+    def of(cls, network: AffineReluAffine, noise: Gaussian) -> _PreActivations:
+        factors = noise.covariance.factors(network.A)
+        unscaled = row_products(factors.left, factors.right).clamp(min=0)
+        variance = unscaled if factors.scale is None else unscaled * factors.scale.unsqueeze(-1)
+        mean = matvec(network.A, noise.flat_mean) + network.c1
+        slopes = matmul(network.B * open_probability(mean, variance).unsqueeze(-2), network.A)
+        slopes = slopes if network.D is None else slopes + network.D
+        return cls(mean, variance, factors, unscaled, slopes)
 
     def flat(self, weights: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What `pairs_form` takes, with one batch dimension."""
+        """What `pairs_form` takes, with one batch dimension.
+
+        The means are m/√c; where that is beyond saturation, or c is 0, a constant far beyond (and 0 where m = c = 0).
+        """
+        mean, scale = self.mean, self.factors.scale
+        if scale is not None:
+            root = standard_deviation(scale).unsqueeze(-1)
+            inside = mean.abs() < SATURATED * root * self.unscaled_variance.detach().sqrt()
+            certain = torch.sign(mean.detach()) * torch.finfo(root.dtype).max
+            mean = torch.where(inside, mean / torch.where(inside, root, torch.ones_like(root)), certain)
         return (
-            flatten_batch(self._unscaled_mean(), batch, kept=1),
+            flatten_batch(mean, batch, kept=1),
             flatten_batch(self.unscaled_variance, batch, kept=1),
             flatten_batch(self.factors.left, batch, kept=2),
             flatten_batch(self.factors.right, batch, kept=2),
             flatten_batch(weights, batch, kept=2),
         )
-
-    def _unscaled_mean(self) -> Tensor:
-        """m/√c; where that is beyond saturation, or c is 0, a constant far beyond (and 0 where m = c = 0)."""
-        if self.factors.scale is None:
-            return self.mean
-        root = standard_deviation(self.factors.scale).unsqueeze(-1)
-        inside = self.mean.abs() < SATURATED * root * self.unscaled_variance.detach().sqrt()
-        certain = torch.sign(self.mean.detach()) * torch.finfo(root.dtype).max
-        return torch.where(inside, self.mean / torch.where(inside, root, torch.ones_like(root)), certain)
 
     def rescale(self, unscaled: Tensor, kept: int) -> Tensor:
         """The scale put back into variances or covariances whose last `kept` dimensions are not batch."""

@@ -325,7 +325,7 @@ def run(app: App) -> None:
     """Run a command line; warnings and errors that are for the user are one line each, without a traceback."""
     warnings.showwarning = _show_warning
     try:
-        app()
+        app(sys.argv[1:])
     except KeyboardInterrupt as stopped:
         print(*(stopped.args or ("interrupted",)), file=sys.stderr)
         sys.exit(130)

@@ -85,14 +85,9 @@ def memory_limit(device: torch.device, budget: int | None) -> int:
         return 2 * 2**30
 
 
-def points_at_once(device: torch.device, elements: int, itemsize: int, budget: int | None) -> int:
-    """How many points are linearized together, so that a good number of directions of each fit."""
-    return max(1, directions_at_once(device, elements, itemsize, budget) // DIRECTIONS)
-
-
 def directions_at_once(device: torch.device, elements: int, itemsize: int, budget: int | None) -> int:
     """How many directions go through a network at a time, each with `elements` numbers in its largest activation."""
-    working = piece_bytes("backward", device)
+    working = PIECE.get(device.type, PIECE["cpu"])["backward"]
     working = working if budget is None else min(working, max(1, budget // 2))
     return max(1, working // (COPIES * elements * itemsize))
 

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+SATURATED = 40.0
+"""|h| is cut here: φ(40) is zero in float64, so nothing beyond changes any moment."""
+
 TAIL = 3.0
 """Beyond this many standard deviations tail moments come from a continued fraction."""
 
@@ -30,6 +33,13 @@ def standard_deviation(variance: Tensor) -> Tensor:
     """√variance, with derivative 0 at 0, where the true one is infinite."""
     noisy = variance > 0
     return torch.where(noisy, torch.sqrt(torch.where(noisy, variance, torch.ones_like(variance))), 0.0)
+
+
+def standardize(mean: Tensor, std: Tensor) -> Tensor:
+    """h = m/s, cut to ±`SATURATED`; at s = 0 the sign of m times that, and 0 at m = s = 0."""
+    inside = mean.abs() < SATURATED * std
+    h = mean / torch.where(inside, std, torch.ones_like(std))
+    return torch.where(inside, h, torch.sign(mean.detach()) * SATURATED)
 
 
 def tail_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

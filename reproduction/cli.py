@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
+from netmoments import __version__
 from netmoments.cli import AboveZero, AtLeastTwo, NotNegative, run
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 app = App(
     name="python -m reproduction",
-    help="The paper's tables and figures, made again on real data.",
+    version=__version__,
     suppress_keyboard_interrupt=False,  # `run` says what becomes of the work
 )
 UNFINISHED = 3
@@ -39,7 +40,7 @@ def reproduce(
     model: str = "lenet",
     layer: str = "-1",
 ) -> None:
-    """Reproduce the paper's figures and tables on real data, beside the published numbers.
+    """Make the paper's figures and tables again on real data, beside the published numbers.
 
     NAME is figure-1, figure-2, table-1, table-2, table-3, table-4, seeds (Table 2 for several trained networks),
     frontier (error against time of every method), of the attacks figure-3, figure-4, figure-5, figure-6, figure-7,

@@ -159,7 +159,7 @@ def experiments_named(name: str) -> Sequence[str]:
 
 def reproduce(name: str, settings: Settings) -> Outcome:
     """Run one experiment, or what is missing of it, and gather what it found."""
-    module = importlib.import_module(f"netmoments.experiments.{MODULES[name]}")
+    module = importlib.import_module(f"reproduction.{MODULES[name]}")
     outcome: Outcome = module.reproduce(settings)
     return outcome
 

@@ -38,7 +38,7 @@ if "hypothesis" not in MISSING:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Where packages are missing, only files with tests for a GPU are collected: they need torch, numpy, safetensors."""
+    """Where packages are missing, only files with tests for a GPU, which need torch, numpy and safetensors alone."""
     if MISSING and collection_path.suffix == ".py" and "mark.gpu" not in collection_path.read_text():
         return True
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -39,20 +38,13 @@ def test_help_is_instant():
         result = run("--help")
         fastest = min(fastest, time.perf_counter() - start)
     assert result.returncode == 0
-    for command in ("report", "relus", "train", "download", "engine", "reproduce"):
+    for command in ("report", "attack", "relus", "accuracy", "download"):
         assert command in result.stdout
     assert fastest < 0.5
 
 
 def test_version():
     assert run("--version").stdout.strip() == nm.__version__
-
-
-def test_engine_shows_exact_beside_sampled_and_the_series():
-    result = run("engine", "--samples", "2000", "--seed", "3")
-    assert result.returncode == 0, result.stderr
-    for text in ("exact mean", "sampled ± s.e.", "times as long", "series, 50 terms", "netmoments, against 160 nodes"):
-        assert text in result.stdout
 
 
 def test_report_on_the_embedded_default(tmp_path):
@@ -111,15 +103,6 @@ def test_relus_are_listed(own_network):
     assert "16" in result.stdout
 
 
-def test_train_and_use_the_weights(tmp_path, monkeypatch):
-    result = run("train", "digits", "--out", tmp_path / "d.safetensors", "--device", "cpu")
-    assert result.returncode == 0, result.stderr
-    assert "epoch  60 of 60" in result.stdout
-    assert float(result.stdout.split("test accuracy ")[-1].split("%")[0]) >= 97
-    result = run("report", "digits", "digits", "--weights", tmp_path / "d.safetensors", *QUICK, "--out", tmp_path / "o")
-    assert result.returncode == 0, result.stderr
-
-
 def test_accuracy_of_the_shipped_weights():
     result = run("accuracy", "digits", "digits")
     assert result.returncode == 0, result.stderr
@@ -127,8 +110,6 @@ def test_accuracy_of_the_shipped_weights():
 
 
 BAD = {
-    "samples": (["engine", "--samples", "1"], "samples"),
-    "seed": (["engine", "--seed", "-1"], "seed"),
     "command": (["nonsense"], "nonsense"),
     "model": (["report", "resnet", "digits"], "'resnet' is not a network: wanted a .pt2 file, file.py:factory, or one"),
     "pickle": (["report", "mine.pt", "images"], "is a pickle, which runs code when it is loaded, and is refused"),
@@ -141,12 +122,10 @@ BAD = {
     "empty folder": (["report", "mine.pt2", "empty"], "empty"),
     "layer": (["report", "digits", "digits", "--layer", "relu9"], "no ReLU is named 'relu9'; the ReLUs are: 0 'relu1'"),
     "out is a file": (["report", "digits", "digits", "--out", "mine.py"], "mine.py is a file; give a folder"),
-    "weights elsewhere": (["train", "digits", "--out", "w.pt"], "written to a .safetensors file"),
     "arguments": (["report", "needs.py:network", "images"], "needs.py:network() failed: TypeError"),
     "sigma": (["report", "digits", "digits", "--sigma", "0"], "sigma"),
     "device": (["report", "digits", "digits", "--device", "tpu9"], "no device 'tpu9'; give cpu, cuda or auto"),
     "mis-sized": (["report", "lenet", "digits"], "cannot take an input of shape (1, 8, 8)"),
-    "recipe": (["train", "alexnet"], "no recipe for 'alexnet'; there are digits, lenet, faces"),
     "download": (["download", "fer2013"], "only mnist can be downloaded"),
 }
 
@@ -169,99 +148,3 @@ def test_a_smooth_activation_is_warned_about_once(own_network):
     result = run("report", "smooth.py:network", "images", *QUICK, cwd=own_network)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("gelu") == 1
-
-
-def test_reproduce_figure_1_needs_no_data(tmp_path):
-    result = run("reproduce", "figure-1", "--out", tmp_path / "made")
-    assert result.returncode == 0, result.stderr
-    assert "relu3" in result.stdout
-    made = {path.name for path in (tmp_path / "made" / "figure-1").iterdir()}
-    assert made == {"figure-1.png", "figure-1.pdf", "summary.json", "table.md"}
-    assert "<html" in (tmp_path / "made" / "report.html").read_text()
-
-
-def test_reproduce_beside_the_paper_stopped_and_gone_on_with(tmp_path, data_dir, mnist):
-    command = ("reproduce", "table-1", "--images", "101", "--data-dir", data_dir, "--out", tmp_path, "--device", "cpu")
-    stopped = run(*command, "--minutes", "0.001")
-    assert stopped.returncode == 3
-    assert "100 of 101 images done" in stopped.stderr
-    assert "run the same command again" in stopped.stderr
-    result = run(*command)
-    assert result.returncode == 0, result.stderr
-    assert "0.0241" in result.stdout  # the paper's
-    record = json.loads((tmp_path / "table-1" / "summary.json").read_text())
-    assert record["provenance"]["command"].startswith("netmoments reproduce table-1 --images 101")
-    assert record["comparisons"][0]["paper"] == 0.0241
-    other = run(*(argument if argument != "101" else "90" for argument in command))
-    assert other.returncode == 1
-    assert "_configuration.json is of another configuration" in other.stderr
-    assert "images: wanted 90, there 101" in other.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["figure-10"], "no experiment 'figure-10'; there are figure-1, figure-2"),
-        (["table-2"], "netmoments download mnist"),
-        (["table-2", "--data-dir", "nowhere"], "there is no folder nowhere to look for mnist in"),
-        (["table-2", "--images", "1"], "Must be >= 2"),
-        (["table-2", "--samples", "1"], "Must be >= 2"),
-        (["table-2", "--engine", "dask"], "no engine 'dask'; there are local and ray"),
-        (["table-2", "--address", "10.0.0.1:6379"], "give --engine ray too"),
-        (["figure-2", "--device", "tpu"], "no device 'tpu'"),
-        pytest.param(
-            ["figure-2", "--device", "cuda"],
-            "no CUDA device is available here",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
-        ),
-        (["figure-1", "--model", "nothing.pt2"], "nothing.pt2"),
-        (["figure-1", "--layer", "7"], "7"),
-    ],
-)
-def test_reproduce_says_what_is_wrong(tmp_path, arguments, said):
-    result = run("reproduce", *arguments, "--out", tmp_path / "made", cwd=tmp_path)
-    assert result.returncode in (1, 2)  # 2 from the parser of the command line
-    assert said in result.stderr + result.stdout
-    assert not (tmp_path / "made" / "report.html").exists()
-
-
-def test_reproduce_with_more_images_than_there_are(tmp_path, data_dir, mnist):
-    result = run("reproduce", "table-2", "--images", "10001", "--data-dir", data_dir, "--out", tmp_path)
-    assert result.returncode == 1
-    assert "from 2 to 10000" in result.stderr
-
-
-def test_reproduce_into_a_file(tmp_path):
-    (tmp_path / "taken").write_text("mine")
-    result = run("reproduce", "figure-1", "--out", tmp_path / "taken")
-    assert result.returncode == 1
-    assert "is a file; give a folder" in result.stderr
-    assert (tmp_path / "taken").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["table-2", "--model", "squeezenet"], "--model and --layer are for figure-1"),
-        (["seeds", "--weights", "w.safetensors"], "seeds trains or uses several"),
-        (["table-2", "--engine", "ray", "--device", "cuda:1"], "give "),
-    ],
-)
-def test_reproduce_ignores_no_option(tmp_path, arguments, said):
-    result = run("reproduce", *arguments, "--out", tmp_path / "made")
-    assert result.returncode == 1
-    assert said in result.stderr
-    assert not (tmp_path / "made").exists()
-
-
-def test_interrupted_reproduction_says_that_it_goes_on(tmp_path, data_dir, mnist):
-    command = [sys.executable, "-m", "netmoments", "reproduce", "figure-2", "--samples", "2000", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("series/item-*.parquet")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "what is finished is kept, the same command goes on" in said
-    assert list(tmp_path.glob("series/part-*.parquet"))

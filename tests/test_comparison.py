@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import netmoments as nm
 from benchmarks.baselines import by_series, unscented
 from netmoments.covariances import Dense, Isotropic
-from netmoments.moments.methods import plan_of
+from netmoments.moments.output_moments import plan_of
 from netmoments.propagate.layerwise import gaussian_layerwise
 
 METHODS = {

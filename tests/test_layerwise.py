@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import netmoments as nm
 from netmoments.covariances import Covariance, Dense, Diagonal, Isotropic, LowRank
-from netmoments.moments.methods import plan_of
+from netmoments.moments.output_moments import plan_of
 from netmoments.network.graph import shape_of, traced_graph
 from netmoments.propagate.layerwise import gaussian_layerwise, layerwise, layerwise_need
 from netmoments.propagate.plan import Plan

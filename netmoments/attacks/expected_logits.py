@@ -12,7 +12,7 @@ from netmoments.checks import describe, require_float_tensor
 from netmoments.covariances import Isotropic
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.two_stage import two_stage
-from netmoments.moments.methods import Layerwise, Method, Sketch, TwoStage, method_named
+from netmoments.moments.output_moments import Layerwise, Method, Sketch, TwoStage, method_named
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.precision import matvec
 from netmoments.propagate.layerwise import layerwise, require_fitting

@@ -16,9 +16,9 @@ from torch.func import jvp, vmap
 from netmoments.checks import describe
 from netmoments.covariances import Covariance, Diagonal, Isotropic
 from netmoments.gaussian import Gaussian
-from netmoments.linearize.jacobian import by_reverse_mode
-from netmoments.linearize.two_stage import after_the_cut, prepared
-from netmoments.memory import directions_at_once, scratch_budget, scratch_for
+from netmoments.linearize.two_stage import after_the_cut, by_reverse_mode, output_indices, points_of, require_room
+from netmoments.memory import directions_at_once, memory_limit, scratch_budget, scratch_for
+from netmoments.network.model import NetworkModel
 from netmoments.network.relu_calls import Cut
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision, matmul, matvec
@@ -45,12 +45,16 @@ def two_stage_maps(
     units with influence on the chosen outputs if those are fewer; the covariance two more for every unit that the noise
     takes across zero. Choose few `outputs`. Memory stays within `memory_budget`, by default half of what is free.
     """
-    cut, points, batch, indices, largest, limit = prepared(
-        CALLER, network, at, layer, outputs, event_ndim, memory_budget
-    )
+    points, batch = points_of(CALLER, at, event_ndim)
     if batch.numel() != 1:
         raise ValueError(f"{CALLER}: one point at a time, got {describe(at)}")
-    working = directions_at_once(points.device, largest, points.element_size(), memory_budget)
+    model = NetworkModel.of(network, points, CALLER).refreshed()
+    model.require_linearizable()
+    cut = Cut(model.network, model.relu(layer))
+    indices = output_indices(outputs, 1, model.outputs, CALLER)
+    limit = memory_limit(points.device, memory_budget)
+    require_room(cut, points, indices, limit)
+    working = directions_at_once(points.device, model.largest, points.element_size(), memory_budget)
     with torch.inference_mode(False), full_precision():
         point = points.clone()
         z, out, B, D, live = after_the_cut(cut, point, indices, working)

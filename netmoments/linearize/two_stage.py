@@ -1,27 +1,31 @@
-"""The paper's two-stage linearization: everything before one ReLU, and everything after it, made affine at a point."""
+"""The paper's two-stage linearization: everything before one ReLU, and everything after it, made affine at a point.
+
+Jacobians are exact, of a batch of images at once, in pieces of bounded memory: a network in eval mode treats every image
+by itself, so one backward pass with a different direction for each image gives a row of each image's Jacobian, and `vmap`
+over directions gives many rows; forward mode likewise gives columns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.func import jvp
+from torch import Tensor, nn
+from torch.func import jvp, vmap
 from torch.nn.functional import pad
 
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_finite, require_float_tensor, require_float_tensors
 from netmoments.gaussian import event_dimensions
-from netmoments.linearize.jacobian import by_forward_mode, by_reverse_mode
-from netmoments.memory import directions_at_once, gigabytes, memory_limit, points_at_once
-from netmoments.network.exported import largest_batch
+from netmoments.memory import DIRECTIONS, directions_at_once, gigabytes, memory_limit
 from netmoments.network.model import NetworkModel
 from netmoments.network.relu_calls import Cut
 from netmoments.precision import full_precision, matvec
 from netmoments.progress import Progress
 
 CALLER = "two_stage"
+VALUE_CALLER = "two_stage_value"
 
 
 def two_stage(
@@ -48,95 +52,68 @@ def two_stage(
     The result carries no gradient to the network's weights. A network with other nonlinear functions on the way is
     linearized at the point, smooth ones with a warning.
     """
-    cut, points, batch, indices, largest, limit = prepared(
-        CALLER, network, at, layer, outputs, event_ndim, memory_budget
-    )
-    together = points_at_once(points.device, largest, points.element_size(), memory_budget)
-    together = min(together, largest_batch(cut.network), len(points))
-    working = directions_at_once(points.device, largest * together, points.element_size(), memory_budget)
-    groups = []
-    with Progress("linearizing", len(points)) as progress:
-        for part, chosen in zip(points.split(together), indices.split(together), strict=True):
-            groups.append(_linearized(cut, part, chosen, working, limit // len(points)))
-            progress.advance(len(part))
-    return _shaped(_joined(groups), batch)
+    points, batch = points_of(CALLER, at, event_ndim)
+    model = NetworkModel.of(network, points, CALLER).refreshed()
+    indices = output_indices(outputs, len(points), model.outputs, CALLER)
+    flat = linearized_at(model, points, layer, indices, memory_budget)
+    if len(batch) == 1:
+        return flat
+    parts = (flat.A, flat.c1, flat.B, flat.c2, flat.D)
+    return AffineReluAffine(*(None if x is None else x.reshape(*batch, *x.shape[1:]) for x in parts))  # type: ignore[arg-type]
 
 
-class Prepared(NamedTuple):
-    """What is to be linearized, checked."""
-
-    cut: Cut
-    points: Tensor
-    batch: torch.Size
-    indices: Tensor
-    largest: int
-    """Elements of the largest activation of a point."""
-    limit: int
-    """Bytes that may be kept."""
-
-
-def prepared(
-    caller: str,
-    network: Any,
-    at: Any,
-    layer: int | str,
-    outputs: Sequence[int] | Tensor | None,
-    event_ndim: int | None,
-    memory_budget: int | None,
-) -> Prepared:
-    """The arguments of `two_stage` read and checked, and B known to fit."""
-    points, batch = points_of(caller, at, event_ndim)
-    model = NetworkModel.of(network, points, caller).refreshed()
-    cut = Cut(model.network, model.relu(layer))
+def linearized_at(
+    model: NetworkModel, points: Tensor, layer: int | str, indices: Tensor, memory_budget: int | None
+) -> AffineReluAffine:
+    """`two_stage` at points (N, *event) for the scores with indices (N, k): a batch of N, with nothing checked again."""
     model.require_linearizable()
-    indices = output_indices(outputs, points.shape[0], model.outputs, caller)
-    limit = memory_limit(points.device, memory_budget)
-    _require_room(caller, cut, points, indices, limit)
-    return Prepared(cut, points, batch, indices, model.largest, limit)
+    cut = Cut(model.network, model.relu(layer))
+    limit, itemsize = memory_limit(points.device, memory_budget), points.element_size()
+    require_room(cut, points, indices, limit)
+    together = directions_at_once(points.device, model.largest, itemsize, memory_budget) // DIRECTIONS
+    together = min(max(1, together), model.most_images, len(points))
+    working = directions_at_once(points.device, model.largest * together, itemsize, memory_budget)
+    groups = []
+    with Progress("linearizing", len(points)) as progress, torch.inference_mode(False), full_precision():
+        for start in range(0, len(points), together):
+            at = points[start : start + together].clone()  # one made in inference mode could not be differentiated
+            z, out, B, D, live = after_the_cut(cut, at, indices[start : start + together], working)
+            A = _before_the_cut(cut, at, live, working, limit // len(points))
+            z, flat = z.gather(1, live), at.flatten(1)
+            c2 = out - matvec(B, torch.relu(z))
+            groups.append((A, z - matvec(A, flat), B, c2 if D is None else c2 - matvec(D, flat), D))
+            progress.advance(len(at))
+    return AffineReluAffine.trusted(*(groups[0] if len(groups) == 1 else _joined(groups)))
 
 
-class Parts(NamedTuple):
-    """The matrices of a group of points, all with one batch dimension."""
-
-    A: Tensor
-    c1: Tensor
-    B: Tensor
-    c2: Tensor
-    D: Tensor | None
-
-
-def _shaped(parts: Parts, batch: torch.Size) -> AffineReluAffine:
-    """With the batch dimensions of the points."""
-    A, c1, B, c2 = (x.reshape(*batch, *x.shape[1:]) for x in parts[:4])
-    return AffineReluAffine(A, c1, B, c2, None if parts.D is None else parts.D.reshape(*batch, *parts.D.shape[1:]))
-
-
-def _linearized(cut: Cut, points: Tensor, rows: Tensor, working: int, limit_each: int) -> Parts:
-    with torch.inference_mode(False), full_precision():
-        points = points.clone()  # one made in inference mode could not be differentiated
-        z, out, B, D, live = after_the_cut(cut, points, rows, working)
-        _refuse_beyond(cut.relu.name, points, live.shape[1], limit_each)
-        A = _before_the_cut(cut, points, live, working)
-    flat = points.flatten(1)
-    z = z.gather(1, live)
-    c2 = out - matvec(B, torch.relu(z))
-    return Parts(A, z - matvec(A, flat), B, c2 if D is None else c2 - matvec(D, flat), D)
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""A, c₁, B, c₂ and D of a group of points, all with one batch dimension."""
 
 
 def _joined(groups: list[Parts]) -> Parts:
     """One batch of them all; units that only other points have are zero rows of A and columns of B."""
-    if len(groups) == 1:
-        return groups[0]
-    units = max(group.A.shape[1] for group in groups)
-    A = torch.cat([pad(group.A, (0, 0, 0, units - group.A.shape[1])) for group in groups])
-    c1 = torch.cat([pad(group.c1, (0, units - group.c1.shape[1])) for group in groups])
-    B = torch.cat([pad(group.B, (0, units - group.B.shape[2])) for group in groups])
-    c2 = torch.cat([group.c2 for group in groups])
-    if all(group.D is None for group in groups):
-        return Parts(A, c1, B, c2, None)
+    units = max(A.shape[1] for A, *_ in groups)
+    A = torch.cat([pad(A, (0, 0, 0, units - A.shape[1])) for A, *_ in groups])
+    c1 = torch.cat([pad(c1, (0, units - c1.shape[1])) for _, c1, *_ in groups])
+    B = torch.cat([pad(B, (0, units - B.shape[2])) for _, _, B, *_ in groups])
+    c2 = torch.cat([c2 for *_, c2, _ in groups])
+    if all(D is None for *_, D in groups):
+        return A, c1, B, c2, None
     nothing = A.new_zeros(B.shape[1], A.shape[2])
-    around = [nothing.expand(len(group.A), -1, -1) if group.D is None else group.D for group in groups]
-    return Parts(A, c1, B, c2, torch.cat(around))
+    around = [nothing.expand(len(own), -1, -1) if D is None else D for own, *_, D in groups]
+    return A, c1, B, c2, torch.cat(around)
+
+
+def require_room(cut: Cut, points: Tensor, indices: Tensor, limit: int) -> None:
+    """B alone must fit before it is computed: it tells which rows of A matter."""
+    units, inputs = cut.relu.shape.numel(), points[0].numel()
+    needed = indices.numel() * (units + inputs) * points.element_size()
+    if needed > limit:
+        raise MemoryError(
+            f"{CALLER}: {indices.shape[1]} outputs × ({units} units of {cut.relu.name!r} + {inputs} inputs) for "
+            f"{len(points)} images take {gigabytes(needed)}, and {gigabytes(limit)} may be used; choose fewer outputs "
+            f"(outputs=), fewer images at a time, or raise memory_budget"
+        )
 
 
 def points_of(caller: str, at: Any, event_ndim: int | None) -> tuple[Tensor, torch.Size]:
@@ -196,11 +173,22 @@ def live_units(B: Tensor) -> Tensor:
     return torch.argsort(matters, dim=1, descending=True, stable=True)[:, :most].sort(1).values
 
 
-def _before_the_cut(cut: Cut, points: Tensor, live: Tensor, working: int) -> Tensor:
-    """A, (N, L, n): by forward mode where that takes fewer passes than reverse mode and every function has it."""
-    size = points[0].numel()
-    if size < live.shape[1]:
-        everything = live.shape[1] == cut.relu.size
+def _before_the_cut(cut: Cut, points: Tensor, live: Tensor, working: int, limit_each: int) -> Tensor:
+    """A, (N, L, n): by forward mode where that takes fewer passes than reverse mode and every function has it.
+
+    It must fit before it is computed.
+    """
+    size, units = points[0].numel(), live.shape[1]
+    needed = units * size * points.element_size()
+    if needed > limit_each:
+        raise MemoryError(
+            f"{CALLER}: the Jacobian before {cut.relu.name!r} is {units} × {size}, {gigabytes(needed)} for each image, "
+            f"and {gigabytes(limit_each)} may be used for each; choose another layer, fewer outputs (outputs=), fewer "
+            f"images at a time, raise memory_budget, or use two_stage_maps, which makes about {min(units, size):,} "
+            f"passes instead of storing it"
+        )
+    if size < units:
+        everything = units == cut.relu.size
         try:
             return by_forward_mode(cut.stem, points, None if everything else live, working)
         except torch.OutOfMemoryError:
@@ -214,31 +202,69 @@ def _before_the_cut(cut: Cut, points: Tensor, live: Tensor, working: int) -> Ten
     return points.new_zeros(points.shape[0], live.shape[1], size) if A is None else A
 
 
-def _require_room(caller: str, cut: Cut, points: Tensor, rows: Tensor, limit: int) -> None:
-    """B alone must fit before it is computed: it tells which rows of A matter."""
-    bytes_needed = rows.numel() * (cut.relu.size + points[0].numel()) * points.element_size()
-    if bytes_needed > limit:
-        raise MemoryError(
-            f"{caller}: {rows.shape[1]} outputs × ({cut.relu.size} units of {cut.relu.name!r} + {points[0].numel()} "
-            f"inputs) for {points.shape[0]} images take {gigabytes(bytes_needed)}, and {gigabytes(limit)} may be used; "
-            f"choose fewer outputs (outputs=), fewer images at a time, or raise memory_budget"
-        )
+def by_reverse_mode(outputs: Tensor, inputs: tuple[Tensor, ...], rows: Tensor, chunk: int) -> tuple[Tensor | None, ...]:
+    """Rows ∂outputs[image, rows[image, r]] / ∂input, (N, R, n) for each of the inputs, None for one without influence.
+
+    `outputs` (N, ...) must come from `inputs` (N, ...) by autograd; `rows` (N, R) are indices of the flat outputs.
+    `chunk` rows are computed at a time.
+    """
+    images, count = rows.shape
+    flat = outputs.reshape(images, -1)
+    results: list[Tensor | None] = [None] * len(inputs)
+    with full_precision(), Progress("Jacobian, row by row", count) as progress:
+        for start in range(0, count, chunk):
+            chosen = rows[:, start : start + chunk]
+            directions = flat.new_zeros(chosen.shape[1], *flat.shape)
+            directions.scatter_(2, chosen.T.unsqueeze(2), 1.0)
+            parts = torch.autograd.grad(
+                flat, inputs, directions, retain_graph=True, is_grads_batched=True, allow_unused=True
+            )
+            for place, part in enumerate(parts):
+                if part is None:
+                    continue
+                found, part = results[place], part.flatten(2)
+                if found is None:
+                    found = results[place] = part.new_empty(images, count, part.shape[2])
+                found[:, start : start + part.shape[0]] = part.transpose(0, 1)
+            progress.advance(chosen.shape[1])
+    return tuple(results)
 
 
-def _refuse_beyond(name: str, points: Tensor, units: int, limit_each: int) -> None:
-    """A must fit before it is computed."""
-    size = points[0].numel()
-    bytes_needed = units * size * points.element_size()
-    if bytes_needed > limit_each:
-        raise MemoryError(
-            f"{CALLER}: the Jacobian before {name!r} is {units} × {size}, {gigabytes(bytes_needed)} for each image, "
-            f"and {gigabytes(limit_each)} may be used for each; choose another layer, fewer outputs (outputs=), fewer "
-            f"images at a time, raise memory_budget, or use two_stage_maps, which makes about {min(units, size):,} "
-            f"passes instead of storing it"
-        )
+def by_forward_mode(function: Callable[[Tensor], Tensor], at: Tensor, rows: Tensor | None, chunk: int) -> Tensor:
+    """The Jacobian of `function` at `at` (N, ...), (N, p, n), column by column; with `rows` (N, R), those rows only."""
+    images, size = at.shape[0], at[0].numel()
+    result: Tensor | None = None
+
+    def column(direction: Tensor) -> Tensor:
+        tangent = jvp(function, (at,), (direction.reshape(at.shape[1:]).expand(at.shape),))[1]
+        return tangent.reshape(images, -1)
+
+    with torch.no_grad(), full_precision(), Progress("Jacobian, column by column", size) as progress:
+        for start in range(0, size, chunk):
+            count = min(chunk, size - start)
+            directions = at.new_zeros(count, size)
+            directions[:, start : start + count].fill_diagonal_(1.0)
+            part = vmap(column)(directions).permute(1, 2, 0)
+            if rows is not None:
+                part = part.gather(1, rows.unsqueeze(2).expand(-1, -1, count))
+            if result is None:
+                result = part.new_empty(images, part.shape[1], size)
+            result[:, :, start : start + count] = part
+            progress.advance(count)
+    assert result is not None
+    return result
 
 
-VALUE_CALLER = "two_stage_value"
+def linearized(network: nn.Module, points: Tensor, rows: Tensor, working: int) -> tuple[Tensor, Tensor]:
+    """The chosen scores (N, k) at points (N, *event), and their Jacobian (N, k, n)."""
+    with torch.inference_mode(False), full_precision(), torch.enable_grad():
+        x = points.detach().clone().requires_grad_()
+        out = network(x.clone())
+        rows = rows.to(points.device)
+        (jacobian,) = by_reverse_mode(out, (x,), rows, working) if out.requires_grad else (None,)
+    if jacobian is None:
+        jacobian = points.new_zeros(*rows.shape, points[0].numel())
+    return out.detach().gather(1, rows), jacobian
 
 
 def two_stage_value(network: Any, at: Tensor, x: Tensor, layer: int | str = -1) -> Tensor:
@@ -262,15 +288,12 @@ def two_stage_value(network: Any, at: Tensor, x: Tensor, layer: int | str = -1) 
     model.require_linearizable()
     together = directions_at_once(points.device, model.largest, points.element_size(), None)
     parts = zip(
-        *(part.split(min(together, largest_batch(model.network))) for part in (points, _like(x, points))), strict=True
+        *(part.split(min(together, model.most_images)) for part in (points, x.detach().reshape(points.shape))),
+        strict=True,
     )
     with torch.inference_mode(False), full_precision():
         values = torch.cat([_value(cut, point.clone(), other.clone()) for point, other in parts])
     return values.reshape(*batch, -1)
-
-
-def _like(x: Tensor, points: Tensor) -> Tensor:
-    return x.detach().reshape(points.shape)
 
 
 def _value(cut: Cut, at: Tensor, x: Tensor) -> Tensor:

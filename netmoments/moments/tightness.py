@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from netmoments.gaussian import Gaussian
-from netmoments.moments.methods import (
+from netmoments.moments.output_moments import (
     Choice,
     Layerwise,
     Linear,
@@ -21,8 +21,8 @@ from netmoments.moments.methods import (
     Sketch,
     TwoStage,
     method_named,
+    output_moments,
 )
-from netmoments.moments.output_moments import output_moments
 from netmoments.moments.result import OutputMoments
 from netmoments.progress import Progress
 from netmoments.sampling.monte_carlo import relative_difference

@@ -49,12 +49,6 @@ def exported_network(program: torch.export.ExportedProgram) -> ExportedNetwork:
     return ExportedNetwork(module, int(bounds.upper) if bounds is not None and bounded else None)
 
 
-def largest_batch(network: nn.Module) -> int:
-    """How many images a network takes at a time."""
-    largest = network.largest if isinstance(network, ExportedNetwork) else None
-    return 2**31 if largest is None else largest
-
-
 def _batch_dimension(program: fx.GraphModule) -> int | torch.SymInt | None:
     """The first dimension of a program's input: a number that it insists on, or a symbol."""
     for node in program.graph.nodes:

@@ -10,19 +10,21 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from netmoments.checks import require_float_tensor
+from netmoments.checks import describe, require_float_tensor
+from netmoments.network.exported import ExportedNetwork, exported_network
 from netmoments.network.graph import NetworkGraph, traced_graph
 from netmoments.network.relu_calls import Relu, Trace, find_relu
-from netmoments.network.validate import as_network, examined, require_inputs
+from netmoments.network.validate import examined
 from netmoments.precision import full_precision
 
 Found = TypeVar("Found")
@@ -59,8 +61,65 @@ _known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Knowledge]] = WeakKe
 
 
 def network_of(network: Any, caller: str) -> nn.Module:
-    """The module that a user's argument means: a module in eval mode, an exported program, or a model's network."""
-    return as_network(network.network if isinstance(network, NetworkModel) else network, caller)
+    """The module that a user's argument means, in eval mode: as given, unwrapped if compiled, an exported program made
+    callable with any batch, or a model's network.
+    """
+    if isinstance(network, NetworkModel):
+        network = network.network
+    if isinstance(network, torch.export.ExportedProgram):
+        network = exported_network(network)
+    if isinstance(network, fx.GraphModule) and hasattr(network, "_guards_fn"):
+        network = ExportedNetwork(network)
+    network = getattr(network, "_orig_mod", network)
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"{caller}: network must be a torch.nn.Module or an exported program, got {describe(network)}")
+    if isinstance(network, torch.jit.ScriptModule):
+        raise TypeError(
+            f"{caller}: a scripted network cannot be looked into; pass the module it was made from, or export that "
+            f"with torch.export"
+        )
+    if any(map(_training, network.modules())):
+        _refuse_training(network, caller)
+    return network
+
+
+_training = attrgetter("training")
+
+
+def _refuse_training(network: nn.Module, caller: str) -> None:
+    """An error that names what is in training mode, unless it is inside an exported program, which has no modes."""
+    if isinstance(network, ExportedNetwork):
+        return
+    if network.training:
+        raise ValueError(
+            f"{caller}: the network is in training mode, where dropout and batch normalisation are random; call "
+            f"network.eval() first"
+        )
+    exported = {id(x) for module in network.modules() if isinstance(module, ExportedNetwork) for x in module.modules()}
+    left_on = [
+        name
+        for name, module in network.named_modules()
+        if module.training and id(module) not in exported and not any(child.training for child in module.children())
+    ]
+    if left_on:
+        raise ValueError(f"{caller}: {', '.join(left_on[:4])} left in training mode; call network.eval()")
+
+
+def require_inputs(network: nn.Module, inputs: Tensor, caller: str) -> None:
+    """A batch (N, ...) of at least one image, of the dtype and on the device of the network."""
+    if inputs.dim() < 2 or inputs.numel() == 0:
+        raise ValueError(f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}")
+    for name, parameter in network.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != inputs.dtype:
+            raise TypeError(
+                f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert one, e.g. "
+                f"network.to({inputs.dtype})"
+            )
+        if parameter.device != inputs.device:
+            raise ValueError(
+                f"{caller}: the network is on {parameter.device} ({name}) but the input on {inputs.device}; move one, "
+                f"e.g. input.to({str(parameter.device)!r})"
+            )
 
 
 class NetworkModel:
@@ -91,6 +150,8 @@ class NetworkModel:
     """How many scores the network has."""
     largest: int
     """Elements of the largest tensor that any call returns, for one image."""
+    most_images: int
+    """How many images the network takes at a time; some exported programs have a bound."""
 
     def __init__(self, network: Any, example: Tensor) -> None:
         caller = "NetworkModel"
@@ -109,7 +170,7 @@ class NetworkModel:
     def of(cls, network: Any, inputs: Tensor, caller: str) -> NetworkModel:
         """The model of a network, or of a model's network, for a batch (N, ...) of inputs; errors name the caller."""
         model = cls.__new__(cls)
-        model.network = as_network(network.network if isinstance(network, NetworkModel) else network, caller)
+        model.network = network_of(network, caller)
         require_inputs(model.network, inputs, caller)
         model.image, model._caller = inputs[:1].detach(), caller
         model._learn()
@@ -126,6 +187,8 @@ class NetworkModel:
             self._knowledge = every[key]
         trace = self._knowledge.trace
         self.relus, self.outputs, self.largest = trace.relus, trace.output.shape[1], trace.largest
+        bound = self.network.largest if isinstance(self.network, ExportedNetwork) else None
+        self.most_images = 2**31 if bound is None else bound
 
     def relu(self, layer: int | str) -> Relu:
         """The ReLU that `layer` names: a number counted from either end, or a name."""

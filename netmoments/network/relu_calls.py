@@ -234,35 +234,33 @@ class Cut:
 
     def stem(self, x: Tensor) -> Tensor:
         if self.relu.batched:
-            return self._stem(x)
-        return vmap(lambda image: self._stem(image.unsqueeze(0)).reshape(self.relu.shape))(x)
+            return self._run(x, None)
+        return vmap(lambda image: self._run(image.unsqueeze(0), None).reshape(self.relu.shape))(x)
 
     def head(self, x: Tensor, y: Tensor) -> Tensor:
         if self.relu.batched:
-            return self._head(x, y)
-        return vmap(lambda image, own: self._head(image.unsqueeze(0), own).squeeze(0))(x, y)
+            return self._run(x, y)
+        return vmap(lambda image, own: self._run(image.unsqueeze(0), own).squeeze(0))(x, y)
 
-    @property
-    def _runs(self) -> nn.Module:
-        return self.network.program if isinstance(self.network, ExportedNetwork) else self.network
-
-    def _stem(self, x: Tensor) -> Tensor:
+    def _run(self, x: Tensor, y: Tensor | None) -> Tensor:
+        """Up to the ReLU, its input; or, with y in place of its output, to the end."""
+        network = self.network.program if isinstance(self.network, ExportedNetwork) else self.network
         try:
-            with _AtRelu(self.relu.index, _stop):
-                self._runs(x.clone())  # a copy: the first call may be in place
+            with _AtRelu(self.relu.index, y):
+                out: Tensor = network(x.clone())  # a copy: the first call may be in place
         except _Reached as reached:
             return reached.value
-        raise RuntimeError(
-            f"the network never reached its ReLU {self.relu.name!r}: it does not always do the same calls"
-        )
-
-    def _head(self, x: Tensor, y: Tensor) -> Tensor:
-        with _AtRelu(self.relu.index, _replaced_by(y)):
-            return self._runs(x.clone())
+        if y is None:
+            raise RuntimeError(
+                f"the network never reached its ReLU {self.relu.name!r}: it does not always do the same calls"
+            )
+        return out
 
 
 def find_relu(relus: Sequence[Relu], layer: int | str) -> Relu:
     """The ReLU that `layer` names: a number counted from either end, or a name."""
+    if isinstance(layer, int) and not isinstance(layer, bool) and -len(relus) <= layer < len(relus):
+        return relus[layer]
     listed = ", ".join(f"{relu.index} {relu.name!r}" for relu in relus)
     if not relus:
         raise ValueError(
@@ -272,9 +270,7 @@ def find_relu(relus: Sequence[Relu], layer: int | str) -> Relu:
     if isinstance(layer, bool) or not isinstance(layer, int | str):
         raise TypeError(f"layer must be a number or a name, got {layer!r}; the ReLUs are: {listed}")
     if isinstance(layer, int):
-        if not -len(relus) <= layer < len(relus):
-            raise ValueError(f"layer {layer} is not one of the network's {len(relus)} ReLUs: {listed}")
-        return relus[layer]
+        raise ValueError(f"layer {layer} is not one of the network's {len(relus)} ReLUs: {listed}")
     for relu in relus:
         if relu.name == layer:
             return relu
@@ -292,12 +288,11 @@ class _Reached(BaseException):
 
 
 class _AtRelu(TorchFunctionMode):
-    """Counts ReLU calls and has the chosen one done by `treat(pre-activations, in place or not)`."""
+    """Counts ReLU calls; the chosen one stops the run, or gives `instead` where there is something to give."""
 
-    def __init__(self, index: int, treat: Callable[[Tensor, bool], Tensor]) -> None:
+    def __init__(self, index: int, instead: Tensor | None) -> None:
         super().__init__()
-        self._left = index
-        self._treat = treat
+        self._left, self._instead = index, instead
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -306,19 +301,11 @@ class _AtRelu(TorchFunctionMode):
         if is_relu(func, args, kwargs):
             self._left -= 1
             if self._left == -1:
-                return self._treat(pre_activations(args, kwargs), is_in_place(func, args, kwargs))
+                z = pre_activations(args, kwargs)
+                if self._instead is None:
+                    raise _Reached(z)
+                value = self._instead.reshape(z.shape)
+                if is_in_place(func, args, kwargs):  # code may go on with z itself
+                    return z.copy_(value)
+                return value.clone()  # code may go on to change it
         return func(*args, **kwargs)
-
-
-def _stop(z: Tensor, in_place: bool) -> Tensor:
-    raise _Reached(z)
-
-
-def _replaced_by(y: Tensor) -> Callable[[Tensor, bool], Tensor]:
-    def treat(z: Tensor, in_place: bool) -> Tensor:
-        value = y.reshape(z.shape)
-        if in_place:  # code may go on with z itself
-            return z.copy_(value)
-        return value.clone()  # code may go on to change it
-
-    return treat

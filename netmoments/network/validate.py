@@ -1,80 +1,20 @@
-"""What a network must be before anything is computed about it, checked once and said clearly."""
+"""What a network must be before anything is computed about it: runs that show whether it is, once a network."""
 
 from __future__ import annotations
 
 import dataclasses
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from netmoments.checks import describe, require_finite
-from netmoments.network.exported import ExportedNetwork, exported_network
 from netmoments.network.relu_calls import Trace, trace, with_batch_known
 from netmoments.network.replica import replica
 from netmoments.precision import full_precision
 
 COPIES = 8
 """Of an image, in one batch: noise that two runs hide by chance shows among them."""
-
-
-def as_network(network: Any, caller: str) -> nn.Module:
-    """A module in eval mode: as given, unwrapped if compiled, or an exported program made callable with any batch."""
-    if isinstance(network, torch.export.ExportedProgram):
-        network = exported_network(network)
-    if isinstance(network, fx.GraphModule) and hasattr(network, "_guards_fn"):
-        network = ExportedNetwork(network)
-    network = getattr(network, "_orig_mod", network)
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"{caller}: network must be a torch.nn.Module or an exported program, got {describe(network)}")
-    if isinstance(network, torch.jit.ScriptModule):
-        raise TypeError(
-            f"{caller}: a scripted network cannot be looked into; pass the module it was made from, or export that "
-            f"with torch.export"
-        )
-    if any(map(_training, network.modules())):
-        _refuse_training(network, caller)
-    return network
-
-
-_training = attrgetter("training")
-
-
-def _refuse_training(network: nn.Module, caller: str) -> None:
-    """An error that names what is in training mode, unless it is inside an exported program, which has no modes."""
-    if isinstance(network, ExportedNetwork):
-        return
-    if network.training:
-        raise ValueError(
-            f"{caller}: the network is in training mode, where dropout and batch normalisation are random; call "
-            f"network.eval() first"
-        )
-    exported = {id(x) for module in network.modules() if isinstance(module, ExportedNetwork) for x in module.modules()}
-    left_on = [
-        name
-        for name, module in network.named_modules()
-        if module.training and id(module) not in exported and not any(child.training for child in module.children())
-    ]
-    if left_on:
-        raise ValueError(f"{caller}: {', '.join(left_on[:4])} left in training mode; call network.eval()")
-
-
-def require_inputs(network: nn.Module, inputs: Tensor, caller: str) -> None:
-    """A batch (N, ...) of at least one image, of the dtype and on the device of the network."""
-    if inputs.dim() < 2 or inputs.numel() == 0:
-        raise ValueError(f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}")
-    for name, parameter in network.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype != inputs.dtype:
-            raise TypeError(
-                f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert one, e.g. "
-                f"network.to({inputs.dtype})"
-            )
-        if parameter.device != inputs.device:
-            raise ValueError(
-                f"{caller}: the network is on {parameter.device} ({name}) but the input on {inputs.device}; move one, "
-                f"e.g. input.to({str(parameter.device)!r})"
-            )
 
 
 def examined(network: nn.Module, image: Tensor, caller: str) -> Trace:

@@ -14,17 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from netmoments.checks import require_broadcastable, require_float_tensors
-from netmoments.normal import TAIL, density, distribution, standard_deviation, tail_moments
-
-SATURATED = 40.0
-"""|h| is cut here: φ(40) is zero in float64, so nothing beyond changes any moment."""
-
-
-def standardize(mean: Tensor, std: Tensor) -> Tensor:
-    """h = m/s, cut to ±`SATURATED`; at s = 0 the sign of m times that, and 0 at m = s = 0."""
-    inside = mean.abs() < SATURATED * std
-    h = mean / torch.where(inside, std, torch.ones_like(std))
-    return torch.where(inside, h, torch.sign(mean.detach()) * SATURATED)
+from netmoments.normal import TAIL, density, distribution, standard_deviation, standardize, tail_moments
 
 
 def open_probability(mean: Tensor, variance: Tensor) -> Tensor:

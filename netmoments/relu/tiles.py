@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from netmoments.memory import SLOTS, Scratch, common_shape
-from netmoments.normal import density, distribution, standard_deviation
+from netmoments.normal import density, distribution, standard_deviation, standardize
 from netmoments.relu.bivariate import SeriesFactors, TileSeries, conditional, nonlinear_part, orthant_excess
-from netmoments.relu.marginal import standardize
 
 
 class Units(NamedTuple):

@@ -13,8 +13,7 @@ from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.covariances import Isotropic
 from netmoments.data.images import LabelledImages
 from netmoments.gaussian import Gaussian
-from netmoments.moments.methods import TwoStage
-from netmoments.moments.output_moments import output_moments
+from netmoments.moments.output_moments import TwoStage, output_moments
 from netmoments.moments.result import OutputMoments
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.precision import full_precision

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from netmoments.normal import density, distribution, standard_deviation
+from netmoments.normal import density, distribution, standard_deviation, standardize
 from netmoments.relu.covariance import relu_covariance
-from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean, standardize, unit_mean
+from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean, unit_mean
 from netmoments.rules import sketch_launch
 from netmoments.rules.base import Local, OneInput, SketchedLayer, ThirdCumulants
 from netmoments.rules.sampled import UnitMoments

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import netmoments as nm
 from netmoments.network.exported import ExportedNetwork
+from netmoments.network.model import network_of
 from netmoments.network.relu_calls import Cut
-from netmoments.network.validate import as_network
 from tests.closeness import assert_close
 from tests.network.small import POINT, small
 from tests.networks import Block, seeded
@@ -50,7 +50,7 @@ def images(count: int) -> Tensor:
 
 def test_an_exported_program_has_the_names_of_its_modules(exported, plain):
     wanted = ["network#0", "block.relu1", "block.relu2", "network#1"]
-    for net in (plain, exported, exported.module(), as_network(exported, "test")):
+    for net in (plain, exported, exported.module(), network_of(exported, "test")):
         found = nm.relus(net, images(2))
         assert [relu.name for relu in found] == wanted
         assert [relu.shape for relu in found] == [(3, 3, 3)] * 3 + [(6,)]
@@ -59,7 +59,7 @@ def test_an_exported_program_has_the_names_of_its_modules(exported, plain):
 def test_an_exported_program_is_cut_and_linearized_as_its_network(exported, plain):
     x = images(3)
     for relu, same in zip(nm.relus(exported, x), nm.relus(plain, x), strict=True):
-        cut, expected = Cut(as_network(exported, "test"), relu), Cut(plain, same)
+        cut, expected = Cut(network_of(exported, "test"), relu), Cut(plain, same)
         assert_close(cut.stem(x), expected.stem(x), atol=1e-14)
         y = torch.rand(3, *relu.shape, dtype=torch.float64)
         assert_close(cut.head(x, y), expected.head(x, y), atol=1e-14)
@@ -71,7 +71,7 @@ def test_an_exported_program_is_cut_and_linearized_as_its_network(exported, plai
 
 def test_an_exported_program_inside_a_network(exported, plain):
     x = images(3)
-    net = nn.Sequential(nn.Identity(), as_network(exported, "test")).eval()
+    net = nn.Sequential(nn.Identity(), network_of(exported, "test")).eval()
     assert [relu.name for relu in nm.relus(net, x)] == [f"1#{number}" for number in range(4)]
     for layer in range(4):
         assert_close(nm.two_stage(net, x, layer).A, nm.two_stage(plain, x, layer).A, atol=1e-13)
@@ -117,16 +117,20 @@ def test_an_exported_network_with_a_largest_batch(tmp_path):
     torch.testing.assert_close(found.variance, expected.variance)
 
 
-@pytest.mark.parametrize("method", ["layerwise", "sketch"])
-def test_an_exported_program_is_propagated_as_its_network(exported, plain, method, tmp_path):
+def test_an_exported_program_is_propagated_as_its_network(exported, plain, tmp_path):
     torch.export.save(exported, tmp_path / "network.pt2")
     loaded = nm.load_network(tmp_path / "network.pt2")
-    noise = nm.Gaussian(images(2), std=0.1)
-    expected = nm.output_moments(plain, noise, method)
     inside = nn.Sequential(nn.Identity(), loaded).eval()
-    for net in (exported, exported.module(), loaded, inside, nm.NetworkModel(exported, images(1))):
-        found = nm.output_moments(net, noise, method)
-        assert_close(found.mean, expected.mean, atol=1e-12)
-        assert_close(found.covariance, expected.covariance, atol=1e-12)
-    chosen = nm.output_moments(loaded, noise)
-    assert (chosen.method, chosen.reason) == ("layerwise", nm.output_moments(plain, noise).reason)
+    noise = nm.Gaussian(images(2), std=0.1)
+    methods = {
+        "layerwise": (exported, inside, loaded),
+        "sketch": (exported.module(), nm.NetworkModel(exported, images(1)), loaded),
+        "auto": (loaded,),
+    }
+    for method, nets in methods.items():
+        expected = nm.output_moments(plain, noise, method)
+        for net in nets:
+            found = nm.output_moments(net, noise, method)
+            assert found.method == expected.method
+            assert_close(found.mean, expected.mean, atol=1e-12, what=method)
+            assert_close(found.covariance, expected.covariance, atol=1e-12, what=method)

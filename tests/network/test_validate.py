@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn import functional
 
 import netmoments as nm
-from netmoments.network.validate import as_network
+from netmoments.network.model import network_of
 from tests.network.small import POINT, returning, small
 from tests.networks import network, seeded
 
 
 def test_a_compiled_network_is_looked_through():
     net = network("shared")
-    assert as_network(torch.compile(net), "test") is net
+    assert network_of(torch.compile(net), "test") is net
 
 
 def left_in_training() -> nn.Module:
@@ -94,9 +94,9 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "integer images": (
         lambda: nm.relus(SMALL, torch.zeros(1, 4, dtype=torch.uint8)),
         TypeError,
-        r"the input must be float32 or float64, got a uint8",
+        r"(the input|example) must be float32 or float64, got a uint8",
     ),
-    "list of images": (lambda: nm.relus(SMALL, [[0.0] * 4]), TypeError, "the input must be a torch tensor"),
+    "list of images": (lambda: nm.relus(SMALL, [[0.0] * 4]), TypeError, "(the input|example) must be a torch tensor"),
     "one number": (lambda: nm.relus(SMALL, torch.tensor(1.0)), ValueError, r"a batch \(N, \.\.\.\) of at least one"),
     "no images": (lambda: nm.relus(SMALL, torch.zeros(0, 4)), ValueError, r"at least one image, got .*\(0, 4\)"),
     "wrong size": (

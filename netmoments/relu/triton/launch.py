@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.normal import gauss_legendre, standard_deviation
-from netmoments.relu.marginal import standardize, variance_slopes
+from netmoments.normal import gauss_legendre, standard_deviation, standardize
+from netmoments.relu.marginal import variance_slopes
 from netmoments.relu.quadrature_rules import NONLINEAR_RULES, Rule, excess_limits, nonlinear_limits, recurrence
 from netmoments.relu.tiles import Units, gate_slopes, saturation
 from netmoments.relu.triton import forward_kernels, kernels

@@ -1,0 +1,255 @@
+"""The methods: what each is, what "auto" chooses and why, controls of sampling, and options that make no sense."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import jacrev
+
+import netmoments as nm
+from tests.closeness import assert_close
+from tests.moments.problems import assert_same, deep, means, noise, perceptron
+from tests.networks import inputs, network, seeded
+
+
+# what auto takes
+
+
+class Pooled(nn.Module):
+    """One nonlinear layer that is not of one number at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pool, self.last = nn.Linear(4, 8), nn.MaxPool1d(2), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.pool(self.first(x).unsqueeze(1)).squeeze(1))
+
+
+CHOSEN: dict[str, tuple[Callable[[], nn.Module], dict[str, object], str, str]] = {
+    "affine": (lambda: seeded(lambda: nn.Linear(4, 3)), {}, "exact", r"^the network is affine$"),
+    "one ReLU": (perceptron, {}, "exact", r"^the only nonlinear layer is 1, which is piecewise linear$"),
+    "one pool": (lambda: seeded(Pooled), {}, "layerwise", r"covariance of all layers takes .* \(at pool\) of the .*B"),
+    "two ReLUs": (deep, {}, "layerwise", r"^the joint covariance of all layers takes .*MB \(at \d\) of the .*GB there"),
+    "two, little memory": (deep, {"memory_budget": 99}, "sketch", r"layers would take .* \(at \d\) of the 9.9e-05 MB"),
+    "one, little memory": (perceptron, {"memory_budget": 99}, "sketch", r"would take .* \(at \d\) of the 9.9e-05 MB"),
+    "a layer": (deep, {"layer": 0}, "two-stage", r"^a ReLU to keep, or a bank, was given$"),
+}
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_auto_says_what_it_takes_and_why(case):
+    make, options, method, reason = CHOSEN[case]
+    found = nm.output_moments(make(), noise(), **options)
+    assert found.method == method
+    assert found.reason is not None
+    assert re.search(reason, found.reason), found.reason
+    assert found.cut == ("1" if method == "two-stage" else None)
+
+
+def test_auto_takes_a_bank():
+    net = deep()
+    found = nm.output_moments(net, noise(2), bank=nm.LinearizationBank.at(net, means(3)))
+    assert (found.method, found.cut) == ("two-stage", "3")
+    assert found.reason == "a ReLU to keep, or a bank, was given"
+    assert found.distance.shape == (2,)
+
+
+def test_a_method_that_was_asked_for_has_no_reason():
+    for method in ("layerwise", "sketch", "two-stage", "linear", "sampling"):
+        found = nm.output_moments(deep(), noise(), method, samples=10)
+        assert (found.method, found.reason) == (method, None)
+
+
+def test_what_auto_takes_is_what_the_method_gives():
+    assert_same(nm.output_moments(deep(), noise(2)), nm.output_moments(deep(), noise(2), "layerwise"), atol=1e-15)
+    little = nm.output_moments(deep(), noise(2), memory_budget=99)
+    assert_same(little, nm.output_moments(deep(), noise(2), "sketch", memory_budget=99), atol=0)
+
+
+# what each is
+
+
+def test_exact_is_exact():
+    """One ReLU, large noise, against the formulas for it; an affine network against A Σ Aᵀ."""
+    net = perceptron()
+    gates = nm.AffineReluAffine(net[0].weight, net[0].bias, net[2].weight, net[2].bias)
+    found, expected = (nm.output_moments(which, noise(2, std=3.0)) for which in (net, gates))
+    assert (found.method, expected.method) == ("exact", "exact")
+    assert_same(found, expected)
+    affine = seeded(lambda: nn.Linear(4, 3))
+    found = nm.output_moments(affine, noise(2))
+    assert_close(found.mean, affine(means(2)), atol=1e-14)
+    assert_close(found.covariance, 0.09 * (affine.weight @ affine.weight.mT).expand(2, 3, 3), atol=1e-14)
+
+
+def test_linear_is_the_delta_method():
+    net, x = network("lenet"), inputs("lenet", 3)
+    factor = 0.1 * torch.randn(3, 64, 70, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    covariance = factor @ factor.mT
+    found = nm.output_moments(net, nm.Gaussian(x, nm.Dense(covariance)), "linear")
+    assert_close(found.mean, net(x), atol=1e-14)
+    for i in range(3):
+        J = jacrev(lambda v: net(v.reshape(1, 1, 8, 8))[0])(x[i].flatten())
+        assert_close(found.covariance[i], J @ covariance[i] @ J.mT, atol=1e-14)
+
+
+def test_sampling_is_monte_carlo():
+    net, noise = perceptron(), nm.Gaussian(means(3), std=0.3)
+    found = nm.output_moments(net, noise, "sampling", samples=300, seed=7)
+    sampled = nm.monte_carlo(net, noise, 300, seed=7)
+    for name in ("mean", "variance", "covariance"):
+        assert_close(getattr(found, name), getattr(sampled, name), atol=0)
+        error = f"{name}_standard_error"
+        assert_close(getattr(found, error), getattr(sampled, error), atol=0)
+
+
+def test_exact_for_one_hidden_layer():
+    """A perceptron is its own two-stage linearization: large noise, within five standard errors of samples."""
+    net, noise = perceptron(), nm.Gaussian(means(2), std=3.0)
+    exact = nm.output_moments(net, noise, "two-stage")
+    report = exact.compare(nm.output_moments(net, noise, "sampling", samples=100_000, seed=3))
+    for part in (report.mean, report.variance, report.covariance):
+        assert float(part.abs().max()) < 5
+    by_hand = nm.AffineReluAffine(net[0].weight, net[0].bias, net[2].weight, net[2].bias)
+    same = nm.output_moments(by_hand, noise)
+    assert (same.method, same.cut) == ("exact", None)
+    assert_close(exact.mean, same.mean, atol=1e-13)
+    assert_close(exact.covariance, same.covariance, atol=1e-13)
+    wrong = nm.output_moments(net, noise, "linear").compare(nm.monte_carlo(net, noise, 100_000, seed=3))
+    assert float(wrong.mean.abs().max()) > 50
+
+
+def test_choices_of_an_affine_relu_affine():
+    g, noise = random_network(6, 20, 5, seed=3), nm.Gaussian(torch.ones(2, 6, dtype=torch.float64), std=0.4)
+    everything = nm.output_moments(g, noise)
+    some = nm.output_moments(g, noise, outputs=[4, 1])
+    assert_close(some.mean, everything.mean[:, [4, 1]], atol=1e-15)
+    assert_close(some.covariance, everything.covariance[:, [4, 1]][:, :, [4, 1]], atol=1e-15)
+    largest = nm.output_moments(g, noise, outputs=2)
+    assert torch.equal(largest.outputs, g(noise.mean).topk(2, -1).indices)
+    assert_close(largest.variance, everything.variance.gather(1, largest.outputs), atol=1e-15)
+
+
+def test_an_affine_relu_affine_is_exact_or_sampled_as_asked(generator):
+    g = nm.AffineReluAffine(*(torch.randn(s, generator=generator) for s in ((6, 4), (6,), (5, 6), (5,))))
+    noise = nm.Gaussian(torch.randn(3, 4, generator=generator), std=0.3)
+    for outputs in (None, [4, 0], 2):
+        exact = nm.output_moments(g, noise, outputs=outputs)
+        sampled = nm.output_moments(g, noise, "sampling", outputs, samples=20_000)
+        assert (exact.method, sampled.method) == ("exact", "sampling")
+        assert float(exact.compare(sampled).mean.abs().max()) < 5
+        assert float(exact.compare(sampled).covariance.abs().max()) < 5
+    with pytest.raises(ValueError, match='exact with method="auto" or "two-stage"'):
+        nm.output_moments(g, noise, "linear")
+
+
+def test_the_paper_s_two_stage_is_near_the_truth_for_a_trained_network():
+    """Sampled moments of the shipped digits network at little noise: 5 % of the spread."""
+    net = nm.zoo.pretrained("digits")
+    x = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    noise = nm.Gaussian(x, std=0.01)
+    found, sampled = nm.output_moments(net, noise, "two-stage"), nm.monte_carlo(net, noise, 4000)
+    floor = 5 * math.sqrt(2 / 4000)
+    assert float(nm.relative_difference(found.variance, sampled.variance).mean()) < 0.05 + floor
+
+
+@pytest.fixture
+def linearizations(monkeypatch) -> list[int]:
+    """How many points every call of `two_stage` was given."""
+    counted = []
+
+    def counting(network, at, *args, **kwargs):
+        counted.append(len(at))
+        return nm.two_stage(network, at, *args, **kwargs)
+
+    monkeypatch.setattr(methods, "two_stage", counting)
+    return counted
+
+
+def test_noise_levels_of_one_mean_share_a_linearization(linearizations):
+    net, x = network("residual"), inputs("residual", 3)
+    levels = torch.tensor([0.01, 0.1, 0.5, 1.0], dtype=torch.float64)
+    noise = nm.Gaussian(x[0].expand(4, 2, 6, 6), nm.Isotropic(levels**2, 72))
+    found = nm.output_moments(net, noise, layer=0)
+    assert linearizations == [1]
+    grid = nm.Gaussian(x.expand(4, 3, 2, 6, 6), nm.Isotropic((levels**2)[:, None].expand(4, 3), 72), event_ndim=3)
+    all_found = nm.output_moments(net, grid, layer=0, outputs=2)
+    assert linearizations == [1, 3]
+    for i, level in enumerate(levels.tolist()):
+        alone = nm.output_moments(net, nm.Gaussian(x, std=level), layer=0)
+        assert_close(found.covariance[i], alone.covariance[0], rtol=1e-9, atol=1e-14)
+        best = all_found.outputs[i]
+        assert_close(all_found.mean[i], alone.mean.gather(1, best), atol=1e-12)
+        assert_close(all_found.variance[i], alone.variance.gather(1, best), rtol=1e-9)
+
+
+def test_what_shares_a_mean_but_not_the_scores_is_linearized_apart(linearizations):
+    net, x = perceptron(), means()
+    noise = nm.Gaussian(x.expand(3, 4), std=0.3)
+    found = nm.output_moments(net, noise, "two-stage", [[0, 1], [4, 2], [0, 1]])
+    assert linearizations == [2]
+    everything = nm.output_moments(net, nm.Gaussian(x, std=0.3), "two-stage")
+    for i, rows in enumerate([[0, 1], [4, 2], [0, 1]]):
+        assert_close(found.mean[i], everything.mean[rows], atol=1e-15)
+        assert_close(found.covariance[i], everything.covariance[rows][:, rows], atol=1e-15)
+
+
+@pytest.mark.parametrize("method", ["two-stage", "linear"])
+def test_the_memory_budget_changes_nothing(method, linearizations):
+    net, noise = network("lenet"), nm.Gaussian(inputs("lenet", 7), std=0.1)
+    which = {"layer": 1} if method == "two-stage" else {}
+    expected = nm.output_moments(net, noise, method, **which)
+    found = nm.output_moments(net, noise, method, **which, memory_budget=40_000)
+    if method == "two-stage":
+        assert linearizations == [7, 2, 2, 2, 1]
+    assert_close(found.mean, expected.mean, atol=1e-13)
+    assert_close(found.covariance, expected.covariance, atol=1e-14)
+
+
+@pytest.mark.parametrize("options", [{"method": "layerwise"}, {"method": "sampling", "control": "linear"}])
+def test_an_affine_relu_affine_is_not_propagated(options):
+    gates = nm.AffineReluAffine(torch.ones(4, 4), torch.zeros(4), torch.ones(2, 4), torch.zeros(2))
+    with pytest.raises(ValueError, match=r'an AffineReluAffine is exact with method="auto" or "two-stage"'):
+        nm.output_moments(gates, nm.Gaussian(torch.zeros(4), std=0.1), **options)
+
+
+# control variates
+
+
+def test_controls_are_unbiased_and_sharper():
+    """Within 5 standard errors, both estimates' together, of many plain samples; each smaller than without."""
+    net = network("shared")
+    given = nm.Gaussian(inputs("shared", 2), std=0.1)
+    truth = nm.output_moments(net, given, "sampling", samples=200_000, seed=9)
+    plain = nm.output_moments(net, given, "sampling", samples=2000, seed=1)
+    for control in ("linear", "two-stage", "sketch"):
+        found = nm.output_moments(net, given, "sampling", samples=2000, control=control, seed=1)
+        assert found.method == "sampling"
+        for name in ("mean", "variance", "covariance"):
+            error, without, of_truth = (getattr(m, f"{name}_standard_error") for m in (found, plain, truth))
+            off = (getattr(found, name) - getattr(truth, name)) / (error**2 + of_truth**2).sqrt()
+            assert float(off.abs().max()) < 5, (control, name)
+            assert float((error / without).max()) < (0.5 if name == "mean" else 0.8), (control, name)
+    again = nm.output_moments(net, given, "sampling", samples=2000, control="sketch", seed=1)
+    assert_same(again, found, atol=0)
+
+
+def test_controls_take_chosen_scores_and_layers():
+    net, given = deep(scores=5), noise(2, 3)
+    for control in ("linear", "two-stage", "sketch"):
+        everything = nm.output_moments(net, given, "sampling", samples=200, control=control)
+        some = nm.output_moments(net, given, "sampling", [3, 0], samples=200, control=control)
+        assert_close(some.mean, everything.mean[..., [3, 0]], atol=0.05)
+        assert torch.equal(some.outputs, torch.tensor([3, 0]).expand(2, 3, 2))
+    first, last = (
+        nm.output_moments(net, given, "sampling", samples=200, control="two-stage", layer=layer) for layer in (0, -1)
+    )
+    assert float((first.mean - last.mean).abs().max()) > 0
+    alike = nm.output_moments(net, given, "sampling", samples=200, control="two-stage", layer="3")
+    assert_same(alike, last, atol=0)

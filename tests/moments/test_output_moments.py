@@ -1,0 +1,485 @@
+"""One call for any network, noise and method: shapes, choices of scores, batches, structures, gradients, bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import netmoments as nm
+from tests.closeness import assert_close
+from tests.moments.problems import PROPAGATED, assert_same, deep, means, noise, perceptron
+from tests.networks import FACTORIES, inputs, network, seeded
+
+
+METHODS = ("two-stage", "linear", "sampling")
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("method", METHODS)
+def test_shapes_and_facts(method, batch):
+    noise = nm.Gaussian(means(*batch), std=0.3, event_ndim=1)
+    found = nm.output_moments(perceptron(), noise, method, samples=50)
+    assert found.method == method
+    assert found.cut == ("1" if method == "two-stage" else None)
+    assert found.outputs is None
+    assert found.mean.shape == found.variance.shape == (*batch, 5)
+    assert found.covariance.shape == (*batch, 5, 5)
+    assert_close(found.covariance.diagonal(dim1=-2, dim2=-1), found.variance, atol=0)
+    assert_close(found.covariance, found.covariance.mT, atol=1e-17)
+    assert (found.mean_standard_error is None) == (method != "sampling")
+    assert found.class_probabilities().shape == (*batch, 5)
+    assert found.flip_probability(2).shape == batch
+
+
+@pytest.mark.parametrize("method", ["two-stage", "linear"])
+@pytest.mark.parametrize("kind", ["number", "an image", "diagonal", "dense", "low rank"])
+def test_a_batch_is_a_loop(method, kind):
+    generator = torch.Generator().manual_seed(5)
+    x, net = inputs("residual", 6).reshape(2, 3, 2, 6, 6), network("residual")
+    factor = 0.1 * torch.randn(2, 3, 72, 2, dtype=torch.float64, generator=generator)
+    spread = {
+        "number": nm.Isotropic(torch.tensor(0.04, dtype=torch.float64), 72),
+        "an image": nm.Isotropic(torch.rand(2, 3, dtype=torch.float64, generator=generator), 72),
+        "diagonal": nm.Diagonal(torch.rand(2, 3, 72, dtype=torch.float64, generator=generator)),
+        "dense": nm.Dense(factor @ factor.mT),
+        "low rank": nm.LowRank(factor, torch.rand(72, dtype=torch.float64, generator=generator)),
+    }[kind]
+    noise = nm.Gaussian(x, spread, event_ndim=3)
+    which = {"layer": 1} if method == "two-stage" else {}
+    together = nm.output_moments(net, noise, method, **which)
+    flat = noise.flattened()
+    for i in range(6):
+        alone = nm.output_moments(net, flat.entries(slice(i, i + 1)), method, **which)
+        assert_close(together.mean[i // 3, i % 3], alone.mean[0], atol=1e-12)
+        assert_close(together.covariance[i // 3, i % 3], alone.covariance[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("method", PROPAGATED)
+@pytest.mark.parametrize("name", ["residual", "mutating"])
+def test_a_batch_is_a_loop(method, name):
+    """The sketch of entry i has the seed of the whole, plus i."""
+    net, x = network(name), inputs(name, 4)
+    size = x[0].numel()
+    variance = 0.1 * torch.rand(2, 2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    given = nm.Gaussian(x.reshape(2, 2, *x.shape[1:]), nm.Diagonal(variance), event_ndim=x.dim() - 1)
+    together = nm.output_moments(net, given, method, seed=5)
+    assert together.mean.shape == (2, 2, 3)
+    for i in range(4):
+        alone = nm.Gaussian(x[i], nm.Diagonal(variance.reshape(4, size)[i]))
+        found = nm.output_moments(net, alone, method, seed=5 + i)
+        assert_close(together.mean[i // 2, i % 2], found.mean, atol=1e-13)
+        assert_close(together.covariance[i // 2, i % 2], found.covariance, atol=1e-13)
+
+
+TRACEABLE = [name for name in FACTORIES if name != "only backward"]
+
+
+@pytest.mark.parametrize("name", TRACEABLE)
+def test_every_network_of_the_collection_against_samples(name):
+    """Little noise: variances are within 2 % and 4 standard errors of 20 000 samples; a sketch has its own error."""
+    net, samples = network(name), 20_000
+    given = nm.Gaussian(inputs(name, 1)[0], std=0.05)
+    sampled = nm.output_moments(net, given, "sampling", samples=samples, seed=1)
+    for method, allowed in (("auto", 0.02), ("sketch", 0.02 + 4 * math.sqrt(2 / 64) * 0.12)):
+        found = nm.output_moments(net, given, method)
+        off = nm.relative_difference(found.variance, sampled.variance)
+        assert float(off.max()) < allowed + 4 * math.sqrt(2 / samples), method
+        assert float(((found.mean - sampled.mean) / sampled.variance.sqrt()).abs().max()) < allowed + 4 / samples**0.5
+
+
+# which scores
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_chosen_scores_are_selected_from_all(method):
+    net, noise = perceptron(), nm.Gaussian(means(2, 3), std=0.3, event_ndim=1)
+    everything = nm.output_moments(net, noise, method, samples=200)
+    best = net(noise.mean).topk(2, -1).indices
+    each = torch.tensor([[0, 3], [1, 2], [4, 0], [2, 2], [3, 1], [0, 4]])
+    choices = {"a list": ([3, 0], torch.tensor([3, 0]).expand(2, 3, 2)), "the largest": (2, best)}
+    choices |= {"each": (each, each.reshape(2, 3, 2)), "from the end": ([-1, 0], torch.tensor([4, 0]).expand(2, 3, 2))}
+    for name, (outputs, rows) in choices.items():
+        found = nm.output_moments(net, noise, method, outputs, samples=200)
+        assert torch.equal(found.outputs, rows), name
+        assert_close(found.mean, everything.mean.gather(-1, rows), atol=1e-14, what=name)
+        assert_close(found.variance, everything.variance.gather(-1, rows), atol=1e-14, what=name)
+        square = everything.covariance.gather(-2, rows.unsqueeze(-1).expand(2, 3, 2, 5))
+        square = square.gather(-1, rows.unsqueeze(-2).expand(2, 3, 2, 2))
+        assert_close(found.covariance, square, atol=1e-14, what=name)
+
+
+def test_a_sketch_of_many_scores_is_of_the_five_largest():
+    net, given = deep(scores=120), noise(2, 3)
+    best = net(given.mean).topk(5, -1).indices
+    for options in ({"method": "sketch"}, {"memory_budget": 99}):
+        found = nm.output_moments(net, given, **options)
+        assert found.method == "sketch"
+        assert torch.equal(found.outputs, best)
+        assert found.covariance.shape == (2, 3, 5, 5)
+    every = nm.output_moments(net, given, "sketch", list(range(120)))
+    assert every.mean.shape == (2, 3, 120)
+    assert_close(found.variance, every.variance.gather(-1, best), atol=1e-12)
+    assert nm.output_moments(deep(scores=100), noise(), "sketch").outputs is None
+    assert nm.output_moments(net, given, "layerwise").mean.shape == (2, 3, 120)
+
+
+@pytest.mark.parametrize("method", ["auto", *PROPAGATED])
+def test_chosen_scores_are_selected_from_all(method):
+    net, given = deep(scores=5), noise(2, 3)
+    everything = nm.output_moments(net, given, method)
+    assert everything.outputs is None
+    each = torch.tensor([[0, 3], [1, 2], [4, 0], [2, 2], [3, 1], [0, 4]])
+    choices = {
+        "a list": ([3, 0], torch.tensor([3, 0]).expand(2, 3, 2)),
+        "the largest": (2, net(given.mean).topk(2, -1).indices),
+        "each": (each, each.reshape(2, 3, 2)),
+        "from the end": ([-1, 0], torch.tensor([4, 0]).expand(2, 3, 2)),
+    }
+    for name, (outputs, rows) in choices.items():
+        found = nm.output_moments(net, given, method, outputs)
+        assert torch.equal(found.outputs, rows), name
+        assert_close(found.mean, everything.mean.gather(-1, rows), atol=1e-14, what=name)
+        square = everything.covariance.gather(-2, rows.unsqueeze(-1).expand(2, 3, 2, 5))
+        square = square.gather(-1, rows.unsqueeze(-2).expand(2, 3, 2, 2))
+        assert_close(found.covariance, square, atol=1e-13, what=name)
+
+
+# batches, covariances, dtypes
+
+
+def structures(batch: tuple[int, ...]) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(5)
+    factor = 0.3 * torch.randn(*batch, 4, 2, dtype=torch.float64, generator=generator)
+    variance = torch.rand(*batch, 4, dtype=torch.float64, generator=generator)
+    return {
+        "number": nm.Isotropic(torch.tensor(0.04, dtype=torch.float64), 4),
+        "an image": nm.Isotropic(variance[..., 0], 4),
+        "diagonal": nm.Diagonal(variance),
+        "dense": nm.Dense(factor @ factor.mT + torch.diag_embed(variance)),
+        "dense, singular": nm.Dense(factor @ factor.mT),
+        "low rank": nm.LowRank(factor),
+        "low rank and diagonal": nm.LowRank(factor, variance),
+        "nothing": nm.Isotropic(torch.tensor(0.0, dtype=torch.float64), 4),
+    }
+
+
+@pytest.mark.parametrize("kind", structures((2,)))
+def test_every_structure_of_covariance(kind):
+    """Layer by layer the same as the dense matrix, exact for one ReLU; a sketch as near as its probes are many."""
+    covariance = structures((2,))[kind]
+    given = nm.Gaussian(means(2), covariance)
+    dense = nm.Gaussian(means(2), nm.Dense(covariance.dense().expand(2, 4, 4)))
+    found = nm.output_moments(deep(), given)
+    assert found.method == "layerwise"
+    assert_same(found, nm.output_moments(deep(), dense), atol=1e-8 if "singular" in kind else 1e-12)
+    exact = nm.output_moments(perceptron(), given)
+    assert exact.method == "exact"
+    assert_same(exact, nm.output_moments(perceptron(), given, "two-stage"))
+    probes = 1024
+    sketch = nm.output_moments(perceptron(), given, "sketch", probes=probes)
+    scale = exact.variance.sqrt() + 1e-9
+    assert_close((sketch.mean - exact.mean) / scale, torch.zeros(2, 3), atol=2 * math.sqrt(2 / probes))
+    off = (sketch.covariance - exact.covariance) / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+    assert_close(off, torch.zeros(2, 3, 3), atol=2 * math.sqrt(2 / probes))
+
+
+@pytest.mark.parametrize("name", ["residual", "shared", "changes the output"])
+def test_float32(name):
+    """A sum of a few hundred rounded products, and variances that are differences of such."""
+    for method in ("auto", *PROPAGATED):
+        double, single = (
+            nm.output_moments(network(name, dtype), nm.Gaussian(inputs(name, 1).to(dtype), std=0.2), method)
+            for dtype in (torch.float64, torch.float32)
+        )
+        assert single.method == double.method
+        assert single.mean.dtype == single.variance.dtype == single.covariance.dtype == torch.float32
+        assert double.mean.dtype == torch.float64
+        if method != "sketch":  # its draws differ
+            assert_close(single.mean, double.mean, atol=1e-5)
+            assert_close(single.variance, double.variance, rtol=1e-3)
+
+
+def test_float32():
+    double = nm.output_moments(perceptron(), nm.Gaussian(means(3), std=0.3), "two-stage")
+    single = nm.output_moments(perceptron().float(), nm.Gaussian(means(3).float(), std=0.3), "two-stage")
+    assert single.mean.dtype == single.covariance.dtype == torch.float32
+    assert_close(single.mean, double.mean, rtol=1e-5, atol=1e-6)
+    assert_close(single.variance, double.variance, rtol=1e-5)
+
+
+def test_what_is_constant_has_no_variance():
+    class Constant(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ones(len(x), 2, dtype=x.dtype)
+
+    for method in ("auto", *PROPAGATED):
+        found = nm.output_moments(Constant().eval(), noise(), method)
+        assert_close(found.mean, [1.0, 1.0], atol=0)
+        assert_close(found.covariance, torch.zeros(2, 2), atol=0)
+        certain = nm.output_moments(deep(), noise(std=0.0), method)
+        assert_close(certain.mean, deep()(means()), atol=1e-14)
+        assert_close(certain.covariance, torch.zeros(3, 3), atol=1e-20)
+
+
+# gradients, modes, side effects
+
+
+@pytest.mark.parametrize("name", ["shared", "residual", "changes the output"])
+def test_gradients_in_the_noise_and_the_weights(name, monkeypatch):
+    """Central differences with a step of 1e-6: truncation is 1e-12 of third derivatives, rounding 1e-10.
+
+    All pairs of directions are followed: derivatives take the directions of a choice of them as fixed.
+    """
+    monkeypatch.setattr("netmoments.propagate.rows.PAIRED", 128)
+    net, x = network(name), inputs(name, 1)
+    generator = torch.Generator().manual_seed(1)
+    weight = next(net.parameters())
+    given = [x, torch.full((1, x[0].numel()), 0.04, dtype=torch.float64), weight.detach().clone()]
+    steps = [torch.rand(part.shape, dtype=torch.float64, generator=generator) for part in given]
+    mix = torch.rand(3, 3, dtype=torch.float64, generator=generator)
+
+    def of(mean: Tensor, variance: Tensor, method: str) -> Tensor:
+        moments = nm.output_moments(net, nm.Gaussian(mean, nm.Diagonal(variance)), method)
+        return (moments.mean @ mix[0]).sum() + (0 if method == "sketch" else (moments.covariance * mix).sum())
+
+    for method in ("auto", "sketch"):
+        leaves = [part.clone().requires_grad_() for part in given[:2]]
+        slopes = torch.autograd.grad(of(*leaves, method), [*leaves, weight])
+        for place in range(3):
+            ends = []
+            for sign in (1, -1):
+                moved = [part + sign * 1e-6 * steps[i] * (i == place) for i, part in enumerate(given)]
+                with torch.no_grad():
+                    weight.copy_(moved[2])
+                    ends.append(of(*moved[:2], method))
+                    weight.copy_(given[2])
+            change = (ends[0] - ends[1]) / 2e-6
+            assert_close(change, (slopes[place] * steps[place]).sum(), rtol=1e-5, atol=1e-8, what=f"{method} {place}")
+
+
+def test_gradients_in_the_noise():
+    """The moments carry gradients to the noise's covariance, for those who look for the worst noise."""
+    net, x = network("lenet"), inputs("lenet", 2)
+    variance = torch.full((2, 64), 0.01, dtype=torch.float64, requires_grad=True)
+
+    def spread(variance: Tensor) -> Tensor:
+        return nm.output_moments(net, nm.Gaussian(x, nm.Diagonal(variance)), "two-stage").variance.sum()
+
+    (slope,) = torch.autograd.grad(spread(variance), variance)
+    step = 1e-5 * torch.rand(2, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        change = (spread(variance + step) - spread(variance - step)) / 2
+    assert_close(change, (slope * step).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["auto", *PROPAGATED])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_and_in_inference_mode(method, mode):
+    expected = nm.output_moments(network("residual"), nm.Gaussian(inputs("residual", 1), std=0.1), method)
+    net = network("residual")
+    with mode():
+        found = nm.output_moments(net, nm.Gaussian(inputs("residual", 1), std=0.1), method)
+    assert_same(found, expected)
+    assert not found.mean.requires_grad
+
+
+@pytest.mark.parametrize("method", ["auto", *PROPAGATED])
+def test_the_network_the_input_and_the_random_state_are_untouched(method):
+    net, x = network("mutating"), inputs("mutating", 2)
+    kept, random = x.clone(), torch.get_rng_state()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    found = nm.output_moments(net, nm.Gaussian(x, std=0.1), method)
+    assert not found.mean.requires_grad
+    assert torch.equal(x, kept)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in net.parameters())
+    assert not any(m.training or m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+class _Changed(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.rest = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 3))
+
+    def forward(self, x):
+        return self.rest(self.change(x))
+
+
+@pytest.mark.parametrize("change", [torch.detach, lambda x: (x * 255).round() / 255], ids=["detached", "rounded"])
+def test_a_network_without_a_derivative_is_refused_not_given_zero_variance(change):
+    network = _Changed(change).eval()
+    noise = nm.Gaussian(torch.rand(5), std=0.1)
+    for method in ("two-stage", "linear"):
+        with pytest.raises(ValueError, match=r"change with the input but their derivative is zero or missing"):
+            nm.output_moments(network, noise, method)
+    assert bool((nm.output_moments(network, noise, "sampling", samples=100).variance > 0).all())
+
+
+def test_a_network_made_in_inference_mode_is_refused_in_words():
+    with torch.inference_mode():
+        net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)).eval()
+    with pytest.raises(ValueError, match=r"made under torch\.inference_mode"):
+        nm.output_moments(net, nm.Gaussian(torch.zeros(4), std=0.1))
+
+
+# bad input
+
+
+BAD: dict[str, tuple[dict[str, object], str]] = {
+    "unknown method": (
+        {"method": "exact"},
+        r"one of auto, layerwise, sketch, two-stage, linear, sampling, got 'exact'",
+    ),
+    "little memory": (
+        {"method": "layerwise", "memory_budget": 99},
+        r'"layerwise" needs 0\.\d+ MB for the covariances at \d, but 9.9e-05 MB is the limit; raise memory_budget=, or '
+        r'use method="sketch" \(any size\) or "sampling"',
+    ),
+    "no memory": ({"memory_budget": 0}, r"memory_budget must be a positive number of bytes, got 0"),
+    "no memory, layerwise": ({"method": "layerwise", "memory_budget": -1}, r"memory_budget must be a positive"),
+    "one probe": ({"method": "sketch", "probes": 1}, r"probes must be an integer of at least 2.*, got 1"),
+    "a true probe": ({"method": "sketch", "probes": True}, r"probes must be an integer of at least 2.*, got True"),
+    "half a probe": ({"method": "sketch", "probes": 2.5}, r"probes must be an integer of at least 2.*, got 2.5"),
+    "one probe for control": (
+        {"method": "sampling", "control": "sketch", "probes": 1},
+        r"probes must be an integer of at least 2",
+    ),
+    "a seed": ({"method": "sketch", "seed": -1}, r"seed must be an integer of at least 0"),
+    "control of auto": ({"control": "linear"}, r'control= is for method="sampling", got \'auto\''),
+    "control of layerwise": ({"method": "layerwise", "control": "sketch"}, r"control= is for .*, got 'layerwise'"),
+    "unknown control": (
+        {"method": "sampling", "control": "exact"},
+        r"control must be one of two-stage, linear, sketch, or None, got 'exact'",
+    ),
+    "few samples": (
+        {"method": "sampling", "control": "linear", "samples": 1},
+        r"at least 20 samples are needed, .* got 1",
+    ),
+    "layer of layerwise": (
+        {"method": "layerwise", "layer": 0},
+        r'layer= is for method="two-stage" \(or control="two-stage"\), got \'layerwise\'',
+    ),
+    "layer of a sketch": ({"method": "sketch", "layer": 0}, r"layer= is for .*, got 'sketch'"),
+    "layer of another control": ({"method": "sampling", "control": "linear", "layer": 0}, r"layer= is for "),
+    "bank of layerwise": ({"method": "layerwise", "bank": 3}, r"a bank is for method=\"two-stage\", got 'layerwise'"),
+    "unknown layer": ({"layer": "relu9"}, r"no ReLU is named 'relu9'"),
+    "score out of range": ({"outputs": [3]}, r"outputs must be from 0 to 2, got \[3\]"),
+    "too many scores": ({"outputs": 4}, r"from 1 to the network's 3 scores, .*got 4"),
+    "true": ({"method": "sketch", "outputs": True}, r"from 1 to the network's 3 scores, .*got True"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    options, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        nm.output_moments(deep(), noise(), **options)
+
+
+NET = perceptron().float()
+
+
+NOISE = nm.Gaussian(torch.zeros(4), std=0.1)
+
+
+BATCH = nm.Gaussian(torch.zeros(3, 4), std=0.1)
+
+
+GATES = nm.AffineReluAffine(torch.ones(4, 4), torch.zeros(4), torch.ones(2, 4), torch.zeros(2))
+
+
+def moments(method: str = "two-stage", *args, noise: nm.Gaussian = NOISE, **kwargs) -> nm.OutputMoments:
+    return nm.output_moments(NET, noise, method, *args, **kwargs)
+
+
+BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "noise a tensor": (lambda: nm.output_moments(NET, torch.zeros(4)), TypeError, r"noise must be a netmoments\.Gauss"),
+    "unknown method": (lambda: moments("exact"), ValueError, r"one of auto, layerwise, .*sampling, got 'exact'"),
+    "not a network": (lambda: nm.output_moments(torch.relu, NOISE), TypeError, r"must be a torch\.nn\.Module"),
+    "training mode": (
+        lambda: nm.output_moments(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), NOISE, "two-stage"),
+        ValueError,
+        r"output_moments: the network is in training mode",
+    ),
+    "no ReLU": (
+        lambda: nm.output_moments(nn.Linear(4, 2).eval(), NOISE, "two-stage"),
+        ValueError,
+        r"no ReLU.*method='linear'",
+    ),
+    "unknown layer": (lambda: moments(layer="relu9"), ValueError, r"no ReLU is named 'relu9'; the ReLUs are: 0 '1'"),
+    "wrong size": (
+        lambda: moments(noise=nm.Gaussian(torch.zeros(5), std=0.1)),
+        ValueError,
+        r"output_moments: the network cannot take an input of shape \(5,\)",
+    ),
+    "wrong dtype": (
+        lambda: moments(noise=nm.Gaussian(torch.zeros(4).double(), std=0.1)),
+        TypeError,
+        r"network is torch\.float32 .* but the input torch\.float64",
+    ),
+    "output out of range": (lambda: moments(outputs=[5]), ValueError, r"outputs must be from 0 to 4, got \[5\]"),
+    "too many": (lambda: moments(outputs=6), ValueError, r"from 1 to the network's 5 scores, .*got 6"),
+    "none": (lambda: moments(outputs=0), ValueError, r"from 1 to the network's 5 scores, .*got 0"),
+    "true": (lambda: moments(outputs=True), ValueError, r"from 1 to the network's 5 scores, .*got True"),
+    "too many of an AffineReluAffine": (
+        lambda: nm.output_moments(GATES, NOISE, outputs=3),
+        ValueError,
+        r"from 1 to the network's 2 scores",
+    ),
+    "out of range of an AffineReluAffine": (
+        lambda: nm.output_moments(GATES, NOISE, outputs=[2]),
+        ValueError,
+        r"outputs must be from 0 to 1",
+    ),
+    "one sample": (lambda: moments("sampling", samples=1), ValueError, r"samples must be an integer of at least 2"),
+    "seed": (lambda: moments("sampling", seed=-1), ValueError, r"seed must be an integer of at least 0"),
+    "budget": (lambda: moments(memory_budget=0), ValueError, r"memory_budget must be a positive number of bytes"),
+    "budget too small": (
+        lambda: moments(memory_budget=100),
+        MemoryError,
+        r"5 outputs × \(9 units of '1' \+ 4 inputs\) for 1 images take 0\.00026 MB, and 0\.0001 MB may be used",
+    ),
+    "label not chosen": (
+        lambda: moments(outputs=[0, 1]).flip_probability(3),
+        ValueError,
+        r"class 3 is not among the chosen outputs; add it to outputs=",
+    ),
+    "label out of range": (lambda: moments().flip_probability(7), ValueError, r"label must be between 0 and 4"),
+    "label a fraction": (lambda: moments(outputs=[0]).flip_probability(0.5), TypeError, r"label must be an integer"),
+    "label true": (lambda: moments(outputs=[0]).flip_probability(True), TypeError, r"label must be an integer"),
+    "labels of another batch": (
+        lambda: moments(outputs=[0], noise=BATCH).flip_probability(torch.zeros(2, dtype=torch.int64)),
+        ValueError,
+        r"label must broadcast to the batch shape \(3,\), got a int64 tensor of shape \(2,\)",
+    ),
+    "comparison without errors": (lambda: moments().compare(moments()), ValueError, r"other must be sampled"),
+    "comparison with a tensor": (lambda: moments().compare(NOISE.mean), TypeError, r"other must be moments, got a"),
+    "comparison of other scores": (
+        lambda: moments(outputs=[0, 1]).compare(moments("sampling", [1, 0], samples=5)),
+        ValueError,
+        r"both must be of the same scores",
+    ),
+    "comparison of other scores, all of them": (
+        lambda: moments().compare(moments("sampling", [4, 3, 2, 1, 0], samples=5)),
+        ValueError,
+        r"both must be of the same scores",
+    ),
+    "comparison of other shapes": (
+        lambda: moments().compare(moments("sampling", [0], samples=5)),
+        ValueError,
+        r"got shapes \(5,\) and \(1,\); give both the same outputs=",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    call, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        call()

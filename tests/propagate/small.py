@@ -1,0 +1,93 @@
+"""Networks to propagate through, for (1, ...) images in float64, and what is asked of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from netmoments.covariances import Covariance, Isotropic
+from netmoments.network.model import NetworkModel
+from netmoments.propagate.layerwise import layerwise
+from netmoments.propagate.plan import Plan, plan_of
+from tests.networks import Residual
+
+
+def image(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(1, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def isotropic(std: float, x: Tensor) -> Isotropic:
+    return Isotropic(torch.tensor(std**2, dtype=torch.float64), x.numel())
+
+
+def plan(network: nn.Module, x: Tensor) -> Plan:
+    return plan_of(NetworkModel.of(network, x, "test"), "test")
+
+
+def moments(network: nn.Module, x: Tensor, covariance: Covariance) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        mean, every = layerwise(plan(network, x), x, covariance, torch.arange(network(x).shape[1]).unsqueeze(0))
+    return mean[0], every[0]
+
+
+class Normalised(nn.Module):
+    """Batch normalisation, overlapping 3×3 pools with padding, an average at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 6, 3, padding=1, bias=False), nn.Conv2d(6, 8, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(6), nn.BatchNorm2d(8)
+        self.last = nn.Linear(8, 4)
+        for norm in (self.norm1, self.norm2):
+            norm.running_mean.normal_(0, 0.2)
+            norm.running_var.uniform_(0.2, 0.6)
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.max_pool2d(functional.relu(self.norm1(self.conv1(x))), 3, 2, 1)
+        x = functional.relu(functional.max_pool2d(self.norm2(self.conv2(x)), 3, 2, 1))
+        return self.last(x.mean((2, 3)))
+
+
+def pooled() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(6, 8, 3, padding=1), nn.MaxPool2d(2),
+        nn.ReLU(), nn.Flatten(), nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 4),
+    )  # fmt: skip
+
+
+def leaky() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(12, 60), nn.LeakyReLU(0.1), nn.Linear(60, 60), nn.PReLU(60, 0.3), nn.Linear(60, 60), nn.ReLU6(),
+        nn.Dropout(), nn.Linear(60, 4),
+    )  # fmt: skip
+
+
+class Spellings(nn.Module):
+    """Operations that a plan must treat as what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.prelu, self.last = nn.PReLU(4), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu_(self.conv(x) * 0.5 - 0.1)
+        z = self.prelu(y + functional.pad(x, (0, 0, 0, 0, 1, 1)))
+        z = functional.avg_pool2d(z, 2).clamp(-1, 6)
+        z = torch.maximum(z, z.flip(-1)).abs()
+        low, high = torch.minimum(z, 0.3 - z).split(2, 1)
+        z = torch.cat([high, low - 1], 1).transpose(-1, -2)
+        top = z.amax((2, 3)).clamp_max(0.8)
+        rest = functional.hardtanh(z, -0.4, 0.4).reshape(-1, 4, 9).sum(-1) / 3
+        return self.last(torch.cat([top, rest, functional.adaptive_max_pool2d(z, (2, 1)).flatten(1)], 1))
+
+
+SMALL = {
+    "residual": (Residual, (2, 6, 6)),
+    "normalised, overlapping 3×3 pools": (Normalised, (1, 9, 9)),
+    "2×2 pools": (pooled, (1, 8, 8)),
+    "leaky": (leaky, (12,)),
+    "spellings": (Spellings, (2, 6, 6)),
+}

@@ -1,0 +1,240 @@
+"""The joint covariance carried through every layer: exact where it must be, within Monte Carlo's error elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import netmoments as nm
+from netmoments import memory
+from netmoments.covariances import Covariance, Dense, Diagonal, Isotropic, LowRank
+from netmoments.propagate.layerwise import carried, layerwise, need_of
+from tests.networks import seeded
+from tests.propagate.small import SMALL, image, isotropic, moments, plan, pooled
+
+
+@pytest.mark.parametrize("covariance", ["isotropic", "diagonal", "low rank", "dense"])
+def test_equal_to_the_exact_engine(covariance):
+    generator = torch.Generator().manual_seed(5)
+    network = seeded(lambda: nn.Sequential(nn.Linear(6, 30), nn.ReLU(), nn.Linear(30, 4)))
+    x = image(6)
+    factor = 0.5 * torch.randn(6, 4, dtype=torch.float64, generator=generator)
+    structure: dict[str, Covariance] = {
+        "isotropic": isotropic(0.7, x),
+        "diagonal": Diagonal(torch.rand(6, dtype=torch.float64, generator=generator)),
+        "low rank": LowRank(factor, 0.1),
+        "dense": Dense(factor @ factor.T),
+    }
+    mean, found = moments(network, x, structure[covariance])
+    exact = nm.AffineReluAffine(network[0].weight, network[0].bias, network[2].weight, network[2].bias)
+    noise = nm.Gaussian(x[0], structure[covariance])
+    torch.testing.assert_close(mean, exact.mean(noise).detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(found, exact.covariance(noise).detach(), rtol=0, atol=1e-10)
+
+
+ONE_LAYER = {
+    "leaky": nn.LeakyReLU(0.2), "prelu": nn.PReLU(30, 0.25), "relu6": nn.ReLU6(), "hardtanh": nn.Hardtanh(-0.5, 0.3),
+    "relu": nn.ReLU(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_one_piecewise_linear_layer_is_exact(name):
+    """Of 2·10⁵ samples, within five standard errors in every mean and covariance."""
+    network = seeded(lambda: nn.Sequential(nn.Linear(6, 30), ONE_LAYER[name], nn.Linear(30, 4)))
+    x = image(6)
+    mean, covariance = moments(network, x, isotropic(1.0, x))
+    sampled = nm.monte_carlo(network, nm.Gaussian(x[0], std=1.0), 200_000, seed=2)
+    assert float(((mean - sampled.mean) / sampled.mean_standard_error).abs().max()) < 5
+    assert float(((covariance - sampled.covariance) / sampled.covariance_standard_error).abs().max()) < 5
+
+
+BOUNDS = {
+    "residual": (0.02, 0.03, 0.3),
+    "normalised, overlapping 3×3 pools": (0.02, 0.03, 0.3),
+    "2×2 pools": (0.02, 0.03, 0.5),
+    "leaky": (0.01, 0.05, 0.5),
+}
+"""At the larger noise: mean errors in deviations, relative variance errors, and that noise's standard deviation."""
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_within_five_standard_errors_at_small_noise(name):
+    make, shape = SMALL[name]
+    network, x = seeded(make), image(*shape)
+    mean, covariance = moments(network, x, isotropic(0.02, x))
+    sampled = nm.monte_carlo(network, nm.Gaussian(x[0], std=0.02), 100_000, seed=3)
+    assert float(((mean - sampled.mean) / sampled.mean_standard_error).abs().max()) < 5
+    assert float(((covariance - sampled.covariance) / sampled.covariance_standard_error).abs().max()) < 5
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_within_stated_bounds_at_larger_noise(name):
+    make, shape = SMALL[name]
+    network, x = seeded(make), image(*shape)
+    in_deviations, relative, std = BOUNDS[name]
+    mean, covariance = moments(network, x, isotropic(std, x))
+    sampled = nm.monte_carlo(network, nm.Gaussian(x[0], std=std), 100_000, seed=4)
+    deviation = sampled.variance.sqrt()
+    slack = 5 * sampled.mean_standard_error / deviation
+    assert bool(((mean - sampled.mean).abs() / deviation < in_deviations + slack).all())
+    error = (covariance.diagonal() - sampled.variance).abs() / sampled.variance
+    assert bool((error < relative + 5 * sampled.variance_standard_error / sampled.variance).all()), error
+
+
+class Branches(nn.Module):
+    """relu(Ax), relu(Bx) and x side by side: (Affine, ReLU, Affine) in two stages, with a path around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.last = nn.Linear(6, 30), nn.Linear(6, 30), nn.Linear(66, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat([torch.relu(self.left(x)), torch.relu(self.right(x)), x], 1))
+
+
+def test_parallel_branches_have_their_nonlinear_covariance():
+    """Against the exact engine; across branches it is two terms of the series, so 0.5 % and not 1e-10."""
+    network, x = seeded(Branches), image(6)
+    mean, covariance = moments(network, x, isotropic(1.0, x))
+    both = torch.cat([network.left.weight, network.right.weight]), torch.cat([network.left.bias, network.right.bias])
+    weights = network.last.weight
+    exact = nm.AffineReluAffine(*both, weights[:, :60], network.last.bias, weights[:, 60:])
+    noise = nm.Gaussian(x[0], std=1.0)
+    torch.testing.assert_close(mean, exact.mean(noise).detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(covariance.diagonal(), exact.variance(noise).detach(), rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", ["residual", "2×2 pools"])
+def test_tiles_change_nothing(name, monkeypatch):
+    make, shape = SMALL[name]
+    network, x = seeded(make), image(*shape)
+    mean, covariance = moments(network, x, isotropic(0.3, x))
+    for kind, numbers in (("cache", 5000), ("pass", 3000)):
+        monkeypatch.setitem(memory.PIECE["cpu"], kind, 8 * numbers)
+    tiled_mean, tiled = moments(network, x, isotropic(0.3, x))
+    torch.testing.assert_close(tiled_mean, mean, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(tiled, covariance, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["residual", "leaky"])
+def test_third_cumulants_make_it_tighter(name):
+    make, shape = SMALL[name]
+    network, x = seeded(make), image(*shape)
+    std = 0.5
+    sampled = nm.monte_carlo(network, nm.Gaussian(x[0], std=std), 100_000, seed=4)
+    given = plan(network, x), x, isotropic(std, x), torch.arange(sampled.mean.numel()).unsqueeze(0)
+    with torch.no_grad():
+        found = [every[0] for _, every in (layerwise(*given), carried(*given, None))]
+    errors = [float(((one.diagonal() - sampled.variance) / sampled.variance).abs().max()) for one in found]
+    assert errors[0] < 0.6 * errors[1]
+
+
+def test_float32_is_float64_to_its_rounding():
+    network, x = seeded(pooled), image(1, 8, 8)
+    mean, covariance = moments(network, x, isotropic(0.1, x))
+    single = Isotropic(torch.tensor(0.01), x.numel())
+    mean_32, covariance_32 = moments(pooled_like(network), x.float(), single)
+    torch.testing.assert_close(mean_32.double(), mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(covariance_32.double(), covariance, rtol=2e-3, atol=1e-6)
+
+
+def pooled_like(network: nn.Module) -> nn.Module:
+    copy = pooled()
+    copy.load_state_dict(network.state_dict())
+    return copy.float().eval()
+
+
+@pytest.mark.parametrize("name", ["residual", "2×2 pools", "leaky", "normalised, overlapping 3×3 pools"])
+def test_derivatives_in_the_mean_and_the_weights(name, monkeypatch):
+    """Against central differences: exact but for their own error, with all pairs of directions.
+
+    With fewer, those that lead follow the scores, and derivatives take them as fixed: see the next test.
+    The lines through windows of nine inputs change their order often, so that a difference needs a longer step there.
+    """
+    monkeypatch.setattr("netmoments.propagate.factors.PAIRED", 128)
+    make, shape = SMALL[name]
+    network, x = seeded(make), image(*shape)
+    rows, structure = torch.arange(network(x).shape[1]).unsqueeze(0), isotropic(0.3, x)
+    weights = list(network.parameters())
+    generator = torch.Generator().manual_seed(0)
+    towards = torch.randn(x.shape, dtype=torch.float64, generator=generator)
+    turned = [torch.randn(p.shape, dtype=torch.float64, generator=generator) for p in weights]
+
+    def value(at: Tensor) -> Tensor:
+        return layerwise(plan(network, x), at, structure, rows)[0].sum()
+
+    def nudged(amount: float) -> float:
+        with torch.no_grad():
+            for p, direction in zip(weights, turned, strict=True):
+                p.add_(amount * direction)
+            return float(value(x))
+
+    step = 1e-3 if "3×3" in name else 1e-4
+    at = x.clone().requires_grad_()
+    slope, *by_weight = torch.autograd.grad(value(at), [at, *weights], allow_unused=True)
+    with torch.no_grad():
+        difference = float(value(x + step * towards) - value(x - step * towards)) / (2 * step)
+    along = sum(float((g * d).sum()) for g, d in zip(by_weight, turned, strict=True) if g is not None)
+    up, down = nudged(step), nudged(-2 * step)
+    tolerance = 1e-2 if "3×3" in name else 2e-4
+    assert float((slope * towards).sum()) == pytest.approx(difference, rel=tolerance, abs=tolerance)
+    assert along == pytest.approx((up - down) / (2 * step), rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", ["residual", "2×2 pools"])
+def test_derivatives_with_some_of_the_pairs_are_near_those_with_all(name, monkeypatch):
+    make, shape = SMALL[name]
+    network, x = seeded(make), image(*shape)
+    rows, cut = torch.arange(network(x).shape[1]).unsqueeze(0), plan(network, x)
+
+    def slope() -> Tensor:
+        at = x.clone().requires_grad_()
+        mean, covariance = layerwise(cut, at, isotropic(0.3, x), rows)
+        return torch.autograd.grad(mean.sum() + covariance.diagonal(dim1=1, dim2=2).sum(), at)[0]
+
+    some = slope()
+    monkeypatch.setattr("netmoments.propagate.factors.PAIRED", 128)
+    every = slope()
+    assert float((some - every).norm() / every.norm()) < 0.02
+
+
+def test_windows_of_one_input_are_looked_up():
+    """A pool of one pixel with stride 2 picks pixels: the network is (Affine, ReLU, Affine) of those it picks."""
+    network = seeded(lambda: nn.Sequential(nn.MaxPool2d(1, 2), nn.ReLU(), nn.Flatten(), nn.Linear(4, 3)))
+    x = image(1, 4, 4)
+    mean, covariance = moments(network, x, isotropic(0.5, x))
+    picked = x[0, 0, ::2, ::2].reshape(-1)
+    last = network[-1]
+    exact = nm.AffineReluAffine(torch.eye(4).double(), torch.zeros(4).double(), last.weight, last.bias)
+    noise = nm.Gaussian(picked, std=0.5)
+    torch.testing.assert_close(mean, exact.mean(noise).detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(covariance, exact.covariance(noise).detach(), rtol=0, atol=1e-10)
+
+
+def test_many_images_are_each_their_own():
+    """Entries of a batch, with noise of their own, equal those alone."""
+    network = seeded(pooled)
+    x = torch.cat([image(1, 8, 8, seed=seed) for seed in range(3)])
+    variance = torch.tensor([0.01, 0.04, 0.09], dtype=torch.float64)
+    cut, rows = plan(network, x), torch.tensor([[0, 1], [3, 1], [2, 2]])
+    with torch.no_grad():
+        mean, covariance = layerwise(cut, x, Isotropic(variance, 64), rows)
+        for place in range(3):
+            alone = layerwise(cut, x[place : place + 1], Isotropic(variance[place], 64), rows[place : place + 1])
+            torch.testing.assert_close(mean[place], alone[0][0], rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(covariance[place], alone[1][0], rtol=1e-10, atol=1e-12)
+
+
+def test_the_need_grows_with_the_largest_layer_and_names_it():
+    """In proportion beyond the layers that have exact pairs, whose squares count too."""
+
+    def need(width: int) -> tuple[str, int]:
+        layers = nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 2)
+        network = seeded(lambda: nn.Sequential(*layers))
+        return need_of(plan(network, image(4)), 4, 8)
+
+    assert need(1000)[0] == "3"
+    assert need(2000)[1] > 3 * need(1000)[1]
+    assert need(16000)[1] == pytest.approx(4 * need(4000)[1], rel=0.05)

@@ -1,0 +1,66 @@
+"""When work is recorded, replayed and forgotten; recording itself needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from netmoments.propagate import replay as module
+from netmoments.propagate.replay import replayed
+
+
+class Recorded:
+    """In place of a CUDA graph: it remembers the work."""
+
+    made = 0
+
+    def __init__(self, work) -> None:
+        self.work = work
+
+    @classmethod
+    def of(cls, work, inputs):
+        if inputs[0].isnan().any():
+            raise RuntimeError("cannot be recorded")
+        cls.made += 1
+        return cls(work)
+
+    def replay(self, inputs):
+        return tuple(-x for x in self.work(*inputs))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """A call that says whether it was replayed (the sign), with recordings of its own."""
+    monkeypatch.setattr(module, "_Recording", Recorded)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Recorded, "made", 0)
+    recordings: dict = {}
+
+    def ask(*shape: int, value: float = 1.0) -> Tensor:
+        (found,) = replayed(recordings, lambda x: (2 * x,), torch.full(shape, value))
+        return found.flatten()[0]
+
+    return ask
+
+
+def test_done_then_recorded_then_replayed(asked):
+    assert [float(asked(3)) for _ in range(4)] == [2, -2, -2, -2]
+    assert float(asked(3, value=5.0)) == -10
+    assert Recorded.made == 1
+
+
+def test_two_shapes_are_kept_and_a_third_takes_the_place_of_the_oldest(asked):
+    for _ in range(3):
+        asked(3), asked(1)
+    assert Recorded.made == 2
+    asked(7)
+    assert float(asked(1)) == -2
+    assert float(asked(3)) == 2
+    assert Recorded.made == 2
+
+
+def test_what_cannot_be_recorded_is_done_as_it_is(asked):
+    assert all(bool(asked(3, value=torch.nan).isnan()) for _ in range(3))
+    assert float(asked(3)) == 2
+    assert Recorded.made == 0

@@ -1,0 +1,231 @@
+"""Moments from a few probes: against exact ones, the dense sums, Monte Carlo and finite differences."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import netmoments as nm
+from netmoments import memory
+from netmoments.covariances import Covariance, Isotropic, LowRank
+from netmoments.propagate import sketch
+from netmoments.propagate.sketch import Sketched, sketched
+from tests.closeness import assert_close, assert_within_standard_errors
+from tests.networks import Block, inputs, network, seeded
+from tests.propagate.small import plan
+
+
+def isotropic(image: Tensor, std: float) -> Isotropic:
+    return Isotropic(torch.tensor(std**2, dtype=image.dtype), image.numel())
+
+
+def sketch_of(module: nn.Module, image: Tensor, covariance: Covariance, **options: int) -> Sketched:
+    scores = module(image).numel()
+    return only(sketched(plan(module, image), image, covariance, torch.arange(scores).unsqueeze(0), **options))
+
+
+def only(found: Sketched) -> Sketched:
+    """The one image of a batch."""
+    return Sketched(*(getattr(found, field.name).squeeze(0) for field in dataclasses.fields(found)))
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def small(inputs: int = 6, hidden: int = 12) -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, 3)))
+
+
+def test_one_hidden_layer_converges_to_the_exact_moments():
+    module, image, probes = small(), torch.zeros(1, 6, dtype=torch.float64), 4096
+    factor = normal(6, 6, seed=2)
+    noise = nm.Gaussian(image[0], LowRank(factor))
+    exact = nm.AffineReluAffine(module[0].weight, module[0].bias, module[2].weight, module[2].bias)
+    found = sketch_of(module, image, LowRank(factor), probes=probes)
+    # every variance of an input is off by √(2/K); gains follow by at most 0.12 of that, the smaller parts by all of it
+    noise_of_probes = math.sqrt(2 / probes)
+    sd = exact.variance(noise).sqrt()
+    assert_close((found.mean - exact.mean(noise)) / sd, torch.zeros(3), atol=noise_of_probes)
+    off = (found.covariance - exact.covariance(noise)) / (sd[:, None] * sd)
+    assert_close(off, torch.zeros(3, 3), atol=noise_of_probes)
+    gate = 0.5 * torch.erfc(-module[0].bias / (module[0].weight @ factor).norm(dim=1) / math.sqrt(2))
+    slopes = module[2].weight * gate @ module[0].weight
+    assert_close(found.slopes, slopes, atol=noise_of_probes * float(slopes.detach().abs().max()))
+
+
+def test_an_affine_network_is_exact_with_two_probes():
+    module, image = seeded(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))), inputs("shared", 1)
+    found = sketch_of(module, image, isotropic(image, 0.3), probes=2)
+    jacobian = module[1].weight @ module[0].weight
+    assert_close(found.mean, module(image)[0], atol=1e-14)
+    assert_close(found.slopes, jacobian, atol=1e-14)
+    assert_close(found.covariance, 0.09 * jacobian @ jacobian.mT, atol=1e-14)
+
+
+def test_tiny_noise_is_the_delta_method():
+    module, image = network("lenet"), inputs("lenet", 1)
+    found = sketch_of(module, image, isotropic(image, 1e-9), probes=4)
+    jacobian = torch.func.jacrev(lambda x: module(x)[0])(image).reshape(10, -1)
+    assert_close(found.mean, module(image)[0], atol=1e-8)
+    assert_close(found.covariance * 1e18, jacobian @ jacobian.mT, rtol=1e-6, atol=1e-9)
+
+
+class Pooled(nn.Module):
+    """A convolution, a pool of ReLUs, a residual block with normalisation, another pool, scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.block = nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), Block(4)
+        self.pool, self.last = nn.MaxPool2d(3, 2, padding=1), nn.Linear(36, 3)
+        self.block.norm1.running_mean.normal_()
+        self.block.norm2.running_var.uniform_(0.5, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.pool(self.relu(self.first(x))))
+        return self.last(self.pool(x).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("module", "image", "std"),
+    [
+        (seeded(Pooled), normal(1, 2, 12, 12), 0.05),
+        (network("residual"), inputs("residual", 1), 0.3),
+        (network("concatenation"), inputs("concatenation", 1), 0.5),
+        (network("shared"), inputs("shared", 1), 0.2),
+        (network("folded"), inputs("folded", 1), 0.5),
+    ],
+    ids=["pooled", "residual", "concatenation", "shared", "folded"],
+)
+def test_networks_against_monte_carlo(module, image, std):
+    found = sketch_of(module, image, isotropic(image, std), probes=512, seed=1)
+    sampled = nm.monte_carlo(module, nm.Gaussian(image[0], std=std), samples=40_000, seed=2)
+    sd = sampled.variance.sqrt()
+    # S from 512 probes is off by 6 %, the mean by 1/√512 = 0.044 of what is not linear; samples by 1/√40000
+    assert_close((found.mean + found.correction - sampled.mean) / sd, torch.zeros(len(sd)), atol=0.1)
+    assert_close((found.covariance - sampled.covariance) / (sd[:, None] * sd), torch.zeros(len(sd), len(sd)), atol=0.05)
+
+
+def test_the_correction_takes_the_bias_of_the_formulas_away():
+    """Most of the variance is not linear, and few units make it up: not Gaussian, so the formulas are biased."""
+    module, image = seeded(Pooled), normal(1, 2, 12, 12, seed=1).abs()
+    sampled = nm.monte_carlo(module, nm.Gaussian(image[0], std=0.4), samples=40_000, seed=1)
+    cut, scores = plan(module, image), torch.arange(3).expand(20, 3)
+    with torch.no_grad():
+        found = sketched(cut, image.expand(20, -1, -1, -1), isotropic(image, 0.4), scores)
+    plain, corrected = found.mean, found.mean + found.correction
+    error = torch.hypot(corrected.std(0) / math.sqrt(20), sampled.mean_standard_error)
+    assert_within_standard_errors(corrected.mean(0), sampled.mean, error)
+    assert float(((plain.mean(0) - sampled.mean) / error).abs().max()) > 5
+
+
+def test_a_batch_is_its_images_with_seeds_in_a_row():
+    module, images = seeded(Pooled), normal(5, 2, 12, 12)
+    levels = torch.tensor([0.05, 0.1, 0.2, 0.4, 0.0], dtype=torch.float64) ** 2
+    rows = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])
+    cut = plan(module, images[:1])
+    together = sketched(cut, images, Isotropic(levels, 288), rows, probes=16, seed=7)
+    for place in range(5):
+        alone = sketched(
+            cut,
+            images[place : place + 1],
+            Isotropic(levels[place], 288),
+            rows[place : place + 1],
+            probes=16,
+            seed=7 + place,
+        )
+        for field in dataclasses.fields(Sketched):
+            found, own = getattr(together, field.name)[place], getattr(alone, field.name)[0]
+            assert_close(found, own, rtol=1e-9, atol=1e-13, what=field.name)
+
+
+def test_how_images_and_windows_are_grouped_does_not_matter(monkeypatch):
+    module, images = network("lenet"), inputs("lenet", 3)
+    cut, rows = plan(module, images[:1]), torch.arange(10).expand(3, 10)
+    covariance = Isotropic(torch.tensor([0.01, 0.02, 0.04], dtype=torch.float64), images[0].numel())
+    whole = sketched(cut, images, covariance, rows, probes=8)
+    one_by_one = sketched(cut, images, covariance, rows, probes=8, memory_budget=1)
+    monkeypatch.setitem(memory.PIECE["cpu"], "cache", 500 * 8)
+    in_pieces = sketched(cut, images, covariance, rows, probes=8)
+    for field in dataclasses.fields(Sketched):
+        for found in (one_by_one, in_pieces):
+            assert_close(getattr(found, field.name), getattr(whole, field.name), rtol=1e-9, atol=1e-13)
+
+
+def test_images_go_together_as_the_memory_allows():
+    image = inputs("lenet", 1)
+    cut = plan(network("lenet"), image)
+    counts = [sketch.images_together(cut, image, 8, 10, budget) for budget in (1, 10**6, 10**7)]
+    assert counts[0] == 1
+    assert counts == sorted(counts)
+
+
+@pytest.mark.parametrize("std", [0.05, 0.2])
+def test_64_probes_are_as_good_as_stated(std):
+    """Variances of a small LeNet are off by less than 0.1 on average, where 64 samples are by 0.14."""
+    module, images = network("lenet"), inputs("lenet", 4)
+    cut, rows = plan(module, images[:1]), torch.arange(10).expand(4, 10)
+    found = sketched(cut, images, isotropic(images[:1], std), rows)
+    sampled = nm.monte_carlo(module, nm.Gaussian(images, std=std), samples=40_000, seed=2)
+    variance = found.covariance.diagonal(dim1=-2, dim2=-1)
+    assert float(nm.relative_difference(variance, sampled.variance).mean()) < 0.1
+
+
+def test_chosen_scores_are_those_of_all():
+    module, image = network("residual"), inputs("residual", 1)
+    cut, covariance = plan(module, image), isotropic(image, 0.2)
+    every = only(sketched(cut, image, covariance, torch.arange(3).unsqueeze(0)))
+    some = only(sketched(cut, image, covariance, torch.tensor([[2, 0]])))
+    assert_close(some.mean, every.mean[[2, 0]], atol=1e-14)
+    assert_close(some.slopes, every.slopes[[2, 0]], atol=1e-14)
+    assert_close(some.covariance, every.covariance[[2, 0]][:, [2, 0]], rtol=1e-10)
+
+
+def test_same_seed_same_result():
+    module, image = network("lenet"), inputs("lenet", 1)
+    first, again, other = (sketch_of(module, image, isotropic(image, 0.2), seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(first.mean, again.mean)
+    assert torch.equal(first.covariance, again.covariance)
+    assert not torch.equal(first.covariance, other.covariance)
+
+
+@pytest.mark.parametrize("probes", [2, 3, 4])
+def test_few_probes_still_give_a_covariance(probes):
+    module, image = network("residual"), inputs("residual", 1)
+    covariance = isotropic(image, 0.5)
+    found = sketch_of(module, image, covariance, probes=probes)
+    beyond = torch.linalg.eigvalsh(found.covariance - covariance.push(found.slopes))
+    assert float(beyond.min()) >= -1e-12 * float(found.covariance.trace())
+    assert torch.isfinite(found.mean).all()
+
+
+@pytest.mark.parametrize("name", ["lenet", "residual", "concatenation"])
+def test_derivatives_of_the_mean_by_finite_differences(name):
+    module, image = network(name), inputs(name, 1)
+    parameter = next(iter(module.parameters()))
+    direction, turn = normal(*image.shape), normal(*parameter.shape)
+    start, step = parameter.detach().clone(), 1e-6
+    variance = torch.tensor(0.09, dtype=torch.float64, requires_grad=True)
+
+    def total(along_image: float, along_weights: float, along_variance: float) -> Tensor:
+        parameter.data = start + along_weights * turn
+        at = image.clone().requires_grad_()
+        moved = Isotropic(variance + along_variance, image.numel())
+        found = sketched(plan(module, image), at + along_image * direction, moved, torch.arange(3)[None], probes=8)
+        if along_image == along_weights == along_variance == 0:
+            found.mean.sum().backward()
+            gradients.append(at.grad)
+        return found.mean.sum().detach()
+
+    gradients: list[Tensor] = []
+    total(0.0, 0.0, 0.0)
+    derivatives = [(gradients[0] * direction).sum(), (parameter.grad * turn).sum(), variance.grad]
+    for place, derivative in enumerate(derivatives):
+        moves = [[sign * step if place == other else 0.0 for other in range(3)] for sign in (1, -1)]
+        slope = (total(*moves[0]) - total(*moves[1])) / (2 * step)
+        assert_close(derivative, slope, rtol=1e-5, atol=1e-7, what=f"derivative {place}")  # 1e-7 ≫ rounding 1e-15/1e-6
+    parameter.data = start

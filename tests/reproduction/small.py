@@ -1,0 +1,39 @@
+"""Small settings, networks and images for the experiments, and what their tests say about outcomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from netmoments.sweep.local import LocalEngine
+from reproduction.experiment import Outcome, Settings
+from reproduction.image_sweeps import StudiedImages
+
+
+def settings_for(out: Path, **changes) -> Settings:
+    """On the CPU, in this process."""
+    return Settings(out=out, engine=LocalEngine(["cpu"]), device=torch.device("cpu"), **changes)
+
+
+def small_images(count: int = 8) -> StudiedImages:
+    """A small convolutional network on small random images, in float32 as the experiments run."""
+    torch.manual_seed(3)
+    network = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 24), nn.ReLU(),
+        nn.Linear(24, 5),
+    )  # fmt: skip
+    images = torch.rand(8, 1, 6, 6, generator=torch.Generator().manual_seed(4))[:count]
+    return StudiedImages(network.eval(), images, torch.arange(count) * 11, seed=7)
+
+
+def shown(outcome: Outcome) -> str:
+    """All cells of its panels."""
+    return " ".join(cell for panel in outcome.panels for row in panel.rows for cell in row)
+
+
+def drawn(figure, folder: Path) -> bool:
+    """Whether a drawing has something in it."""
+    figure.savefig(folder / "figure.svg")
+    return (folder / "figure.svg").stat().st_size > 5000

@@ -1,0 +1,161 @@
+"""Tables 2, 3 and 4 and the seeds, with very few images and samples: that everything comes together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import netmoments as nm
+from netmoments.covariances import LowRank
+from netmoments.gaussian import Gaussian
+from netmoments.sweep.local import LocalEngine
+from reproduction import seeds, table_2, table_3, table_4
+from reproduction.experiment import Settings
+from reproduction.image_sweeps import StudiedImages, cube
+from reproduction.lenet_on_mnist import TightnessSweep
+from reproduction.table_4 import ClusterPoints, PointsSweep, pieces, round_robin
+from reproduction.training import training_facts
+from tests.closeness import assert_close
+from tests.reproduction.small import shown, small_images
+
+
+@pytest.fixture(scope="module")
+def studied() -> StudiedImages:
+    return small_images()
+
+
+class TestPoints:
+    def test_round_robin_takes_labels_in_turn_until_they_run_out(self):
+        labels = torch.tensor([1, 1, 0, 0, 0, 2])
+        assert labels[round_robin(labels)].tolist() == [0, 1, 2, 0, 1, 0]
+        assert sorted(round_robin(labels).tolist()) == list(range(6))
+
+    @pytest.mark.parametrize("block", [1, 3, 100])
+    def test_pieces_hold_whole_clusters_and_every_image_once(self, block):
+        cluster = torch.tensor([5, 0, 5, 2, 2, 2, 0, 7])
+        bank = ClusterPoints(9, False, torch.rand(9, 1, 2, 2), cluster)
+        found = pieces(bank, block)
+        assert sorted(torch.cat([piece.places for piece in found]).tolist()) == list(range(8))
+        for piece in found:
+            assert torch.equal(piece.points[piece.point_of], cluster[piece.places])
+        used = [number for piece in found for number in piece.points.tolist()]
+        assert len(used) == len(set(used)), "a cluster was linearized twice"
+        assert all(len(piece.places) >= block for piece in found[:-1])
+
+    def test_with_every_image_its_own_point_it_is_the_tightness_sweep(self, studied):
+        bank = ClusterPoints(8, False, studied.images, torch.arange(8))
+        at_points = PointsSweep("points", studied, [bank], 8).prepare("cpu")(0)
+        at_images = TightnessSweep("tightness", studied, 8).prepare("cpu")(0)
+        for name in ("image", "mean", "variance", "authors_old"):
+            np.testing.assert_allclose(at_points[name], at_images[name], rtol=1e-6)
+
+    def test_an_image_is_answered_by_its_clusters_point(self, studied):
+        cluster = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+        sweep = PointsSweep("points", studied, [ClusterPoints(2, True, studied.images[[3, 6]], cluster)], 1)
+        found = sweep.prepare("cpu")(1)
+        assert found["image"][:: 4 * 5].tolist() == studied.numbers[4:].tolist()
+        noise = Gaussian(studied.images[4:], LowRank(0.1 * torch.stack([studied.factor(k) for k in range(4, 8)])))
+        expected = nm.two_stage(studied.network, studied.images[6]).mean(noise)
+        assert_close(torch.from_numpy(cube(found, "mean", studied.numbers)[4:, 3]).float(), expected, rtol=1e-5)
+
+    def test_clusters_are_kept_and_of_another_seed_refused(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(table_4, "COUNTS", (3, 5))
+        monkeypatch.setattr(table_4, "FARTHEST", (3,))
+        images = torch.rand(40, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+        labels = torch.arange(40) % 10
+        cache = tmp_path / "clusters.safetensors"
+        made = table_4.banks(images, labels, images[::4], 0, cache)
+        assert [(bank.count, bank.farthest, len(bank.points)) for bank in made] == [
+            (3, False, 3), (3, True, 3), (5, False, 5),
+        ]  # fmt: skip
+        assert torch.equal(made[0].cluster, made[1].cluster)
+        again = table_4.banks(images, labels, images[::4], 0, cache)
+        assert torch.equal(again[2].points, made[2].points)
+        with pytest.raises(ValueError, match=r"clusters\.safetensors.*another run"):
+            table_4.banks(images, labels, images[::4], 1, cache)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory, data_dir, mnist) -> Settings:
+    return Settings(
+        tmp_path_factory.mktemp("reproduction"), LocalEngine(["cpu"]), torch.device("cpu"), images=3, samples=40,
+        data_dir=data_dir,
+    )  # fmt: skip
+
+
+class TestTables:
+    """On LeNet and real MNIST, with very few images and samples: that everything comes together, not its accuracy."""
+
+    def test_tables_2_and_3_share_the_sampling(self, settings):
+        two = table_2.reproduce(settings)
+        written = sorted(path.stat().st_mtime_ns for path in settings.out.rglob("*.parquet"))
+        three = table_3.reproduce(settings)
+        assert sorted(path.stat().st_mtime_ns for path in settings.out.rglob("*.parquet")) == written
+        assert len(two.comparisons) == 16
+        assert "nan" not in shown(two) + shown(three)
+        assert two.numbers["levels"][3]["variance"]["average"] < 1.0
+        for drawing in (*two.drawings, *three.drawings):
+            assert drawing.draw().axes
+
+    def test_all_folders_of_another_run_are_named_before_anything_is_computed(self, settings):
+        table_3.reproduce(settings)
+        with pytest.raises(ValueError, match="seed: wanted 5, there 0") as caught:
+            table_2.reproduce(replace(settings, seed=5))
+        for folder in ("monte-carlo", "tightness"):
+            assert str(settings.out / folder / "_configuration.json") in str(caught.value)
+
+    def test_the_papers_own_order_is_as_it_says(self):
+        """The questions asked of our Table 4, asked of the published one: the mean and the new variance fall with k."""
+        answers = {(what.split(",")[0], question): [] for what, question, _ in table_4.published_orderings()}
+        for what, question, answer in table_4.published_orderings():
+            answers[what.split(",")[0], question].append(answer)
+        assert answers["mean", "falls with every step in k"] == [True] * 4
+        assert answers["new variance", "falls with every step in k"] == [True] * 4
+        assert answers["new variance", "farthest members are worse than centres"] == [True] * 4
+
+    def test_table_4(self, settings, monkeypatch):
+        everything = nm.data.load("mnist", data_dir=settings.data_dir).first(520)
+        monkeypatch.setattr(nm.data, "load", lambda *_, **__: everything)
+        monkeypatch.setattr(table_4, "COUNTS", (250, 500))
+        small = replace(settings, out=settings.out / "four", samples=20)
+        outcome = table_4.reproduce(small)
+        assert len(outcome.panels[0].rows) == 4 * 5
+        means = {(row["points"], row["farthest"]): row["mean"][0] for row in outcome.numbers["rows"][:5]}
+        assert means[10_000, False] < means[250, False]
+        assert outcome.drawings[0].draw().axes
+        assert (small.out / "clusters.safetensors").exists()
+
+    def test_seeds(self, settings, monkeypatch):
+        def quickly(recipe, training, held_out, *, weights, seed, device, on_epoch):
+            torch.manual_seed(seed)
+            from netmoments.network.weights import write_tensors
+
+            facts = training_facts(recipe, training, seed)
+            write_tensors(weights, nm.zoo.build("lenet").state_dict(), facts | {"seconds": "1.5"})
+
+        everything = nm.data.load("mnist", data_dir=settings.data_dir).first(100)
+        monkeypatch.setattr(nm.data, "load", lambda *_, **__: everything)
+        monkeypatch.setattr(seeds, "train", quickly)
+        monkeypatch.setattr(seeds, "SEEDS", (0, 1))
+        outcome = seeds.reproduce(replace(settings, images=2, samples=10))
+        assert len(outcome.numbers["trials"]) == 4
+        assert "nan" not in shown(outcome)
+        networks = {path.name: nm.zoo.pretrained("lenet", path) for path in (settings.out / "trained").iterdir()}
+        assert len(networks) == 4
+        assert len({trial["mean"][0] for trial in outcome.numbers["trials"]}) == 4
+        assert outcome.seconds > 4 * 1.5
+        stranger = settings.out / "trained" / "the-papers-recipe-1.safetensors"
+        (settings.out / "trained" / "the-shipped-recipe-0.safetensors").replace(stranger)
+        with pytest.raises(
+            ValueError, match=r"the-papers-recipe-1\.safetensors was trained otherwise \(recipe: wanted"
+        ):
+            seeds.reproduce(replace(settings, images=2, samples=10))
+
+
+def test_nothing_is_written_outside_the_output_folder(settings):
+    assert not (Path.cwd() / "reproduction").exists()
+    assert settings.out.exists()

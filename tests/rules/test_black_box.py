@@ -1,0 +1,98 @@
+"""Operations without a rule: named by "layerwise", known from samples by a sketch, or refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import netmoments as nm
+from tests.moments.problems import noise
+from tests.networks import seeded
+
+
+class Around(nn.Module):
+    """Linear, something, ReLU, Linear."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.function, self.last = nn.Linear(4, 5), function, nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(functional.relu(self.function(self.first(x))))
+
+
+def each(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function of one image at a time."""
+    return lambda z: torch.stack([function(one) for one in z])
+
+
+NO_RULE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "softmax": (nn.Softmax(1), "softmax in function"),
+    "layer norm": (nn.LayerNorm(5), r"\w*layer_norm in function"),
+    "exp": (torch.exp, "exp in network"),
+    "product": (lambda z: z * z, "mul in network"),
+    "rounding": (lambda z: (4 * z).round(), "round in network"),
+    "division with rounding": (lambda z: torch.div(z, 0.5, rounding_mode="floor"), r"\w*div\w* in network"),
+    "integers": (lambda z: (4 * z).int().double(), r"\w+ in network"),
+    "truth values": (lambda z: z.bool().double(), r"\w+ in network"),
+    "comparison": (lambda z: torch.where(z > 0, z, 0.1 * z), "gt in network"),
+    "shapes that depend on data": (each(lambda z: z[z > 0].sum().expand(5)), r"\w+ in network"),
+}
+
+
+KNOWN_FROM_SAMPLES = ("softmax", "layer norm", "exp", "product")
+
+
+NO_DERIVATIVE = ("rounding", "division with rounding")
+
+
+@pytest.mark.parametrize("case", NO_RULE)
+def test_an_operation_without_a_rule_is_named(case):
+    """Where it is, and what to do; "sampling" does."""
+    function, where = NO_RULE[case]
+    net = seeded(lambda: Around(function))
+    with pytest.raises(ValueError, match=rf"output_moments: no rule for {where} ") as caught:
+        nm.output_moments(net, noise(), "layerwise")
+    for advice in ("netmoments.register_rule", 'method="sketch"', 'method="sampling"', "max_pool2d"):
+        assert advice in str(caught.value)
+    assert nm.output_moments(net, noise(), "sampling", samples=100).mean.shape == (3,)
+
+
+@pytest.mark.parametrize("case", KNOWN_FROM_SAMPLES)
+def test_a_sketch_knows_from_samples_what_has_no_rule(case):
+    """Within the error of 512 probes: √(2/512) of the nonlinear part of the variance, and five standard errors."""
+    function, where = NO_RULE[case]
+    net = seeded(lambda: Around(function))
+    given = nm.Gaussian(0.5 * torch.ones(4, dtype=torch.float64), std=0.1)
+    found = nm.output_moments(net, given, probes=512)
+    assert found.method == "sketch"
+    assert re.search(f"no rule for {where}", found.reason)
+    sampled = nm.monte_carlo(net, given, 200_000, seed=1)
+    deviation = sampled.variance.sqrt()
+    assert float(((found.mean - sampled.mean) / deviation).abs().max()) < 0.1
+    assert float((found.variance / sampled.variance - 1).abs().max()) < 0.15
+
+
+@pytest.mark.parametrize("method", ["auto", "sketch"])
+@pytest.mark.parametrize("case", NO_DERIVATIVE)
+def test_rounding_is_refused_by_a_sketch_too(case, method):
+    net = seeded(lambda: Around(NO_RULE[case][0]))
+    with pytest.raises(ValueError, match=r"its derivative is zero .*sampling"):
+        nm.output_moments(net, noise(), method)
+
+
+@pytest.mark.parametrize("case", [case for case in NO_RULE if case not in KNOWN_FROM_SAMPLES + NO_DERIVATIVE])
+def test_what_gives_no_numbers_is_refused_by_a_sketch_too(case):
+    with pytest.raises(ValueError, match=r"no rule for|no fixed graph"):
+        nm.output_moments(seeded(lambda: Around(NO_RULE[case][0])), noise(), "sketch")
+
+
+@pytest.mark.parametrize("function", [nn.Hardshrink(0.2), lambda y: functional.relu(y).to(torch.bfloat16).double()])
+def test_jumps_and_rough_numbers_are_refused(function):
+    with pytest.raises(ValueError, match="no rule for"):
+        nm.output_moments(seeded(lambda: Part(function)), nm.Gaussian(torch.zeros(4, dtype=torch.float64), std=0.3))

@@ -1,0 +1,23 @@
+"""The largest of a window: ties, singular covariances, no noise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from netmoments.rules.maximum import Largest
+
+
+def test_tied_and_constant_windows():
+    """Equal means, a singular covariance, no noise at all: finite, and right where the answer is known."""
+    rule = Largest(torch.arange(8).reshape(2, 4), with_zero=False)
+    mean = torch.zeros(2, 4, dtype=torch.float64)
+    covariance = torch.zeros(2, 4, 4, dtype=torch.float64)
+    covariance[0] = 1.0  # four copies of one number
+    local = rule.local(mean, covariance)
+    assert float(local.mean[0]) == pytest.approx(0, abs=1e-3)
+    assert float(local.variance[0]) == pytest.approx(1, abs=1e-2)
+    assert float(local.gain[0].sum()) == pytest.approx(1, abs=1e-6)
+    assert local.mean[1] == 0
+    assert local.variance[1] == 0
+    assert all(bool(torch.isfinite(part).all()) for part in local)

@@ -1,0 +1,1 @@
+DTYPES = [torch.float32, torch.float64]

@@ -1,0 +1,124 @@
+"""Monte Carlo: sums, standard errors, merging, shapes, reproducibility; and the paper's relative difference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import netmoments as nm
+from netmoments.sampling.monte_carlo import MomentSums
+from tests.closeness import assert_close, assert_within_standard_errors
+
+
+NOISE = nm.Gaussian(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64), nm.LowRank(torch.ones(3, 1).double(), 0.5))
+
+
+def skewed(x: Tensor) -> Tensor:
+    """Two correlated, skewed outputs."""
+    return torch.stack([torch.relu(x[:, 0] + x[:, 1]), torch.exp(0.3 * x[:, 2])], -1)
+
+
+def test_moments_are_those_of_the_samples():
+    samples = NOISE.sample(5000, generator=torch.Generator().manual_seed(3))
+    y = skewed(samples)
+    result = nm.monte_carlo(skewed, NOISE, samples=5000, seed=3, batch=5000)
+    assert_close(result.mean, y.mean(0), rtol=1e-13)
+    assert_close(result.covariance, torch.cov(y.T), rtol=1e-12)
+    assert_close(result.variance, y.var(0), rtol=1e-12)
+    assert (result.samples, result.method) == (5000, "sampling")
+
+
+def test_sums_about_any_point_and_merged():
+    generator = torch.Generator().manual_seed(4)
+    values = 1e3 + torch.randn(200, 2, 3, dtype=torch.float64, generator=generator)
+    whole = MomentSums(values[:5].mean(0))
+    whole.add(values)
+    other_shift = values.mean(0) + 0.1
+    moved, direct = whole.about(other_shift), MomentSums(other_shift)
+    direct.add(values)
+    for name in ("first", "second", "third", "fourth"):
+        assert_close(getattr(moved, name), getattr(direct, name), atol=1e-8, what=name)
+    parts = [MomentSums(part.mean(0)) for part in (values[:70], values[70:])]
+    for sums, part in zip(parts, (values[:70], values[70:]), strict=True):
+        sums.add(part)
+    merged = parts[0].merged(parts[1]).moments(torch.Size((3,)))
+    expected = whole.moments(torch.Size((3,)))
+    for name in ("mean", "covariance", "covariance_standard_error"):
+        assert_close(getattr(merged, name), getattr(expected, name), rtol=1e-9, what=name)
+
+
+def test_the_mean_may_be_far_from_zero():
+    """Sums about a shift: a mean of 1e6 with a deviation of 1e-3 keeps its variance."""
+    noise = nm.Gaussian(torch.tensor([1e6], dtype=torch.float64), std=1e-3)
+    result = nm.monte_carlo(lambda x: x, noise, samples=20_000, seed=1, batch=500)
+    assert result.variance.item() == pytest.approx(1e-6, rel=0.05)
+
+
+def test_standard_errors_are_the_spread_over_runs():
+    """400 runs of 200 samples: the mean of the squared standard errors is the variance of the estimates."""
+    runs = [nm.monte_carlo(skewed, NOISE, samples=200, seed=seed) for seed in range(400)]
+    for name in ("mean", "variance", "covariance"):
+        estimates = torch.stack([getattr(run, name) for run in runs])
+        claimed = torch.stack([getattr(run, f"{name}_standard_error") for run in runs]).square().mean(0).sqrt()
+        ratio = claimed / estimates.std(0)
+        # the spread of 400 is known to 1/√800 = 3.5 %, more for the heavy-tailed ones; 20 % is five times that
+        assert (ratio - 1).abs().max() < 0.2, (name, ratio)
+
+
+def test_shapes():
+    noise = nm.Gaussian(torch.zeros(4, 1, 5, 5), std=0.1)
+    result = nm.monte_carlo(lambda x: x.reshape(len(x), 5, 5)[:, :2], noise, samples=50)
+    assert result.mean.shape == (4, 2, 5)
+    assert result.covariance.shape == (4, 10, 10)
+    assert result.mean.dtype == torch.float64
+    scalar = nm.monte_carlo(lambda x: x.sum((1, 2, 3)), noise, samples=50)
+    assert scalar.mean.shape == (4,)
+    assert scalar.covariance.shape == (4, 1, 1)
+
+
+def test_seeds_and_batches():
+    first, again = (nm.monte_carlo(skewed, NOISE, samples=300, seed=9) for _ in range(2))
+    assert torch.equal(first.mean, again.mean)
+    assert not torch.equal(first.mean, nm.monte_carlo(skewed, NOISE, samples=300, seed=10).mean)
+    uneven = nm.monte_carlo(skewed, NOISE, samples=301, seed=9, batch=100)
+    assert uneven.samples == 301
+
+
+def test_a_network_of_the_library_gets_images_and_batches_of_its_own():
+    image = nm.Gaussian(torch.zeros(1, 2, 2), std=0.5)
+    weights = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
+    network = nm.AffineReluAffine(weights, torch.zeros(6), torch.ones(2, 6), torch.zeros(2))
+    sampled = nm.monte_carlo(network, image, samples=50_000, seed=2)
+    assert sampled.mean.shape == (3, 2)
+    assert_within_standard_errors(sampled.mean, network.mean(image), sampled.mean_standard_error)
+    assert_within_standard_errors(sampled.variance, network.variance(image), sampled.variance_standard_error)
+    batch = nm.Gaussian(torch.arange(3.0).reshape(3, 1).expand(3, 4), std=0.5)
+    sampled = nm.monte_carlo(network, batch, samples=20_000, seed=3, batch=1000)
+    assert_within_standard_errors(sampled.mean, network.mean(batch), sampled.mean_standard_error)
+
+
+def test_no_gradient_is_kept():
+    weight = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+    assert not nm.monte_carlo(lambda x: x @ weight, NOISE, samples=10).mean.requires_grad
+
+
+def test_relative_difference():
+    x = torch.tensor([1.0, 0.0, -1.0, 0.0, 3.0])
+    y = torch.tensor([1.0, 0.0, 1.0, 2.0, 1.0])
+    assert nm.relative_difference(x, y).tolist() == pytest.approx([0.0, 0.0, 2.0, 2.0, 1.0], abs=1e-15)
+    huge = torch.tensor([1e308], dtype=torch.float64)
+    assert nm.relative_difference(huge, -huge).tolist() == [2.0]
+    assert nm.relative_difference(torch.full((1,), 5e-324, dtype=torch.float64), 0 * huge).tolist() == [2.0]
+
+
+@given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6))
+def test_relative_difference_is_symmetric_and_bounded(x, y):
+    a, b = torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64)
+    value = nm.relative_difference(a, b).item()
+    assert 0 <= value <= 2
+    assert value == nm.relative_difference(b, a).item()

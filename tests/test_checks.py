@@ -1,0 +1,90 @@
+"""Checks of arguments: what passes, and errors that name the caller, the argument, what came and what was wanted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from netmoments.checks import (
+    describe,
+    require_broadcastable,
+    require_count,
+    require_finite,
+    require_float_tensor,
+    require_float_tensors,
+    values_hold,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.zeros(3, 4), "a float32 tensor of shape (3, 4)"),
+        (torch.zeros((), dtype=torch.int64), "a int64 tensor of shape ()"),
+        (0.5, "0.5"),
+        (True, "True"),
+        ([1.0], "a list"),
+        (None, "a NoneType"),
+    ],
+)
+def test_values_are_described(value, words):
+    assert describe(value) == words
+
+
+def test_good_values_come_back():
+    x, y = torch.zeros(3, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    assert require_float_tensor("caller", "x", x) is x
+    assert require_float_tensors("caller", x=x, y=y) == (x, y)
+    assert require_broadcastable("caller", x=(3, 1), y=(4,)) == (3, 4)
+    require_finite("caller", "x", x)
+    require_count("caller", "n", 2, least=2)
+
+
+BAD = {
+    "no tensor": (lambda: require_float_tensor("f", "x", [1.0]), TypeError, r"f: x must be a torch tensor.*as_tensor"),
+    "integers": (lambda: require_float_tensor("f", "x", torch.arange(2)), TypeError, r"got a int64 .*\.float\(\)"),
+    "dtypes": (
+        lambda: require_float_tensors("f", x=torch.zeros(2), y=torch.zeros(2).double()),
+        TypeError,
+        r"f: x and y must have one dtype, got torch\.float32 and torch\.float64; convert one",
+    ),
+    "devices": (
+        lambda: require_float_tensors("f", x=torch.zeros(2), y=torch.zeros(2, device="meta")),
+        ValueError,
+        "f: x and y must be on one device, got cpu and meta; move one",
+    ),
+    "shapes": (
+        lambda: require_broadcastable("f", x=(3,), y=(4,)),
+        ValueError,
+        r"must broadcast, got x \(3,\), y \(4,\)",
+    ),
+    "empty": (lambda: require_broadcastable("f", x=(0, 3)), ValueError, r"must not be empty, got x \(0, 3\)"),
+    "nan": (
+        lambda: require_finite("f", "x", torch.tensor([0.0, torch.nan, torch.inf])),
+        ValueError,
+        "f: x must be finite, got 2 NaN or infinite values in a float32 tensor",
+    ),
+    "too few": (lambda: require_count("f", "n", 1, least=2), ValueError, "n must be an integer of at least 2, got 1"),
+    "a fraction": (lambda: require_count("f", "n", 2.0, least=2), ValueError, r"at least 2, got 2\.0"),
+    "a boolean": (lambda: require_count("f", "n", True, least=1), ValueError, "at least 1, got True"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_values_are_explained(case):
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_values_that_cannot_be_read_are_taken_to_hold():
+    """Inside vmap there are none; other errors are errors."""
+
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        require_finite("f", "x", x)
+        return x
+
+    assert torch.func.vmap(checked)(torch.tensor([1.0, torch.nan])).shape == (2,)
+    assert not values_hold(torch.tensor([True, False]))
+    with pytest.raises(RuntimeError, match="meta"):
+        values_hold(torch.ones(2, device="meta", dtype=torch.bool))
