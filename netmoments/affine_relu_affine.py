@@ -12,12 +12,10 @@ from torch import Tensor
 from netmoments.checks import describe, require_broadcastable, require_finite, require_float_tensors
 from netmoments.covariances import Factors
 from netmoments.gaussian import Gaussian, require_matrix_for
-from netmoments.memory import scratch_budget
 from netmoments.normal import SATURATED, standard_deviation
 from netmoments.precision import matmul, matvec, row_products
-from netmoments.relu.covariance import flatten_batch, unflatten_batch
-from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean
-from netmoments.relu.quadratic_form import pairs_form, pairs_form_diagonal
+from netmoments.relu.marginal import expected_relu, nonlinear_variance, open_probability, relu_mean
+from netmoments.relu.quadratic_form import flatten_batch, pairs_form, pairs_form_diagonal, unflatten_batch
 
 CALLER = "AffineReluAffine"
 
@@ -144,7 +142,7 @@ class AffineReluAffine:
         layer = _PreActivations.of(self, noise)
         linear = noise.covariance.push_diagonal(layer.slopes)
         own = row_products(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B)
-        pairs = pairs_form_diagonal(*layer.flat(self.B, batch), scratch_budget(noise.device, memory_budget))
+        pairs = pairs_form_diagonal(*layer.flat(self.B, batch), memory_budget)
         return (linear + own + layer.rescale(unflatten_batch(pairs, batch), kept=1)).clamp(min=0)
 
     def covariance(self, noise: Gaussian, *, memory_budget: int | None = None) -> Tensor:
@@ -155,7 +153,7 @@ class AffineReluAffine:
     def moments(self, noise: Gaussian) -> tuple[Tensor, Tensor]:
         """`mean` and `covariance` together, for noise that is known to fit."""
         layer = _PreActivations.of(self, noise)
-        expected = matvec(self.B, relu_mean(layer.mean, standard_deviation(layer.variance))) + self.c2
+        expected = matvec(self.B, expected_relu(layer.mean, standard_deviation(layer.variance))) + self.c2
         if self.D is not None:
             expected = expected + matvec(self.D, noise.flat_mean)
         batch = torch.broadcast_shapes(self.B.shape[:-2], self.A.shape[:-2], noise.batch_shape)
@@ -166,7 +164,7 @@ class AffineReluAffine:
     ) -> Tensor:
         linear = noise.covariance.push(layer.slopes)
         own = matmul(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B.mT)
-        pairs = pairs_form(*layer.flat(self.B, batch), scratch_budget(noise.device, memory_budget))
+        pairs = pairs_form(*layer.flat(self.B, batch), memory_budget)
         nonlinear = own + layer.rescale(unflatten_batch(pairs, batch), kept=2)
         total = linear + 0.5 * (nonlinear + nonlinear.mT)
         variance = total.diagonal(dim1=-2, dim2=-1).clamp(min=0)

@@ -272,12 +272,15 @@ class Gaussian:
             read_std(std, mean, event_ndim) if covariance is None else read_covariance(covariance, mean, event_ndim)
         )
         require_covariance_values(structure)
-        self._set(mean, structure, event_ndim)
+        vars(self).update(vars(Gaussian._trusted(mean, structure, event_ndim)))
 
-    def _set(self, mean: Tensor, covariance: Covariance, event_ndim: int) -> None:
+    @classmethod
+    def _trusted(cls, mean: Tensor, covariance: Covariance, event_ndim: int) -> Gaussian:
+        """Built from parts that are valid by construction, without looking at their values again."""
+        made = cls.__new__(cls)
         split = mean.dim() - event_ndim
         event = mean.shape[split:]
-        vars(self).update(
+        vars(made).update(
             mean=mean,
             covariance=covariance,
             event_ndim=event_ndim,
@@ -287,12 +290,6 @@ class Gaussian:
             dtype=mean.dtype,
             device=mean.device,
         )
-
-    @classmethod
-    def _trusted(cls, mean: Tensor, covariance: Covariance, event_ndim: int) -> Gaussian:
-        """Built from parts that are valid by construction, without looking at their values again."""
-        made = cls.__new__(cls)
-        made._set(mean, covariance, event_ndim)
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:

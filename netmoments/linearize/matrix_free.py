@@ -23,9 +23,10 @@ from netmoments.network.relu_calls import Cut
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision, matmul, matvec
 from netmoments.progress import Progress
+from netmoments.relu.bivariate import Units, units_of
 from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean
 from netmoments.relu.quadratic_form import pairs_form
-from netmoments.relu.tiles import Tile, Units, active, nonlinear_covariance, tile_elements, units_of
+from netmoments.relu.tiles import Tile, active, nonlinear_covariance, tile_elements
 
 CALLER = "two_stage_maps"
 

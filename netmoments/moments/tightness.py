@@ -162,7 +162,7 @@ def _row(
             else:
                 mean, variance = method(request.model.network, request.flat, indices)
             mean_error, variance_error = _error(mean, reference.mean), _error(variance, reference.variance)
-    except (ValueError, torch.OutOfMemoryError) as error:
+    except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
         return TightnessRow(name, None, None, None, str(error).split("; ")[0].removeprefix("output_moments: "))
     return TightnessRow(name, mean_error, variance_error, time.perf_counter() - start)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from netmoments.memory import Scratch, common_shape
-from netmoments.normal import density, distribution, owen_t
+from netmoments.normal import density, distribution, owen_t, standard_deviation, standardize
 from netmoments.relu.quadrature_rules import (
     NONLINEAR_RULES,
     RULES,
@@ -76,12 +76,44 @@ def nonlinear_part(
     return _by_correlation(evaluate, rules, SERIES_RULES[rho.dtype], h, k, rho, scratch)
 
 
-def nonlinear_matrix(h: Tensor, s: Tensor, covariance: Tensor) -> Tensor:
+class Units(NamedTuple):
+    """Standardized means h and standard deviations s of a set of units, (images or 1, units); in pairs s > 0."""
+
+    h: Tensor
+    s: Tensor
+    series: SeriesFactors | None = None
+    """Where the nonlinear parts of their pairs are wanted, what the units contribute to the series."""
+
+    def with_series(self) -> Units:
+        return self._replace(series=SeriesFactors(self.h))
+
+    def rows(self) -> Units:
+        return Units(self.h.unsqueeze(-1), self.s.unsqueeze(-1))
+
+    def columns(self) -> Units:
+        return Units(self.h.unsqueeze(-2), self.s.unsqueeze(-2))
+
+    def span(self, index: slice) -> Units:
+        return Units(self.h[:, index], self.s[:, index])
+
+
+def units_of(mean: Tensor, variance: Tensor) -> Units:
+    """The units with these means and variances; NaN or a negative variance is an error here, before it spreads."""
+    if bool(torch.isnan(mean).any()):
+        raise ValueError("the mean of a ReLU layer holds NaN")
+    if not bool((variance >= 0).all()):
+        raise ValueError("the diagonal of the covariance of a ReLU layer must be ≥ 0, got a negative value or NaN")
+    std = standard_deviation(variance)
+    return Units(standardize(mean, std), std)
+
+
+def nonlinear_matrix(units: Units, covariance: Tensor) -> Tensor:
     """s₁s₂J of all pairs of a small layer at once, (images, p, p), and 0 on the diagonal.
 
-    Standardized means h and deviations s are (images or 1, p), covariances (images or 1, p, p). Every pair gets the
+    Covariances are (images or 1, p, p). Every pair gets the
     nodes that the largest correlation needs: for up to `SMALL` pairs that is faster than looking for a better way.
     """
+    h, s = units.h, units.s
     safe = torch.where(s > 0, s, 1.0)
     rho = (covariance / safe.unsqueeze(-1) / safe.unsqueeze(-2)).clamp_(-1, 1)
     rho.diagonal(dim1=1, dim2=2).zero_()

@@ -12,13 +12,13 @@ from torch.autograd import Function
 from netmoments.checks import describe, require_broadcastable, require_float_tensors
 from netmoments.memory import Scratch, scratch_budget, scratch_for
 from netmoments.normal import distribution
-from netmoments.precision import full_precision
-from netmoments.relu.bivariate import SMALL, nonlinear_matrix
+from netmoments.precision import full_precision, matmul, row_products
+from netmoments.relu.bivariate import SMALL, Units, nonlinear_matrix, units_of
 from netmoments.relu.marginal import unit_variance, variance_slopes
+from netmoments.relu.quadratic_form import flatten_batch, unflatten_batch
 from netmoments.relu.tiles import (
     Tile,
     UnitGradients,
-    Units,
     active,
     chunks,
     excess_probability,
@@ -29,11 +29,11 @@ from netmoments.relu.tiles import (
     tile_elements,
     tile_gradient,
     triangle,
-    units_of,
     vmap_forward,
     vmap_gradient,
 )
 from netmoments.relu.triton import launch as fused
+from netmoments.relu.triton import quadratic_form as fused_form
 from netmoments.relu.triton.launch import covariance_gradient
 
 
@@ -74,25 +74,40 @@ def orthant_probability(mean: Tensor, covariance: Tensor) -> Tensor:
     return _OrthantProbability.apply(*flat, scratch_budget(mean.device, None)).reshape(*batch, *covariance.shape[-2:])
 
 
+def layer_form(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
+    """B K Bᵀ, (..., d, d), for K = Cov(relu z), z ~ N(mean, covariance), and weights B (..., d, p).
+
+    On a GPU with Triton K is never stored, nor anything of its size in the backward pass but, if it is wanted, the
+    gradient in the covariance. Elsewhere this is `relu_covariance` and two products.
+    """
+    if fused.available(mean):
+        return _layer_form(mean, covariance, weights, diagonal=False)
+    return matmul(weights, matmul(relu_covariance(mean, covariance), weights.mT))
+
+
+def layer_form_diagonal(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
+    """The diagonal of `layer_form`, (..., d): the variances of B relu(z)."""
+    if fused.available(mean):
+        return _layer_form(mean, covariance, weights, diagonal=True)
+    return row_products(matmul(weights, relu_covariance(mean, covariance)), weights)
+
+
+def _layer_form(mean: Tensor, covariance: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
+    """By the GPU's kernels, with one batch dimension."""
+    batch = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2], weights.shape[:-2])
+    inputs = (*flat_layer(mean, covariance, batch), flatten_batch(weights, batch, 2))
+    return unflatten_batch(fused_form.LayerForm.apply(*inputs, diagonal), batch)
+
+
+def layer_covariance(mean: Tensor, covariance: Tensor) -> Tensor:
+    """`relu_covariance` of layers (N, p), (N, p, p), which are not checked."""
+    return _ReluCovariance.apply(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance, None)
+
+
 def flat_layer(mean: Tensor, covariance: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, variance and covariance with one batch dimension."""
     variance = covariance.diagonal(dim1=-2, dim2=-1)
     return flatten_batch(mean, batch, 1), flatten_batch(variance, batch, 1), flatten_batch(covariance, batch, 2)
-
-
-def unflatten_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
-    """One batch dimension back to `batch`; what all images share is expanded."""
-    event = tensor.shape[1:]
-    return tensor.expand(batch.numel(), *event).reshape(*batch, *event)
-
-
-def flatten_batch(tensor: Tensor, batch: torch.Size, kept: int) -> Tensor:
-    """Batch dimensions to one: N images, or 1 when every image shares the tensor (and then without a copy)."""
-    own = tensor.shape[: tensor.dim() - kept]
-    event = tensor.shape[tensor.dim() - kept :]
-    if own.numel() == 1:
-        return tensor.reshape(1, *event)
-    return tensor.expand(*batch, *event).reshape(-1, *event)
 
 
 def _layer_batch(caller: str, mean: Tensor, covariance: Tensor) -> torch.Size:
@@ -115,18 +130,20 @@ class _ReluCovariance(Function):
     """
 
     @staticmethod
-    def forward(mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Tensor:
+    def forward(mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int | None) -> Tensor:
         if fused.ENABLED and fused.available(mean):
-            return fused.relu_covariance(mean, variance, covariance, memory_budget)
+            budget = scratch_budget(mean.device, memory_budget)
+            return fused.relu_covariance(mean, variance, covariance, budget)
         images = max(len(mean), len(variance), len(covariance))
         units = units_of(mean, variance)
         gate = distribution(units.h)
         independent = gate.unsqueeze(-1) * gate.unsqueeze(-2)
         result = independent.mul_(covariance) if len(independent) == images else independent * covariance
         if result.numel() <= SMALL:
-            result += nonlinear_matrix(units.h, units.s, covariance)
+            result += nonlinear_matrix(units, covariance)
         else:
-            _add_pairs(result, units, covariance, nonlinear_covariance, memory_budget)
+            budget = scratch_budget(mean.device, memory_budget)
+            _add_pairs(result, units, covariance, nonlinear_covariance, budget)
         result.diagonal(dim1=1, dim2=2).copy_(variance * unit_variance(units.h))
         return result
 
@@ -152,7 +169,8 @@ class _ReluCovarianceGradient(Function):
     """The vector–Jacobian product of `_ReluCovariance` from closed forms, with nothing stored."""
 
     @staticmethod
-    def forward(grad: Tensor, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Any:
+    def forward(grad: Tensor, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int | None) -> Any:
+        memory_budget = scratch_budget(mean.device, memory_budget)
         inputs = (mean, variance, covariance)
         gradients = _fused_gradients if fused.available(mean) else _plain_gradients
         return tuple(

@@ -55,9 +55,7 @@ def _with_slopes(value: Value, slopes: Slopes) -> Value:
     class ClosedForm(Function):
         generate_vmap_rule = True
 
-        @staticmethod
-        def forward(first: Tensor, second: Tensor) -> Tensor:
-            return value(first, second)
+        forward = staticmethod(value)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -97,7 +95,7 @@ def variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     std = standard_deviation(variance)
     h = standardize(mean, std)
     gate, bell = distribution(h), density(h)
-    return 2 * _mean_of(mean, std) * distribution(-h), gate - bell * (h * gate + bell)
+    return 2 * expected_relu(mean, std) * distribution(-h), gate - bell * (h * gate + bell)
 
 
 def _nonlinear_variance(mean: Tensor, variance: Tensor) -> Tensor:
@@ -113,7 +111,8 @@ def _nonlinear_variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, 
     return by_mean - 2 * std * gate * bell, by_variance - gate * gate + h * gate * bell
 
 
-_mean_of = _with_slopes(_mean, _mean_slopes)
+expected_relu = _with_slopes(_mean, _mean_slopes)
+"""`relu_mean` of tensors of one shape and dtype, which are not checked."""
 _variance_of = _with_slopes(_variance, variance_slopes)
 _nonlinear_variance_of = _with_slopes(_nonlinear_variance, _nonlinear_variance_slopes)
 
@@ -135,7 +134,7 @@ def relu_mean(mean: Tensor, std: Tensor) -> Tensor:
     """
     mean, std = require_float_tensors("relu_mean", mean=mean, std=std)
     require_broadcastable("relu_mean", mean=mean.shape, std=std.shape)
-    return _mean_of(*torch.broadcast_tensors(mean, std))
+    return expected_relu(*torch.broadcast_tensors(mean, std))
 
 
 def relu_variance(mean: Tensor, std: Tensor) -> Tensor:

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from netmoments.memory import scratch_for
-from netmoments.precision import full_precision, matmul, row_products
-from netmoments.relu.bivariate import SMALL, nonlinear_matrix
-from netmoments.relu.covariance import flat_layer, flatten_batch, relu_covariance, unflatten_batch
+from netmoments.memory import scratch_budget, scratch_for
+from netmoments.precision import full_precision
+from netmoments.relu.bivariate import SMALL, Units, nonlinear_matrix, units_of
 from netmoments.relu.tiles import (
     Chunk,
     Tile,
     UnitGradients,
-    Units,
     active,
     chunks,
     nonlinear_covariance,
@@ -26,7 +24,6 @@ from netmoments.relu.tiles import (
     tile_elements,
     tile_gradient,
     triangle,
-    units_of,
     vmap_forward,
     vmap_gradient,
 )
@@ -35,7 +32,7 @@ from netmoments.relu.triton import quadratic_form as fused_form
 
 
 def pairs_form(
-    mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, memory_budget: int
+    mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, memory_budget: int | None
 ) -> Tensor:
     """B N Bᵀ, (images, d, d), for the nonlinear covariances N of pairs of different units (the diagonal of N is 0).
 
@@ -47,35 +44,25 @@ def pairs_form(
 
 
 def pairs_form_diagonal(
-    mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, memory_budget: int
+    mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, memory_budget: int | None
 ) -> Tensor:
     """The diagonal of `pairs_form`, (images, d), for when there are many outputs."""
     return _PairsForm.apply(mean, variance, left, right, weights, True, memory_budget)
 
 
-def layer_form(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
-    """B K Bᵀ, (..., d, d), for K = Cov(relu z), z ~ N(mean, covariance), and weights B (..., d, p).
-
-    On a GPU with Triton K is never stored, nor anything of its size in the backward pass but, if it is wanted, the
-    gradient in the covariance. Elsewhere this is `relu_covariance` and two products.
-    """
-    if fused.available(mean):
-        return _layer_form(mean, covariance, weights, diagonal=False)
-    return matmul(weights, matmul(relu_covariance(mean, covariance), weights.mT))
+def unflatten_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
+    """One batch dimension back to `batch`; what all images share is expanded."""
+    event = tensor.shape[1:]
+    return tensor.expand(batch.numel(), *event).reshape(*batch, *event)
 
 
-def layer_form_diagonal(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
-    """The diagonal of `layer_form`, (..., d): the variances of B relu(z)."""
-    if fused.available(mean):
-        return _layer_form(mean, covariance, weights, diagonal=True)
-    return row_products(matmul(weights, relu_covariance(mean, covariance)), weights)
-
-
-def _layer_form(mean: Tensor, covariance: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
-    """By the GPU's kernels, with one batch dimension."""
-    batch = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2], weights.shape[:-2])
-    inputs = (*flat_layer(mean, covariance, batch), flatten_batch(weights, batch, 2))
-    return unflatten_batch(fused_form.LayerForm.apply(*inputs, diagonal), batch)
+def flatten_batch(tensor: Tensor, batch: torch.Size, kept: int) -> Tensor:
+    """Batch dimensions to one: N images, or 1 when every image shares the tensor (and then without a copy)."""
+    own = tensor.shape[: tensor.dim() - kept]
+    event = tensor.shape[tensor.dim() - kept :]
+    if own.numel() == 1:
+        return tensor.reshape(1, *event)
+    return tensor.expand(*batch, *event).reshape(-1, *event)
 
 
 class _Layer(NamedTuple):
@@ -151,18 +138,20 @@ class _PairsForm(Function):
         right: Tensor,
         weights: Tensor,
         diagonal: bool,
-        memory_budget: int,
+        memory_budget: int | None,
     ) -> Tensor:
         if fused.ENABLED and fused.available(mean):
+            memory_budget = scratch_budget(mean.device, memory_budget)
             form = fused_form.pairs_form_diagonal if diagonal else fused_form.pairs_form
             return form(mean, variance, left, right, weights, _live(weights), memory_budget)
         images = max(map(len, (mean, variance, left, right, weights)))
         units = units_of(mean, variance)
         if images * mean.shape[1] ** 2 <= SMALL:
             with full_precision():
-                product = nonlinear_matrix(units.h, units.s, left @ right.mT) @ weights.mT
+                product = nonlinear_matrix(units, left @ right.mT) @ weights.mT
                 found = (product * weights.mT).sum(1) if diagonal else weights @ product
             return found.expand(images, *found.shape[1:]).clone() if len(found) < images else found
+        memory_budget = scratch_budget(mean.device, memory_budget)
         outputs = weights.shape[1]
         result = mean.new_zeros(images, outputs) if diagonal else mean.new_zeros(images, outputs, outputs)
         elements = tile_elements(memory_budget, mean.dtype)
@@ -213,8 +202,9 @@ class _PairsFormGradient(Function):
         right: Tensor,
         weights: Tensor,
         weights_too: bool,
-        memory_budget: int,
+        memory_budget: int | None,
     ) -> Any:
+        memory_budget = scratch_budget(mean.device, memory_budget)
         if fused.available(mean):
             live = None if weights_too else _live(weights)
             return fused_form.pairs_form_gradients(grad, mean, variance, left, right, weights, live, memory_budget)

@@ -18,29 +18,8 @@ import torch
 from torch import Tensor
 
 from netmoments.memory import SLOTS, Scratch, common_shape
-from netmoments.normal import density, distribution, standard_deviation, standardize
-from netmoments.relu.bivariate import SeriesFactors, TileSeries, conditional, nonlinear_part, orthant_excess
-
-
-class Units(NamedTuple):
-    """Standardized means h and standard deviations s of a set of units, (images or 1, units); in pairs s > 0."""
-
-    h: Tensor
-    s: Tensor
-    series: SeriesFactors | None = None
-    """Where the nonlinear parts of their pairs are wanted, what the units contribute to the series."""
-
-    def with_series(self) -> Units:
-        return self._replace(series=SeriesFactors(self.h))
-
-    def rows(self) -> Units:
-        return Units(self.h.unsqueeze(-1), self.s.unsqueeze(-1))
-
-    def columns(self) -> Units:
-        return Units(self.h.unsqueeze(-2), self.s.unsqueeze(-2))
-
-    def span(self, index: slice) -> Units:
-        return Units(self.h[:, index], self.s[:, index])
+from netmoments.normal import density, distribution
+from netmoments.relu.bivariate import TileSeries, Units, conditional, nonlinear_part, orthant_excess
 
 
 class Tile(NamedTuple):
@@ -208,16 +187,6 @@ class Chunk:
             part[:, rows, columns] += value
         else:
             part[:, self.units[rows].unsqueeze(1), self.units[columns]] += value
-
-
-def units_of(mean: Tensor, variance: Tensor) -> Units:
-    """The units with these means and variances; NaN or a negative variance is an error here, before it spreads."""
-    if bool(torch.isnan(mean).any()):
-        raise ValueError("the mean of a ReLU layer holds NaN")
-    if not bool((variance >= 0).all()):
-        raise ValueError("the diagonal of the covariance of a ReLU layer must be ≥ 0, got a negative value or NaN")
-    std = standard_deviation(variance)
-    return Units(standardize(mean, std), std)
 
 
 def active(units: Units) -> Tensor:

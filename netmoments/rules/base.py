@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -111,16 +111,16 @@ class Nonlinearity(ABC):
         """
         return None
 
-    @property
+    @cached_property
     def has_pairs(self) -> bool:
         """Whether `pairs` has a formula, and the layer is small enough for it."""
         return type(self).pairs is not Nonlinearity.pairs and self.units <= EXACT_PAIRS
 
-    @property
+    @cached_property
     def units(self) -> int:
         return len(self.windows)
 
-    @property
+    @cached_property
     def width(self) -> int:
         return self.windows.shape[1]
 

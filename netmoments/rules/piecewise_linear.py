@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from netmoments.normal import density, distribution, standard_deviation, standardize
-from netmoments.relu.covariance import relu_covariance
-from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean, unit_mean
+from netmoments.relu.covariance import layer_covariance
+from netmoments.relu.marginal import expected_relu, nonlinear_variance, open_probability, unit_mean
 from netmoments.rules import sketch_launch
 from netmoments.rules.base import Local, OneInput, SketchedLayer, ThirdCumulants
 from netmoments.rules.sampled import UnitMoments
@@ -32,7 +32,7 @@ class PiecewiseLinear(OneInput):
     bends: Tensor
     kinks: Tensor
 
-    @property
+    @cached_property
     def windows(self) -> Tensor:  # type: ignore[override]
         return torch.arange(self.slope.shape[0], device=self.slope.device).unsqueeze(-1)
 
@@ -49,10 +49,12 @@ class PiecewiseLinear(OneInput):
         gates = open_probability(shifted, variance)
         gain = self.slope + (bends * gates).sum(0)
         gaussian = Local(
-            mean=self.offset + self.slope * m + (bends * relu_mean(shifted, s)).sum(0),
+            mean=self.offset + self.slope * m + (bends * expected_relu(shifted, s.expand_as(shifted))).sum(0),
             variance=(gain * gain * variance + self._own(shifted, variance)).clamp(min=0),
             gain=gain.unsqueeze(-1),
-            curvature=(bends * _bell(shifted, s)).sum(0)[..., None, None],
+            curvature=torch.where(
+                s > 0, (bends * density(standardize(shifted, s))).sum(0) / torch.where(s > 0, s, 1.0), 0.0
+            )[..., None, None],
         )
         return gaussian if cumulants is None else self._skewed(gaussian, m, s, cumulants.kappa.reshape(m.shape))
 
@@ -107,7 +109,7 @@ class PiecewiseLinear(OneInput):
         full = covariance.repeat(*[1] * (covariance.dim() - 2), many, many) if many > 1 else covariance
         bend = self.bends.reshape(-1)
         gate = bend * open_probability(shifted, full.diagonal(dim1=-2, dim2=-1))
-        whole = relu_covariance(shifted, full)
+        whole = layer_covariance(shifted, full)
         whole = whole * (bend.unsqueeze(-1) * bend) - full * (gate.unsqueeze(-1) * gate.unsqueeze(-2))
         if many == 1:
             return whole
@@ -166,9 +168,3 @@ def between(low: Any, high: Any, count: int, like: Tensor) -> PiecewiseLinear:
     if low is None:
         return PiecewiseLinear(flat, flat + 1, bends, kinks)
     return PiecewiseLinear(flat + low, flat, bends, kinks)
-
-
-def _bell(shifted: Tensor, s: Tensor) -> Tensor:
-    """φ(h)/s, the expected curvature of a ReLU; 0 where there is no noise."""
-    noisy = s > 0
-    return torch.where(noisy, density(standardize(shifted, s)) / torch.where(noisy, s, torch.ones_like(s)), 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ class Elementwise(OneInput):
     like: Tensor
     """Any tensor of the right dtype on the right device."""
 
-    @property
+    @cached_property
     def windows(self) -> Tensor:  # type: ignore[override]
         return torch.arange(int(np.prod(self.shape)), device=self.like.device).unsqueeze(-1)
 
