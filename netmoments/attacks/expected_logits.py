@@ -15,10 +15,11 @@ from netmoments.linearize.two_stage import two_stage
 from netmoments.moments.output_moments import Layerwise, Method, Sketch, TwoStage, method_named
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.precision import matvec
-from netmoments.propagate.layerwise import layerwise, require_fitting
-from netmoments.propagate.plan import plan_of, sketch_plan_of
+from netmoments.propagate.layerwise import layerwise
+from netmoments.propagate.plan import plan_of
 from netmoments.propagate.sketch import sketched
 from netmoments.relu.marginal import relu_mean
+from netmoments.rules.black_box import black_box
 
 CALLER = "ExpectedLogits"
 
@@ -100,12 +101,11 @@ class ExpectedLogits(nn.Module):
         Gaussian(images.detach(), Isotropic(sigma.detach() ** 2, images[0].numel()), event_ndim=images.dim() - 1)
         covariance = Isotropic(sigma**2, images[0].numel())
         if isinstance(self.method, Sketch):
-            plan = sketch_plan_of(model, CALLER)
+            plan = plan_of(model, CALLER, black_box)
             options = {"probes": self.method.probes, "seed": self.method.seed, "memory_budget": self.memory_budget}
             return sketched(plan, images, covariance, outputs, **options).mean  # type: ignore[arg-type]
         plan = plan_of(model, CALLER)
-        require_fitting(plan, covariance, images, self.memory_budget, CALLER)
-        return layerwise(plan, images, covariance, outputs, self.memory_budget)[0]
+        return layerwise(plan, images, covariance, outputs, self.memory_budget, CALLER)[0]
 
 
 def require_sigma(caller: str, sigma: float | Tensor) -> float | Tensor:

@@ -34,9 +34,10 @@ from netmoments.memory import DIRECTIONS, directions_at_once, gigabytes, memory_
 from netmoments.moments.result import OutputMoments
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
-from netmoments.propagate.layerwise import layerwise, need_of, require_fitting
-from netmoments.propagate.plan import NoRule, plan_of, sketch_plan_of
+from netmoments.propagate.layerwise import layerwise, need_of
+from netmoments.propagate.plan import NoRule, plan_of
 from netmoments.propagate.sketch import PROBES, sketched
+from netmoments.rules.black_box import black_box
 from netmoments.sampling.control_variates import (
     LinearSurrogate,
     Surrogate,
@@ -198,8 +199,8 @@ class Layerwise(Method):
     def moments(self, request: Request) -> OutputMoments:
         with request.following_gradients() as noise:
             plan, indices = plan_of(request.model, CALLER), request.indices().clone()
-            require_fitting(plan, noise.covariance, noise.mean, request.memory_budget, CALLER)
-            mean, covariance = layerwise(plan, noise.mean, noise.covariance, indices, request.memory_budget)
+            budget = request.memory_budget
+            mean, covariance = layerwise(plan, noise.mean, noise.covariance, indices, budget, CALLER)
         return _outcome(self.name, mean, covariance, outputs=indices)
 
 
@@ -221,7 +222,7 @@ class Sketch(Method):
 
     def moments(self, request: Request) -> OutputMoments:
         with request.following_gradients() as noise:
-            plan = sketch_plan_of(request.model, CALLER)
+            plan = plan_of(request.model, CALLER, black_box)
             indices = request.indices(LARGEST if request.model.outputs > MANY_SCORES else None).clone()
             options = {"probes": self.probes, "seed": self.seed, "memory_budget": request.memory_budget}
             found = sketched(plan, noise.mean, noise.covariance, indices, **options)  # type: ignore[arg-type]
@@ -231,7 +232,7 @@ class Sketch(Method):
         """The expected slopes; from probes that are not among the samples."""
         with torch.inference_mode(False), torch.no_grad():
             plan, noise, own = (
-                sketch_plan_of(request.model, CALLER),
+                plan_of(request.model, CALLER, black_box),
                 request.flat,
                 random_seed(seed, "sketch", self.seed),
             )

@@ -6,8 +6,8 @@ through an affine part of a network like inputs do, without its offset, so no sq
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ SIGNS = 64
 """Rows of random signs for what has neither a linear nor a quadratic part."""
 
 
-@dataclass(frozen=True)
-class FactorLayout:
+class FactorLayout(NamedTuple):
     """Which rows of a tensor's factor are what, for noise ε ~ N(0, I) of r directions.
 
     To second order a tensor is mean + Fᵀε + ½(Q[ε, ε] − tr Q) + rest, the rest uncorrelated between units where it
@@ -44,38 +43,27 @@ class FactorLayout:
     paired: int
     signs: int
     leading: int
+    followed: slice
+    """The linear rows of which pairs are followed."""
+    quadratic: slice
+    covariance: slice
+    """The rows whose products are covariances: all but the turns."""
+    turns: slice
+    count: int
+    """Of all rows."""
 
-    @property
-    def followed(self) -> slice:
-        """The linear rows of which pairs are followed."""
-        return slice(0, self.paired)
-
-    @property
-    def pairs(self) -> int:
-        return self.paired * (self.paired + 1) // 2
-
-    @property
-    def quadratic(self) -> slice:
-        return slice(self.rank, self.rank + self.pairs)
-
-    @property
-    def covariance(self) -> slice:
-        """The rows whose products are covariances: all but the turns."""
-        return slice(0, self.rank + self.pairs + self.signs)
-
-    @property
-    def turns(self) -> slice:
-        return slice(self.covariance.stop, self.count)
-
-    @property
-    def count(self) -> int:
-        return self.rank + self.pairs + self.signs + self.paired
+    @classmethod
+    def of(cls, rank: int, paired: int, signs: int, leading: int) -> FactorLayout:
+        pairs = paired * (paired + 1) // 2
+        products = rank + pairs + signs
+        slices = slice(0, paired), slice(rank, rank + pairs), slice(0, products), slice(products, products + paired)
+        return cls(rank, paired, signs, leading, *slices, products + paired)
 
 
 def layout_for(rank: int, scores: int) -> FactorLayout:
     """For noise of so many directions and so many scores."""
     paired = min(rank, PAIRED)
-    return FactorLayout(rank, paired, SIGNS, min(scores, paired // 2) if paired < rank else 0)
+    return FactorLayout.of(rank, paired, SIGNS, min(scores, paired // 2) if paired < rank else 0)
 
 
 def inner_product_weights(layout: FactorLayout, paired: int, like: Tensor) -> Tensor:

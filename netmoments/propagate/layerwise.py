@@ -1,9 +1,9 @@
 """Layer by layer: the joint distribution of all live tensors, as a Gaussian with third cumulants, through a network.
 
 To second order in the noise ε of the image a tensor is mean + Fᵀε + ½(Q[ε, ε] − tr Q) + rest. Its third cumulants are
-those of a Gaussian's second-order polynomial, κ(x, y, z) = Q_x[f_y, f_z] + Q_y[f_x, f_z] + Q_z[f_x, f_y]; they change the
-moments of the next nonlinear layer by an Edgeworth correction of first order (McCullagh, "Tensor Methods in Statistics",
-1987). Nothing of the size of a layer squared is formed: `factors` says what is carried instead.
+those of a Gaussian's second-order polynomial, κ(x, y, z) = Q_x[f_y, f_z] + Q_y[f_x, f_z] + Q_z[f_x, f_y]; they change
+the moments of the next nonlinear layer by an Edgeworth correction of first order (McCullagh, "Tensor Methods in
+Statistics", 1987). Nothing of the size of a layer squared is formed: `factors` says what is carried instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from netmoments.covariances import Covariance
 from netmoments.memory import gigabytes, memory_limit
-from netmoments.network.graph import Node, shape_of
+from netmoments.network.graph import Node
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
@@ -77,18 +77,23 @@ Beyond = Callable[[FactorLayout, Tensor, Local, Tensor, Tensor], ThirdOrder] | N
 
 
 def layerwise(
-    plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, memory_budget: int | None = None
+    plan: Plan,
+    mean: Tensor,
+    covariance: Covariance,
+    outputs: Tensor,
+    memory_budget: int | None = None,
+    caller: str = "layerwise",
 ) -> tuple[Tensor, Tensor]:
     """Means (N, k) and covariances (N, k, k) of the scores with indices `outputs` (N, k), for images (N, ...).
 
     Every tensor is a Gaussian with third cumulants, of which all effects are kept that are of first order in them.
-    Images go together as the memory allows.
+    Images go together as the memory allows; what does not fit for one is an error, before anything is computed.
     """
+    fitting = require_fitting(plan, covariance, mean, memory_budget, caller)
     if not plan.last.sources:
         constant = plan.last.value({})[outputs]
         return constant, constant.new_zeros(*outputs.shape, outputs.shape[1])
-    fitting = memory_limit(mean.device, memory_budget) // need_of(plan, covariance.rank, mean.element_size()).bytes
-    together = max(1, min(fitting, IMAGES_TOGETHER[mean.device.type]))
+    together = min(fitting, IMAGES_TOGETHER[mean.device.type])
     parts = []
     with Progress("images", len(mean)) as progress:
         for start in range(0, len(mean), together):
@@ -99,14 +104,15 @@ def layerwise(
     return torch.cat(means), torch.cat(covariances)
 
 
-def require_fitting(plan: Plan, covariance: Covariance, like: Tensor, memory_budget: int | None, caller: str) -> None:
-    """An error, before anything is computed, where what is carried does not fit the memory there is for it."""
+def require_fitting(plan: Plan, covariance: Covariance, like: Tensor, memory_budget: int | None, caller: str) -> int:
+    """How many images fit the memory there is for what is carried; an error if not even one does."""
     need, limit = need_of(plan, covariance.rank, like.element_size()), memory_limit(like.device, memory_budget)
     if need.bytes > limit:
         raise ValueError(
             f'{caller}: method="layerwise" needs {gigabytes(need.bytes)} for the covariances at {need.layer}, but '
             f'{gigabytes(limit)} is the limit; raise memory_budget=, or use method="sketch" (any size) or "sampling"'
         )
+    return limit // need.bytes
 
 
 def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
@@ -118,13 +124,15 @@ def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
     pass back is counted with the layers that come after it.
     """
     layout = layout_for(rank, 1)
-    kept, worst = 0, Need("the scores", itemsize * rank * shape_of(plan.image).numel())
+    kept, worst = 0, Need("the scores", itemsize * rank * plan.sizes[plan.image])
     for place, stage in enumerate(plan.stages):
         n, w, p = stage.rule.units, stage.rule.width, stage.before.size
         squares = n * n if stage.rule.has_pairs else 0
-        rows = {node: layout.rank if node is plan.image else layout.count for node in plan.needed_after(place - 1)}
-        live = sum(count * shape_of(node).numel() for node, count in rows.items())
-        before = max(rows[node] for node in stage.before.sources)
+        live = before = 0
+        for node in plan.needed_after(place - 1):
+            rows = layout.rank if node is plan.image else layout.count
+            live += rows * plan.sizes[node]
+            before = max(before, rows if node in stage.before.sources else 0)
         skewed = min(w, MOST_DIRECTIONS) if before > layout.rank else 0
         factors = before * (3 * p + (2 * n * w if w > 1 else 0)) + 2 * layout.count * n
         matrices = layout.paired**2 * n * (2 + 2 * skewed)
@@ -238,7 +246,7 @@ def _window_covariance(layout: FactorLayout, factor: Tensor) -> Tensor:
 def _factor_after(joint: Joint, segment: Segment, layout: FactorLayout) -> Tensor:
     """The factor of what an affine part gives, (N, rows, p); the image has linear rows only."""
     given = {node: joint.factors[node] for node in segment.sources}
-    if len({x.shape[1] for x in given.values()}) == 1:
+    if len(set([x.shape[1] for x in given.values()])) == 1:  # noqa: C403
         return segment.linears(given)
     linear = segment.linears({node: x[:, : layout.rank] for node, x in given.items()})
     others = {node: x[:, layout.rank :] for node, x in given.items() if x.shape[1] > layout.rank}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,15 +18,14 @@ from netmoments.network.validate import another_image
 from netmoments.precision import full_precision
 from netmoments.rules.affine import SHAPE_ONLY, AffineOperator, affine_operator, family, linear_arguments
 from netmoments.rules.base import Nonlinearity
-from netmoments.rules.black_box import black_box
 from netmoments.rules.registry import (
+    LAYER_RULES,
     RULES,
     OperatorCall,
     RuledCall,
     known_rules,
     layer_rule,
     operator_name,
-    registered_rules,
 )
 
 
@@ -43,78 +42,84 @@ class AffineStep:
     """Of an operator, the values of its other arguments; None for a layer with a rule of its own."""
 
 
-@dataclass(frozen=True, eq=False)
 class Segment:
-    """An affine map from some sources (the image, outputs of nonlinear layers) to some nodes."""
+    """An affine map from some sources (the image, outputs of nonlinear layers) to some nodes, flattened, end to end."""
 
-    steps: tuple[AffineStep, ...]
-    sources: tuple[Node, ...]
-    results: tuple[Node, ...]
-    constants: Mapping[Node, Any]
-
-    @property
-    def size(self) -> int:
+    def __init__(
+        self,
+        steps: tuple[AffineStep, ...],
+        sources: tuple[Node, ...],
+        results: tuple[Node, ...],
+        constants: Mapping[Node, Any],
+    ) -> None:
+        self.steps, self.sources, self.results = steps, sources, results
+        self.shapes = {node: shape_of(node) for node in (*sources, *results)}
+        self.size = sum(self.shapes[node].numel() for node in results)
         """Numbers in the results, for one image."""
-        return sum(shape_of(node).numel() for node in self.results)
+        self._largest = max(shape.numel() for shape in self.shapes.values())
+        self._fixed = {node: constants[node] for node in results if node in constants}
+        self._values = [(step.node, step.value) for step in steps]
+        self._linears = [(step.node, step.linear) for step in steps]
 
     def value(self, sources: Mapping[Node, Tensor]) -> Tensor:
-        """The map at sources (1, ...): (p,), the results flattened and put end to end."""
-        values: Values = {node: sources[node] for node in self.sources}
-        values |= {node: self.constants[node] for node in self.results if node in self.constants}
-        for step in self.steps:
-            values[step.node] = step.value(values)
-        return _end_to_end([values[node].reshape(-1) for node in self.results])
+        """The map at sources (1, ...): (p,)."""
+        return self._run(self._values, {**self._fixed, **sources})
 
     def linear(self, sources: Mapping[Node, Tensor]) -> Tensor:
         """Its linear part, for directions (1, ...): (p,)."""
-        values: Values = {node: sources[node] for node in self.sources}
-        for step in self.steps:
-            values[step.node] = step.linear(values)
-        return _end_to_end([values[node].reshape(-1) for node in self.results])
+        return self._run(self._linears, sources)
 
     def values(self, sources: Mapping[Node, Tensor]) -> Tensor:
-        """`value` of flat sources (..., n) with the same leading dimensions: (..., p)."""
-        return self._mapped(self.value, sources)
+        """The map at flat sources (..., n) with the same leading dimensions: (..., p)."""
+        return self._mapped(self._values, sources, self._fixed)
 
     def linears(self, sources: Mapping[Node, Tensor]) -> Tensor:
-        """`linear` of flat sources (..., n) with the same leading dimensions: (..., p). Missing sources are zero."""
+        """Its linear part for flat directions (..., n) likewise: (..., p). Missing sources are zero."""
         if not self.steps and len(self.results) == 1 and self.results[0] in sources:
             return sources[self.results[0]]
-        return self._mapped(self.linear, sources)
-
-    def _mapped(self, function: Callable[[dict[Node, Tensor]], Tensor], sources: Mapping[Node, Tensor]) -> Tensor:
-        given = [node for node in self.sources if node in sources]
-        like = sources[given[0]]
-        zeros = {node: like.new_zeros(shape_of(node)) for node in self.sources if node not in sources}
-
-        def one(*flat: Tensor) -> Tensor:
-            shaped = {node: x.reshape(shape_of(node)) for node, x in zip(given, flat, strict=True)}
-            return function(zeros | shaped)
-
-        found = self._for_each(one, like, *(sources[node].flatten(0, -2) for node in given))
-        return found.unflatten(0, like.shape[:-1])
+        like = next(iter(sources.values()))
+        missing = {node: like.new_zeros(self.shapes[node]) for node in self.sources if node not in sources}
+        return self._mapped(self._linears, sources, missing)
 
     def pull_back(self, weights: Tensor) -> dict[Node, Tensor]:
         """Weights (N, k, p) on z = A x + c as weights on each source x, (N, k, n): products with Aᵀ."""
-        zeros = tuple(weights.new_zeros(shape_of(node)) for node in self.sources)
 
         def linear(*directions: Tensor) -> Tensor:
-            return self.linear(dict(zip(self.sources, directions, strict=True)))
+            return self._run(self._linears, dict(zip(self.sources, directions, strict=True)))
 
-        back = torch.func.vjp(linear, *zeros)[1]
-        found = self._for_each(back, weights, weights.flatten(0, 1))
+        back = torch.func.vjp(linear, *[weights.new_zeros(self.shapes[node]) for node in self.sources])[1]
+        found = torch.func.vmap(back, chunk_size=self._together(weights, len(weights[0]) * len(weights)))(
+            weights.flatten(0, 1)
+        )
         return {node: part.reshape(*weights.shape[:2], -1) for node, part in zip(self.sources, found, strict=True)}
 
-    def _for_each(self, function: Callable[..., Any], like: Tensor, *batches: Tensor) -> Any:
-        """`torch.func.vmap` in pieces; not in chunks, which are copied once more, where one would do."""
-        largest = max(shape_of(node).numel() for node in (*self.sources, *self.results))
-        together = elements_together("pass", like, largest)
-        return torch.func.vmap(function, chunk_size=together if len(batches[0]) > together else None)(*batches)
+    def _run(self, steps: list[tuple[Node, Callable[..., Any]]], sources: Mapping[Node, Any]) -> Tensor:
+        """All steps; the results flattened and put end to end, one alone not copied."""
+        values: Values = dict(sources)
+        for node, step in steps:
+            values[node] = step(values)
+        parts = [values[node].reshape(-1) for node in self.results]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _mapped(
+        self, steps: list[tuple[Node, Callable[..., Any]]], sources: Mapping[Node, Tensor], others: Mapping[Node, Any]
+    ) -> Tensor:
+        """The steps for every entry of the leading dimensions."""
+        given = [node for node in self.sources if node in sources]
+        lead = sources[given[0]].shape[:-1]
 
-def _end_to_end(parts: list[Tensor]) -> Tensor:
-    """Put together; one alone is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        def one(*flat: Tensor) -> Tensor:
+            shaped = {node: x.reshape(self.shapes[node]) for node, x in zip(given, flat, strict=True)}
+            return self._run(steps, {**others, **shaped})
+
+        batches = [sources[node].flatten(0, -2) for node in given]
+        together = self._together(batches[0], len(batches[0]))
+        return torch.func.vmap(one, chunk_size=together)(*batches).unflatten(0, lead)
+
+    def _together(self, like: Tensor, count: int) -> int | None:
+        """How many of `count` go at a time; not in chunks, which are copied once more, where one would do."""
+        together = elements_together("pass", like, self._largest)
+        return together if count > together else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,10 +148,23 @@ class Plan:
 
     def needed_after(self, place: int) -> tuple[Node, ...]:
         """The sources that stages after this one (or the scores) still use."""
-        later = [stage.before for stage in self.stages[place + 1 :]] + [self.last]
-        wanted = {node for segment in later for node in segment.sources}
-        made = [self.image] + [stage.output for stage in self.stages[: place + 1]]
-        return tuple(node for node in made if node in wanted)
+        return self._needed[place + 1]
+
+    @cached_property
+    def sizes(self) -> dict[Node, int]:
+        """Numbers in the image and in the output of every stage."""
+        return {node: shape_of(node).numel() for node in (self.image, *(stage.output for stage in self.stages))}
+
+    @cached_property
+    def _needed(self) -> list[tuple[Node, ...]]:
+        """What `needed_after` gives, from before the first stage on."""
+        found = []
+        for place in range(len(self.stages) + 1):
+            later = [stage.before for stage in self.stages[place:]] + [self.last]
+            wanted = {node for segment in later for node in segment.sources}
+            made = [self.image] + [stage.output for stage in self.stages[:place]]
+            found.append(tuple(node for node in made if node in wanted))
+        return found
 
     def score_weights(self, outputs: Tensor, like: Tensor) -> dict[Node, Tensor]:
         """The weights of chosen scores (N, k) on what the last affine part reads, (N, k, n) each."""
@@ -167,21 +185,17 @@ Otherwise = Callable[[Node, Mapping[Node, Any], frozenset[Node], Tensor, str], R
 """Asked about an operation without a rule."""
 
 
-def plan_of(model: NetworkModel, caller: str) -> Plan:
-    """The plan of a network with its present weights; an operation without a rule is an error, `NoRule`."""
-    return _plan(model, caller, None)
+def plan_of(model: NetworkModel, caller: str, otherwise: Otherwise | None = None) -> Plan:
+    """The plan of a network with its present weights.
 
+    An operation without a rule is what `otherwise` makes of it, or an error, `NoRule`. A sketch gives `black_box`, which
+    knows such operations from samples.
+    """
 
-def sketch_plan_of(model: NetworkModel, caller: str) -> Plan:
-    """The same for a sketch, which knows operations without a rule from samples."""
-    return _plan(model, caller, black_box)
+    def made() -> Plan:
+        return _Planner(model.graph, model.network, model.image, caller, otherwise).plan()
 
-
-def _plan(model: NetworkModel, caller: str, otherwise: Otherwise | None) -> Plan:
-    return model.kept(
-        (otherwise, registered_rules()),
-        lambda: _Planner(model.graph, model.network, model.image, caller, otherwise).plan(),
-    )
+    return model.kept((otherwise, *LAYER_RULES.items()), made)
 
 
 class _Planner:

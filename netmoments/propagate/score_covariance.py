@@ -48,7 +48,12 @@ def curved_layer(
     directions = _directions(layout, factor)
     pairs = None
     if stage.rule.has_pairs:
-        every = _all_covariances(layout, factor.squeeze(-2), covariance.flatten(-3))
+        alone = factor.squeeze(-2)  # units that look at one number each
+        every = alone[..., layout.covariance] @ alone[..., layout.covariance].mT
+        if factor.shape[-1] > layout.rank:
+            half = alone[..., layout.followed] @ alone[..., layout.turns].mT
+            every = every + half + half.mT
+        every = torch.diagonal_scatter(every, covariance.flatten(-3), dim1=-2, dim2=-1)
         pairs = stage.rule.pairs(mean.squeeze(-1), every)
         assert pairs is not None
         pairs = torch.diagonal_scatter(pairs, beyond_linear, dim1=-2, dim2=-1)
@@ -62,16 +67,6 @@ def _directions(layout: FactorLayout, factor: Tensor) -> Tensor:
         return torch.nn.functional.pad(linear, (0, MIXED))
     others = factor[..., layout.rank : layout.covariance.stop]
     return torch.cat([linear, others @ random_signs(MIXED, others.shape[-1], 0, others)], -1)
-
-
-def _all_covariances(layout: FactorLayout, factor: Tensor, variance: Tensor) -> Tensor:
-    """Of all pairs of units that look at one number each, (N, n, n), from their factors (N, n, rows)."""
-    products = factor[..., layout.covariance]
-    every = products @ products.mT
-    if factor.shape[-1] > layout.rank:
-        half = factor[..., layout.followed] @ factor[..., layout.turns].mT
-        every = every + half + half.mT
-    return torch.diagonal_scatter(every, variance, dim1=-2, dim2=-1)
 
 
 def score_covariance(
@@ -108,19 +103,16 @@ def score_covariance(
 
 
 def _half_products(matrices: Tensor, layout: FactorLayout) -> Tensor:
-    """½⟨M, M'⟩ of matrices (N, k, K + `MIXED`, ·): (N, k, k)."""
-    weights = _weights(layout, matrices)
-    return 0.5 * (matrices * weights).flatten(2) @ matrices.flatten(2).mT
+    """½⟨M, M'⟩ of matrices (N, k, K + `MIXED`, ·): (N, k, k).
 
-
-def _weights(layout: FactorLayout, like: Tensor) -> Tensor:
-    """Of all pairs of directions. Sums of other rows, s with E ssᵀ = the rows' products, count as one direction each, but
-    not with themselves: the products of a sum with itself are not those of the rows."""
-    linear = inner_product_weights(layout, like.shape[-1] - MIXED, like)
+    Sums of other rows, s with E ssᵀ = the rows' products, count as one direction each, but not with themselves: the
+    products of a sum with itself are not those of the rows.
+    """
+    linear = inner_product_weights(layout, matrices.shape[-1] - MIXED, matrices)
     weights = torch.nn.functional.pad(linear, (0, MIXED, 0, MIXED), value=MIXED / (MIXED - 1))
     weights[-MIXED:, -MIXED:].fill_diagonal_(0.0)
     alone = linear[:1, -1:] if layout.leading else linear.diagonal()[:1]
     weights[:-MIXED, -MIXED:] = weights[-MIXED:, :-MIXED] = alone
     if layout.leading:
         weights[: layout.leading, -MIXED:] = weights[-MIXED:, : layout.leading] = 1.0
-    return weights
+    return 0.5 * (matrices * weights).flatten(2) @ matrices.flatten(2).mT

@@ -90,7 +90,8 @@ class Largest(Nonlinearity):
 
     def _largest(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None) -> Local:
         """The windows of all images, one after the other: means (m, w), covariances (m, w, w)."""
-        present = self._of_all_images(self.windows >= 0, len(mean))
+        own = self.windows >= 0
+        present = own.expand(len(mean) // self.units, *own.shape).flatten(0, 1)
         contest = _contest(mean.detach(), covariance.detach(), present, with_zero=self.with_zero)
         gain = torch.nn.functional.one_hot(contest.mean.argmax(-1), contest.mean.shape[-1])[:, : self.width].to(mean)
         certain = Local(
@@ -111,15 +112,12 @@ class Largest(Nonlinearity):
         integrated = self._integrated(mean, covariance, root, kappa, present, open_windows)
         return Local(*(base.index_copy(0, open_windows, own) for base, own in zip(certain, integrated, strict=True)))
 
-    def _of_all_images(self, own: Tensor, windows: int) -> Tensor:
-        """What each window has, (n, ...), for the windows of all images, (windows, ...)."""
-        return own.expand(windows // self.units, *own.shape).flatten(0, 1)
-
     def _integrated(
         self, mean: Tensor, covariance: Tensor, root: Tensor, kappa: Tensor | None, present: Tensor, places: Tensor
     ) -> Local:
         """The undecided windows, some at a time, each with one of the sets of points."""
-        count = self.points or _point_count(self.units)
+        wanted = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // self.units))
+        count = self.points or 1 << (wanted.bit_length() - 1)
         numbers = places % self.units if self.numbers is None else self.numbers[places % self.units]
         sets = torch.stack([_points(self.width - 1, count, number) for number in range(POINT_SETS)]).to(mean)
         together = elements_together("cache", mean, (self.width + 1) * count)
@@ -295,12 +293,6 @@ def _between(breaks: Tensor, polynomial: tuple[Tensor, Tensor, Tensor, Tensor] |
 def _falls(at_breaks: Tensor) -> Tensor:
     """g(tᵢ) − g(tᵢ₊₁), (n, c, P), of a function that is 0 at both ends, given at the breaks."""
     return -torch.diff(torch.nn.functional.pad(at_breaks, (0, 0, 1, 1)), dim=1)
-
-
-def _point_count(windows: int) -> int:
-    """A power of two."""
-    wanted = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // windows))
-    return 1 << (wanted.bit_length() - 1)
 
 
 @cache

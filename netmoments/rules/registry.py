@@ -259,7 +259,8 @@ RULES: dict[Any, Rule] = {
 }  # fmt: skip
 """By operator, all overloads alike. A rule may decline a call with None."""
 
-_LAYERS: dict[type[nn.Module], LayerRule] = {}
+LAYER_RULES: dict[type[nn.Module], LayerRule] = {}
+"""By kind of module: rules that users have registered."""
 
 
 def elementwise(module: nn.Module, example: Tensor) -> Elementwise:
@@ -292,23 +293,18 @@ def register_rule(layer: type[nn.Module], rule: LayerRule) -> None:
             f"register_rule: rule must be a function of a module and an example of its input (elementwise, affine, or "
             f"your own), got {describe(rule)}"
         )
-    _LAYERS[layer] = rule
+    LAYER_RULES[layer] = rule
 
 
 def layer_rule(module: nn.Module) -> LayerRule | None:
     """The rule that was registered for a module's class."""
-    return _LAYERS.get(type(module))
-
-
-def registered_rules() -> tuple[object, ...]:
-    """Which rules users have registered, to see whether that has changed."""
-    return tuple(_LAYERS.items())
+    return LAYER_RULES.get(type(module))
 
 
 def known_rules() -> str:
     """All kinds of layers that have a rule, for messages."""
     nonlinear = sorted({_plain(kind) for kind in RULES})
-    own = sorted(layer.__name__ for layer in _LAYERS)
+    own = sorted(layer.__name__ for layer in LAYER_RULES)
     return f"affine ({len(OPERATORS)} operators), {', '.join(nonlinear + own)}"
 
 
