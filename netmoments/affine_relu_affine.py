@@ -143,7 +143,9 @@ class AffineReluAffine:
         linear = noise.covariance.push_diagonal(layer.slopes)
         own = row_products(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B)
         pairs = pairs_form_diagonal(*layer.flat(self.B, batch), memory_budget)
-        return (linear + own + layer.rescale(unflatten_batch(pairs, batch), kept=1)).clamp(min=0)
+        scale = layer.factors.scale
+        between = unflatten_batch(pairs, batch)
+        return (linear + own + (between if scale is None else between * scale[..., None])).clamp(min=0)
 
     def covariance(self, noise: Gaussian, *, memory_budget: int | None = None) -> Tensor:
         """Cov g(x), (..., d, d): B K Bᵀ, with K never stored; see `variance`, which is its diagonal."""
@@ -165,7 +167,9 @@ class AffineReluAffine:
         linear = noise.covariance.push(layer.slopes)
         own = matmul(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B.mT)
         pairs = pairs_form(*layer.flat(self.B, batch), memory_budget)
-        nonlinear = own + layer.rescale(unflatten_batch(pairs, batch), kept=2)
+        scale = layer.factors.scale
+        between = pairs.expand(batch.numel(), -1, -1).reshape(*batch, *pairs.shape[1:])
+        nonlinear = own + (between if scale is None else between * scale[..., None, None])
         total = linear + 0.5 * (nonlinear + nonlinear.mT)
         variance = total.diagonal(dim1=-2, dim2=-1).clamp(min=0)
         return torch.diagonal_scatter(total, variance, dim1=-2, dim2=-1)
@@ -220,11 +224,6 @@ class _PreActivations(NamedTuple):
             flatten_batch(self.factors.right, batch, kept=2),
             flatten_batch(weights, batch, kept=2),
         )
-
-    def rescale(self, unscaled: Tensor, kept: int) -> Tensor:
-        """The scale put back into variances or covariances whose last `kept` dimensions are not batch."""
-        scale = self.factors.scale
-        return unscaled if scale is None else unscaled * scale.reshape(*scale.shape, *(1,) * kept)
 
 
 def _flatten_to(x: Tensor, size: int) -> Tensor:

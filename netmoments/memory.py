@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import threading
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -141,4 +142,7 @@ def scratch_for(like: Tensor, elements: int) -> Scratch:
 
 def common_shape(*tensors: Tensor) -> torch.Size:
     """The broadcast shape of tensors with equally many dimensions (`torch.broadcast_shapes` is slow)."""
-    return torch.Size(map(max, *[x.shape for x in tensors]))
+    return torch.Size(map(max, *map(_shape, tensors)))
+
+
+_shape = attrgetter("shape")

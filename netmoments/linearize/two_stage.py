@@ -69,7 +69,9 @@ def linearized_at(
     model.require_linearizable()
     cut = Cut(model.network, model.relu(layer))
     limit, itemsize = memory_limit(points.device, memory_budget), points.element_size()
-    require_room(cut, points, indices, limit)
+    units, inputs = cut.relu.shape.numel(), points[0].numel()
+    if indices.numel() * (units + inputs) * itemsize > limit:
+        require_room(cut, points, indices, limit)
     together = directions_at_once(points.device, model.largest, itemsize, memory_budget) // DIRECTIONS
     together = min(max(1, together), model.most_images, len(points))
     working = directions_at_once(points.device, model.largest * together, itemsize, memory_budget)

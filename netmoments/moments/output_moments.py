@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +31,7 @@ from netmoments.checks import describe, require_count
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.bank import LinearizationBank
 from netmoments.linearize.two_stage import linearized, linearized_at, output_indices
-from netmoments.memory import DIRECTIONS, directions_at_once, gigabytes, memory_limit, piece_bytes
+from netmoments.memory import DIRECTIONS, PIECE, directions_at_once, gigabytes, memory_limit
 from netmoments.moments.result import OutputMoments
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
@@ -92,8 +93,14 @@ def output_moments(
         return _of_affine_relu_affine(network, noise, chosen, outputs)
     request = Request.read(network, noise, outputs, memory_budget, CALLER)
     chosen.check(request)
-    found = request.model.answer(lambda: chosen.moments(request))
-    return found.shaped(noise.batch_shape, request.model.outputs if outputs is None else None)
+    flat = request.model.answer(partial(chosen.moments, request))
+    shaped: dict[str, Any] = {}  # one batch dimension back to those of the noise
+    for name, value in vars(flat).items():
+        if isinstance(value, Tensor):
+            shaped[name] = value.reshape((*noise.batch_shape, *value.shape[1:]))
+    if outputs is None and flat.mean.shape[-1] == request.model.outputs:
+        shaped["outputs"] = None
+    return dataclasses.replace(flat, **shaped)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +154,7 @@ class Request:
         """How many Jacobians, of so many bytes each, are held at a time."""
         limit = memory_limit(self.flat.device, self.memory_budget)
         if self.memory_budget is None:
-            limit = min(limit, piece_bytes("matrices", self.flat.device))
+            limit = min(limit, PIECE.get(self.flat.device.type, PIECE["cpu"])["matrices"])
         return max(1, limit // bytes_each)
 
 
@@ -288,7 +295,16 @@ class TwoStage(Method):
         for start in range(0, len(points), together):
             span = slice(start, start + together)
             group = linearized_at(model, points[span], self.layer, chosen[span], request.memory_budget)
-            yield from _with_their_entries(group, origin, start)
+            count = len(group.c1)
+            mine = ((origin >= start) & (origin < start + count)).nonzero().squeeze(1)
+            mine = mine[origin[mine].argsort(stable=True)]
+            levels = (origin[mine] - start).bincount(minlength=count).unique()
+            if len(levels) == 1:  # as many entries for each: all their first ones together, all their second, …
+                for entries in mine.reshape(count, -1).unbind(1):
+                    yield group, entries
+            else:
+                for number in range(count):
+                    yield group.entries(number), mine[origin[mine] == start + number]
 
     def _nearest(
         self, bank: LinearizationBank, request: Request, indices: Tensor
@@ -352,7 +368,7 @@ class Sampling(Method):
         require_count("Sampling", "seed", self.seed, least=0)
         control = self.control
         if isinstance(control, str) and control in CONTROLS:
-            object.__setattr__(self, "control", SHORT_NAMES[control]())
+            object.__setattr__(self, "control", SHORT_NAMES[control])
         elif control is not None and (not isinstance(control, Method) or control.name not in CONTROLS):
             raise ValueError(
                 f"{CALLER}: control must be one of {', '.join(CONTROLS)}, or None, or a method with options such as "
@@ -418,8 +434,8 @@ class Auto(Method):
         return TwoStage().of_affine_relu_affine(network, noise)
 
 
-SHORT_NAMES: dict[str, type[Method]] = {
-    method.name: method for method in (Auto, Layerwise, Sketch, TwoStage, Linear, Sampling)
+SHORT_NAMES: dict[str, Method] = {
+    method.name: method for method in (Auto(), Layerwise(), Sketch(), TwoStage(), Linear(), Sampling())
 }
 CONTROLS = ("two-stage", "linear", "sketch")
 
@@ -429,7 +445,7 @@ def method_named(method: Any, caller: str) -> Method:
     if isinstance(method, Method):
         return method
     if isinstance(method, str) and method in SHORT_NAMES:
-        return SHORT_NAMES[method]()
+        return SHORT_NAMES[method]
     if isinstance(method, type) and issubclass(method, Method):
         raise TypeError(f"{caller}: method must be a value, got the class {method.__name__}; write {method.__name__}()")
     raise ValueError(
@@ -486,26 +502,6 @@ def _shared_means(noise: Gaussian, indices: Tensor) -> tuple[Tensor, Tensor]:
     places = torch.arange(len(origin), device=origin.device)
     first = places.new_full((len(found),), len(origin)).scatter_reduce_(0, origin, places, "amin")
     return origin, first
-
-
-def _with_their_entries(
-    group: AffineReluAffine, origin: Tensor, start: int
-) -> Iterator[tuple[AffineReluAffine, Tensor]]:
-    """The networks of points start, start + 1, …, with the entries of the noise that each is for.
-
-    Networks with equally many entries go together, one set of all their first entries, of all their second, and so on:
-    the noise levels of a study, say.
-    """
-    count = len(group.c1)
-    mine = ((origin >= start) & (origin < start + count)).nonzero().squeeze(1)
-    mine = mine[origin[mine].argsort(stable=True)]
-    levels = (origin[mine] - start).bincount(minlength=count).unique()
-    if len(levels) == 1:
-        for entries in mine.reshape(count, -1).unbind(1):
-            yield group, entries
-        return
-    for number in range(count):
-        yield group.entries(number), mine[origin[mine] == start + number]
 
 
 def _of_affine_relu_affine(network: AffineReluAffine, noise: Any, method: Method, outputs: Choice) -> OutputMoments:

@@ -47,16 +47,6 @@ class OutputMoments:
         where = None if self.outputs is None else self.outputs.to(tensors["mean"].device)
         return dataclasses.replace(self, **tensors, outputs=where)
 
-    def shaped(self, batch: torch.Size, scores: int | None) -> OutputMoments:
-        """A flat batch (N, k) with the batch dimensions that it came from; no indices if these are all `scores`."""
-        changed: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                changed[name] = value.reshape((*batch, *value.shape[1:]))
-        if self.mean.shape[-1] == scores:
-            changed["outputs"] = None
-        return dataclasses.replace(self, **changed)
-
     def class_probabilities(self) -> Tensor:
         """How often each class would win, (*batch, k), if the scores were Gaussian with these moments.
 

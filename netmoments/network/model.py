@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from netmoments.checks import describe, require_float_tensor
@@ -105,23 +105,6 @@ def _refuse_training(network: nn.Module, caller: str) -> None:
         raise ValueError(f"{caller}: {', '.join(left_on[:4])} left in training mode; call network.eval()")
 
 
-def require_inputs(network: nn.Module, inputs: Tensor, caller: str) -> None:
-    """A batch (N, ...) of at least one image, of the dtype and on the device of the network."""
-    if inputs.dim() < 2 or inputs.numel() == 0:
-        raise ValueError(f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}")
-    for name, parameter in network.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype != inputs.dtype:
-            raise TypeError(
-                f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert one, e.g. "
-                f"network.to({inputs.dtype})"
-            )
-        if parameter.device != inputs.device:
-            raise ValueError(
-                f"{caller}: the network is on {parameter.device} ({name}) but the input on {inputs.device}; move one, "
-                f"e.g. input.to({str(parameter.device)!r})"
-            )
-
-
 class NetworkModel:
     """A network, looked at with an example of its input; it can be passed wherever a network can.
 
@@ -171,7 +154,21 @@ class NetworkModel:
         """The model of a network, or of a model's network, for a batch (N, ...) of inputs; errors name the caller."""
         model = cls.__new__(cls)
         model.network = network_of(network, caller)
-        require_inputs(model.network, inputs, caller)
+        if inputs.dim() < 2 or inputs.numel() == 0:
+            raise ValueError(
+                f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}"
+            )
+        for name, parameter in model.network.named_parameters():
+            if parameter.is_floating_point() and parameter.dtype != inputs.dtype:
+                raise TypeError(
+                    f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert one, e.g. "
+                    f"network.to({inputs.dtype})"
+                )
+            if parameter.device != inputs.device:
+                raise ValueError(
+                    f"{caller}: the network is on {parameter.device} ({name}) but the input on {inputs.device}; move one, "
+                    f"e.g. input.to({str(parameter.device)!r})"
+                )
         model.image, model._caller = inputs[:1].detach(), caller
         model._learn()
         return model
@@ -192,7 +189,8 @@ class NetworkModel:
 
     def relu(self, layer: int | str) -> Relu:
         """The ReLU that `layer` names: a number counted from either end, or a name."""
-        return find_relu(self.relus, layer)
+        known = type(layer) is int and -len(self.relus) <= layer < len(self.relus)
+        return self.relus[layer] if known else find_relu(self.relus, layer)  # type: ignore[index]
 
     def require_linearizable(self) -> None:
         """An error if the network changes with its input but has no derivative there; a warning of smooth functions.
@@ -277,9 +275,10 @@ class NetworkModel:
         if known.made:
             weights = self._weights()
             with _lock:
-                if not all(torch.equal(made.weights, weights) for made in known.made.values()):
-                    known.made.clear()
-                    return True
+                for made in known.made.values():
+                    if not torch.equal(made.weights, weights):
+                        known.made.clear()
+                        return True
         return False
 
     def _weights(self) -> Tensor:
@@ -332,22 +331,19 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.operations.append((func, *map(self._described, (*args, *kwargs.items()))))
+        leaves, structure = tree_flatten((args, kwargs))
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                known = self.known.get(leaf)
+                leaves[place] = _Constant(leaf) if known is None else (known, leaf.shape)
+            elif leaf != leaf:  # NaN, which differs from itself
+                leaves[place] = "nan"
+        self.operations.append((func, structure, leaves))
         result = func(*args, **kwargs)
         for made in tree_leaves(result):
             if isinstance(made, Tensor) and made not in self.known:
                 self.known[made] = len(self.operations)
         return result
-
-    def _described(self, argument: Any) -> Any:
-        if isinstance(argument, Tensor):
-            found = self.known.get(argument)
-            return _Constant(argument) if found is None else (found, argument.shape)
-        if isinstance(argument, list | tuple):
-            return tuple(map(self._described, argument))
-        if isinstance(argument, float) and argument != argument:
-            return "nan"
-        return argument
 
 
 def operations_of(network: nn.Module, image: Tensor) -> list[tuple[Any, ...]]:

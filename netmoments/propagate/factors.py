@@ -140,9 +140,9 @@ def turned_towards(image: Tensor, directions: Tensor) -> Tensor:
         normal[:, place] += torch.where(normal[:, place] >= 0, length, -length)
         normal = normal / torch.linalg.vector_norm(normal, dim=1, keepdim=True).clamp(min=1e-30)
         normal = torch.where(length.unsqueeze(-1) > DEPENDENT, normal, 0.0)
-        image, directions = (
-            x - 2 * normal.unsqueeze(-1) * (normal.unsqueeze(-2) @ x) for x in (image, directions)
-        )  # I − 2vvᵀ
+        column, row = normal.unsqueeze(-1), normal.unsqueeze(-2)
+        image = image - 2 * column * (row @ image)  # I − 2vvᵀ
+        directions = directions - 2 * column * (row @ directions)
     return image
 
 

@@ -45,7 +45,12 @@ def curved_layer(
     """From the Gaussian moments of a layer's units, and their windows' means, factors and covariances."""
     beyond_linear = local.variance - local.linear_variance(covariance)
     rest = (beyond_linear - local.quadratic_variance(covariance)).clamp(min=0)
-    directions = _directions(layout, factor)
+    linear = factor[..., : min(layout.rank, PAIRED)]
+    if factor.shape[-1] == layout.rank:
+        directions = torch.nn.functional.pad(linear, (0, MIXED))
+    else:
+        others = factor[..., layout.rank : layout.covariance.stop]
+        directions = torch.cat([linear, others @ random_signs(MIXED, others.shape[-1], 0, others)], -1)
     pairs = None
     if stage.rule.has_pairs:
         alone = factor.squeeze(-2)  # units that look at one number each
@@ -58,15 +63,6 @@ def curved_layer(
         assert pairs is not None
         pairs = torch.diagonal_scatter(pairs, beyond_linear, dim1=-2, dim2=-1)
     return CurvedLayer(stage, local.gain, local.curvature, directions, rest, pairs)
-
-
-def _directions(layout: FactorLayout, factor: Tensor) -> Tensor:
-    """The first linear rows of factors (..., rows), and random sums of what is not linear: (..., K + `MIXED`)."""
-    linear = factor[..., : min(layout.rank, PAIRED)]
-    if factor.shape[-1] == layout.rank:
-        return torch.nn.functional.pad(linear, (0, MIXED))
-    others = factor[..., layout.rank : layout.covariance.stop]
-    return torch.cat([linear, others @ random_signs(MIXED, others.shape[-1], 0, others)], -1)
 
 
 def score_covariance(

@@ -257,7 +257,7 @@ class _AllNodes(NamedTuple):
 
 def _all_nodes(rule: Rule, at: _Geometry) -> _AllNodes:
     table = torch.tensor(rule.nodes, dtype=at.extent.dtype, device=at.extent.device)
-    u, weight, v = (column.view(-1, *(1,) * at.extent.dim()) for column in table.unbind(1))
+    u, weight, v = table.T.reshape(3, -1, *(1,) * at.extent.dim()).unbind()
     ratio = torch.addcmul(at.below, at.extent, v).div_(torch.addcmul(at.above, at.extent, v, value=-1)).square_()
     heights = torch.addcmul(at.both, at.plus, ratio).addcdiv_(at.minus, ratio).exp_()
     return _AllNodes(u, weight, v, heights, spread=torch.addcmul(heights.new_ones(()), at.square, u * u))

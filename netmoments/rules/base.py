@@ -137,12 +137,12 @@ class Nonlinearity(ABC):
     def pull_back(self, gain: Tensor, weights: Tensor, inputs: int) -> Tensor:
         """Weights (N, k, n) on the units y = Σ gain·z as weights (N, k, p) on their p inputs z, for gains (N, n, w)."""
         places = self.windows.clamp(min=0).reshape(-1)
-        parts = []
+        parts: list[Tensor] = []
         for some in weights.split(elements_together("pass", weights, len(places) * len(weights)), dim=1):
             spread = (some.unsqueeze(-1) * gain.unsqueeze(1)).flatten(2)
             before = some.new_zeros(some.shape[0] * some.shape[1], inputs)
             parts.append(before.index_add_(1, places, spread.flatten(0, 1)).unflatten(0, some.shape[:2]))
-        return joined(parts, 1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     @property
     def is_relu(self) -> bool:

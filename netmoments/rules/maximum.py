@@ -57,8 +57,13 @@ class Largest(Nonlinearity):
         images = mean.shape[:-2]
         flat = cumulants and ThirdCumulants(cumulants.root.flatten(0, -3), cumulants.kappa.flatten(0, -4))
         found = self._largest(self.sign * mean.reshape(-1, self.width), covariance.flatten(0, -3), flat)
-        shaped = Local(*(x.reshape(*images, self.units, *x.shape[1:]) for x in found))
-        return Local(self.sign * shaped.mean, shaped.variance, shaped.gain, self.sign * shaped.curvature)
+        batch = (*images, self.units)
+        return Local(
+            self.sign * found.mean.reshape(batch),
+            found.variance.reshape(batch),
+            found.gain.reshape(*batch, -1),
+            self.sign * found.curvature.reshape(*batch, self.width, self.width),
+        )
 
     def observed(self, samples: Tensor) -> SampledUnits:
         columns = laid_out(samples.mT)
@@ -79,7 +84,8 @@ class Largest(Nonlinearity):
         return UnitMoments(self.sign * found.mean, found.gain, self.sign * found.curvature)
 
     def has_kernels(self, mean: Tensor, samples: Tensor) -> bool:
-        return 1 < self.width <= sketch_launch.WIDEST and sketch_launch.available(samples, mean)
+        fits = 1 < self.width <= sketch_launch.WIDEST
+        return sketch_launch.ENABLED and fits and sketch_launch.available(samples, mean)
 
     def by_kernels(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
         values, moments, quadratics = sketch_launch.largest_of_windows(

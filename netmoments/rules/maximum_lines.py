@@ -5,7 +5,6 @@ Windows come last, (..., M), so that every step is one operation on long rows.""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -56,10 +55,12 @@ def expected_largest(
     with m and s by p and e alone: crossings need no derivative.
     """
     width = len(mean)
-    floor = FLOOR[mean.dtype] * _mean_variance(covariance.detach(), present) + 1e-30
+    variances = covariance.detach().diagonal(dim1=0, dim2=1)
+    floor = FLOOR[mean.dtype] * (variances.sum(-1) / present.sum(0)) + 1e-30
     root = _cholesky(covariance, floor)
     slope = torch.where(present, _along(root, directions), 0.0)
-    start = torch.where(present, mean, -_reach(mean, covariance))
+    reach = FAR * (4 * variances.amax(-1).sqrt() + mean.detach().abs().amax(0))
+    start = torch.where(present, mean, -reach)  # inputs that a window does not have lie where no other comes
     if with_zero:
         start, slope = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (start, slope))
     with torch.no_grad():
@@ -70,16 +71,6 @@ def expected_largest(
         probability = p.mean(0)
     expected = ((start - centre) * probability).sum(0) + (slope * e).sum(1).mean(0) + centre
     return LargestMoments(expected, probability[:width], 0.5 * (curvature + curvature.transpose(0, 1)))
-
-
-def _mean_variance(covariance: Tensor, present: Tensor) -> Tensor:
-    return covariance.diagonal(dim1=0, dim2=1).sum(-1) / present.sum(0)
-
-
-def _reach(mean: Tensor, covariance: Tensor) -> Tensor:
-    """Below which no input of a window comes: there lie those that a window does not have."""
-    deviation = covariance.detach().diagonal(dim1=0, dim2=1).amax(-1).sqrt()
-    return FAR * (4 * deviation + mean.detach().abs().amax(0))
 
 
 def _cholesky(covariance: Tensor, floor: Tensor) -> list[Tensor]:
@@ -256,8 +247,13 @@ def _narrowed(windows: Windows, frames: int, with_zero: bool) -> LargestMoments:
     gain = near & (behind == behind.amin(0))
     expected, gain = (gain * windows.mean).sum(0), gain.to(windows.mean.dtype)
     curvature = torch.zeros_like(windows.covariance, requires_grad=False)
-    width = len(near)
-    for which, size in _by_size(near.sum(0), _is_open(windows, near, with_zero=with_zero), width):
+    width, least = len(near), 0
+    count, is_open = near.sum(0), _is_open(windows, near, with_zero=with_zero)
+    for size in [size for size in SIZES if size < width] + [width]:
+        which = (is_open & (count > least) & (count <= size)).nonzero().squeeze(-1)
+        least = size
+        if not len(which):
+            continue
         some = windows.chosen(which)
         if size == width:
             own = _in_parts(some, frames, with_zero)
@@ -300,13 +296,3 @@ def _is_open(windows: Windows, near: Tensor, *, with_zero: bool) -> Tensor:
     deviation = windows.covariance.diagonal(dim1=0, dim2=1).mT.gather(0, leader).clamp(min=0).sqrt()
     zero = (lead <= CHANCE * deviation).squeeze(0)
     return (count > 1) | (zero & (count > 0) & (deviation > 0).squeeze(0))
-
-
-def _by_size(count: Tensor, is_open: Tensor, width: int) -> Iterator[tuple[Tensor, int]]:
-    """Open windows that have about as many contenders, and how many at most."""
-    least = 0
-    for size in (*(size for size in SIZES if size < width), width):
-        which = (is_open & (count > least) & (count <= size)).nonzero().squeeze(-1)
-        least = size
-        if len(which):
-            yield which, size
