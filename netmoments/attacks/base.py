@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from netmoments.attacks.evaluation import Bounds, Success, noisy_scores
-from netmoments.attacks.margins import Contest, fooled_margin
-from netmoments.attacks.result import AttackResult, Skipped, joined
+from netmoments.attacks.margins import ClassPairs, fooled_margin
+from netmoments.attacks.result import AttackResult, SkippedImage, joined
 from netmoments.checks import describe, require_finite, require_float_tensor
-from netmoments.linearize.two_stage import two_stage
+from netmoments.linearize.two_stage import linearized_at
 from netmoments.memory import memory_limit
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.precision import full_precision
@@ -78,7 +78,7 @@ class Subjects:
         others = self.scores.scatter(1, self.labels.unsqueeze(1), -torch.inf)
         return others.topk(min(count, self.scores.shape[1] - 1), dim=1).indices
 
-    def contests(self, rivals: int) -> Contest:
+    def contests(self, rivals: int) -> ClassPairs:
         """Which score must fall below which.
 
         Without targets R problems of one margin, the label against each of the best rivals; with them one problem, the
@@ -86,18 +86,10 @@ class Subjects:
         """
         if self.targets is None:
             smaller = self.rivals(rivals).unsqueeze(2)
-            return Contest(self.labels.reshape(-1, 1, 1).expand_as(smaller), smaller)
+            return ClassPairs(self.labels.reshape(-1, 1, 1).expand_as(smaller), smaller)
         followed = self.followed(rivals)
         others = followed[followed != self.targets.unsqueeze(1)].reshape(len(self), 1, -1)
-        return Contest(others, self.targets.reshape(-1, 1, 1).expand_as(others))
-
-
-@dataclass(frozen=True, eq=False)
-class Read:
-    """The subjects that can be attacked, and what the network says of every image."""
-
-    subjects: Subjects
-    predicted: Tensor
+        return ClassPairs(others, self.targets.reshape(-1, 1, 1).expand_as(others))
 
 
 def read_subjects(
@@ -108,8 +100,8 @@ def read_subjects(
     targets: Any,
     bounds: Bounds | None,
     preprocessing: Preprocessing | None,
-) -> Read:
-    """The arguments of an attack, checked; images that the network gets wrong are left out."""
+) -> tuple[Subjects, tuple[SkippedImage, ...]]:
+    """The arguments of an attack, checked; images that the network gets wrong are left out, and listed."""
     images = _read_images(caller, images, bounds)
     network = network_of(network, caller)
     whole = network if preprocessing is None else nn.Sequential(_module(preprocessing), network).eval()
@@ -131,7 +123,9 @@ def read_subjects(
             )
     predicted = scores.argmax(1)
     everyone = Subjects(model, images, labels, targets, scores, torch.arange(len(images), device=images.device))
-    return Read(everyone.take((predicted == labels).nonzero().flatten()), predicted)
+    wrong = (predicted != labels).nonzero().flatten().tolist()
+    skipped = tuple([SkippedImage(place, int(labels[place]), int(predicted[place])) for place in wrong])
+    return everyone.take((predicted == labels).nonzero().flatten()), skipped
 
 
 def _read_images(caller: str, images: Any, bounds: Bounds | None) -> Tensor:
@@ -206,7 +200,7 @@ class _Called(nn.Module):
 
 GREY_LEVELS = 255
 TOGETHER = {"cpu": 64, "cuda": 256}
-"""Images that are attacked at a time, at most."""
+"""Images that are attacked at a time, at most: beyond, the slowest of a group keeps too many others waiting."""
 COPIES = 3
 """Of a linearized network that an attack holds: A, Aᵀ and what making them takes."""
 
@@ -278,21 +272,18 @@ class Attack(ABC):
             targets: what they are to be taken for, likewise; None for anything but the label.
         """
         with torch.inference_mode(False):
-            return self._attacked(network, images, labels, targets)
-
-    def _attacked(self, network: Any, images: Tensor, labels: Any, targets: Any) -> AttackResult:
-        read = read_subjects(self._name, network, images, labels, targets, self.bounds, self.preprocessing)
-        skipped = self._skipped(read, labels)
-        if not len(read.subjects):
-            return self._nothing(read, images, skipped)
-        parts = []
-        size = self._group(read.subjects)
-        with Progress("attacking", len(read.subjects)) as progress:
-            for start in range(0, len(read.subjects), size):
-                group = read.subjects.take(torch.arange(start, min(start + size, len(read.subjects))))
-                parts.append(self._judged(group, self._solved(group), skipped))
-                progress.advance(len(group))
-        return joined(parts)
+            subjects, skipped = read_subjects(
+                self._name, network, images, labels, targets, self.bounds, self.preprocessing
+            )
+            if not len(subjects):
+                return self._nothing(subjects, skipped)
+            parts, size = [], self._group(subjects)
+            with Progress("attacking", len(subjects)) as progress:
+                for start in range(0, len(subjects), size):
+                    group = subjects.take(torch.arange(start, min(start + size, len(subjects))))
+                    parts.append(self._judged(group, self._solved(group), skipped))
+                    progress.advance(len(group))
+            return parts[0] if len(parts) == 1 else joined(parts)
 
     def _near_enough(self, success: Success, share: float, errors: float) -> Tensor:
         """Whether a share of samples is what was asked for, or above, to within so many of its standard errors."""
@@ -336,10 +327,8 @@ class Attack(ABC):
 
     def _linearized(self, subjects: Subjects) -> Any:
         """At the images, the followed classes only."""
-        return two_stage(
-            subjects.model, subjects.images, self.layer,
-            outputs=subjects.followed(self.rivals), event_ndim=3, memory_budget=self.memory_budget,
-        )  # fmt: skip
+        followed = subjects.followed(self.rivals)
+        return linearized_at(subjects.model, subjects.images, self.layer, followed, self.memory_budget)
 
     def _box(self, subjects: Subjects) -> tuple[Tensor, Tensor]:
         """What μ may be so that M + μ keeps the bounds, (N, n)."""
@@ -364,7 +353,7 @@ class Attack(ABC):
         mean_margin = fooled_margin(total / self.samples, subjects.labels, subjects.targets)
         return Sampled(torch.cat(margins), clipped, mean_margin, answers.argmax(-1))
 
-    def _judged(self, subjects: Subjects, solved: Solved, skipped: tuple[Skipped, ...]) -> AttackResult:
+    def _judged(self, subjects: Subjects, solved: Solved, skipped: tuple[SkippedImage, ...]) -> AttackResult:
         sampled = self._sampled(subjects, solved)
         success = Success.of(sampled.margins < 0)
         return AttackResult(
@@ -384,20 +373,14 @@ class Attack(ABC):
             **{name: getattr(solved, name) for name in Solved.__dataclass_fields__},
         )
 
-    def _skipped(self, read: Read, labels: Any) -> tuple[Skipped, ...]:
-        kept = set(read.subjects.places.tolist())
-        given = torch.as_tensor(labels).expand(len(read.predicted)).tolist()
-        pairs = enumerate(zip(given, read.predicted.tolist(), strict=True))
-        return tuple(Skipped(place, label, seen) for place, (label, seen) in pairs if place not in kept)
-
-    def _nothing(self, read: Read, images: Tensor, skipped: tuple[Skipped, ...]) -> AttackResult:
+    def _nothing(self, subjects: Subjects, skipped: tuple[SkippedImage, ...]) -> AttackResult:
         """No image was right to begin with."""
-        whole = read.subjects.places
-        number, yes = images.new_zeros(0), whole.bool()
+        whole = subjects.places
+        number, yes = subjects.images.new_zeros(0), whole.bool()
         none = Success(number.double(), number.double(), number.double(), self.samples)
         return AttackResult(
-            attack=self._name, places=whole, images=read.subjects.images, labels=read.subjects.labels,
-            targets=read.subjects.targets, skipped=skipped, mu=read.subjects.images, sigma=number, towards=whole,
+            attack=self._name, places=whole, images=subjects.images, labels=subjects.labels,
+            targets=subjects.targets, skipped=skipped, mu=subjects.images, sigma=number, towards=whole,
             gamma=number, margin=number, network_margin=number, success=none,
             success_clipped=None if self.bounds is None else none, answers=whole, feasible=yes, fooled=yes,
             polished=whole, iterations=whole, gap=number, bounds=self.bounds, zero=1e-3 * self.grey_level,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
+from netmoments.memory import elements_together
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
 from netmoments.sampling.evaluation import random_seed
@@ -91,8 +92,6 @@ def total_variation(image: Tensor) -> Tensor:
 
 
 Bounds = tuple[float, float]
-INPUTS = {"cpu": 256, "cuda": 8192}
-"""Noisy images that go through the network at a time."""
 TOGETHER = 50
 """Samples of an image that are drawn at a time."""
 
@@ -142,6 +141,6 @@ def noisy_scores(
             inputs = centres + scale * noise
             if bounds is not None:
                 inputs = inputs.clamp(*bounds)
-            parts = inputs.flatten(0, 1).split(INPUTS.get(centres.device.type, INPUTS["cpu"]))
+            parts = inputs.flatten(0, 1).split(elements_together("inputs", centres, centres[0].numel()))
             yield torch.cat([network(part) for part in parts]).unflatten(0, (count, len(centres)))
             progress.advance(count)

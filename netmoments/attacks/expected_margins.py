@@ -14,14 +14,15 @@ from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.attacks.base import Subjects
-from netmoments.attacks.margins import Contest
+from netmoments.attacks.margins import ClassPairs
+from netmoments.covariances import Isotropic
 from netmoments.gaussian import Gaussian
 from netmoments.normal import density, distribution
 from netmoments.precision import full_precision, matvec
 
 
 @dataclass(frozen=True, eq=False)
-class Surrogate:
+class LinearizedScores:
     """Linearized networks at their images, ready for many evaluations.
 
     Args:
@@ -41,7 +42,7 @@ class Surrogate:
     D: Tensor | None
 
     @classmethod
-    def of(cls, network: AffineReluAffine, images: Tensor, free: Tensor | None = None) -> Surrogate:
+    def of(cls, network: AffineReluAffine, images: Tensor, free: Tensor | None = None) -> LinearizedScores:
         """From networks linearized anywhere and the images (N, ...) that μ is added to.
 
         `free` (N, m) are the coordinates that μ may change; all by default. Noise is on all of them.
@@ -51,7 +52,7 @@ class Surrogate:
             offset = network.c2 if network.D is None else network.c2 + matvec(network.D, flat)
         return cls(
             _columns(network.A, free),
-            network.pre_activation(images),
+            matvec(network.A, flat) + network.c1,
             torch.linalg.vector_norm(network.A, dim=-1),
             network.B,
             offset,
@@ -63,17 +64,17 @@ class Surrogate:
         """Aᵀ in memory of its own: on a CPU a product with a few rows then reads it in order, three times as fast."""
         return self.A.mT.contiguous()
 
-    def units(self, shift: Tensor, sigma: Tensor) -> Units:
+    def units(self, shift: Tensor, sigma: Tensor) -> ShiftedUnits:
         """The pre-activations under shifts (N, R, m) and noise levels (N, R) or broadcastable to that."""
         with full_precision():
             z = self.at_rest.unsqueeze(1) + torch.matmul(shift, self.transposed)
         std = sigma.unsqueeze(-1) * self.reach.unsqueeze(1)
         tiny = torch.finfo(std.dtype).tiny
-        return Units(z, std, (z / std.clamp(min=tiny)).clamp(-40, 40))
+        return ShiftedUnits(z, std, (z / std.clamp(min=tiny)).clamp(-40, 40))
 
 
 @dataclass(frozen=True, eq=False)
-class Units:
+class ShiftedUnits:
     """Pre-activations (N, R, p): mean, deviation, and their ratio."""
 
     mean: Tensor
@@ -104,13 +105,13 @@ class ExpectedMargins:
     around·μ.
     """
 
-    surrogate: Surrogate
+    networks: LinearizedScores
     weights: Tensor
     offset: Tensor
     around: Tensor | None
 
     @classmethod
-    def between(cls, surrogate: Surrogate, larger: Tensor, smaller: Tensor) -> ExpectedMargins:
+    def between(cls, networks: LinearizedScores, larger: Tensor, smaller: Tensor) -> ExpectedMargins:
         """E(larger) − E(smaller) for places of scores, both (N, R, K)."""
 
         def contrast(rows: Tensor) -> Tensor:
@@ -121,24 +122,24 @@ class ExpectedMargins:
             return (picked[0] - picked[1]).reshape(n, r, k, -1)
 
         return cls(
-            surrogate,
-            contrast(surrogate.B),
-            contrast(surrogate.scores.unsqueeze(-1)).squeeze(-1),
-            None if surrogate.D is None else contrast(surrogate.D),
+            networks,
+            contrast(networks.B),
+            contrast(networks.scores.unsqueeze(-1)).squeeze(-1),
+            None if networks.D is None else contrast(networks.D),
         )
 
     def at(self, shift: Tensor, sigma: Tensor) -> Tensor:
         """The margins, (N, R, K)."""
-        return self._from(self.surrogate.units(shift, sigma), shift)
+        return self._from(self.networks.units(shift, sigma), shift)
 
-    def _from(self, units: Units, shift: Tensor) -> Tensor:
+    def _from(self, units: ShiftedUnits, shift: Tensor) -> Tensor:
         with full_precision():
             value = torch.matmul(self.weights, units.expected.unsqueeze(-1)).squeeze(-1) + self.offset
             return value if self.around is None else value + matvec(self.around, shift)
 
     def with_slopes(self, shift: Tensor, sigma: Tensor) -> ExpectedSlopes:
         """The margins with what their derivatives need."""
-        units = self.surrogate.units(shift, sigma)
+        units = self.networks.units(shift, sigma)
         return ExpectedSlopes(self, units, self._from(units, shift))
 
 
@@ -147,14 +148,14 @@ class ExpectedSlopes:
     """Margins at a point, and their derivatives there."""
 
     margins: ExpectedMargins
-    units: Units
+    units: ShiftedUnits
     value: Tensor
 
     def pulled(self, multipliers: Tensor) -> Tensor:
         """Σₖ multipliers(k) ∇margin(k), (N, R, m), for multipliers (N, R, K): Aᵀ(Φ·weights)."""
         with full_precision():
             onto_units = torch.matmul(multipliers.unsqueeze(-2), self.margins.weights).squeeze(-2)
-            slope = torch.matmul(onto_units * self.units.gates, self.margins.surrogate.A)
+            slope = torch.matmul(onto_units * self.units.gates, self.margins.networks.A)
             if self.margins.around is None:
                 return slope
             return slope + torch.matmul(multipliers.unsqueeze(-2), self.margins.around).squeeze(-2)
@@ -164,13 +165,13 @@ class ExpectedSlopes:
         weighted = self.margins.weights * self.units.gates.unsqueeze(2)
         n, r, k, p = weighted.shape
         with full_precision():
-            slope = torch.matmul(weighted.reshape(n, r * k, p), self.margins.surrogate.A).reshape(n, r, k, -1)
+            slope = torch.matmul(weighted.reshape(n, r * k, p), self.margins.networks.A).reshape(n, r, k, -1)
         return slope if self.margins.around is None else slope + self.margins.around
 
     def by_sigma(self, multipliers: Tensor) -> Tensor:
         """∂/∂σ of the same sum, (N, R): Σ weights·‖row of A‖·φ(h)."""
         onto_units = torch.matmul(multipliers.unsqueeze(-2), self.margins.weights).squeeze(-2)
-        return (onto_units * self.units.bells * self.margins.surrogate.reach.unsqueeze(1)).sum(-1)
+        return (onto_units * self.units.bells * self.margins.networks.reach.unsqueeze(1)).sum(-1)
 
 
 def _columns(matrix: Tensor, free: Tensor | None) -> Tensor:
@@ -192,25 +193,27 @@ class Formula:
     followed: Tensor
     free: Tensor | None = None
 
-    def margins(self, contest: Contest) -> ExpectedMargins:
+    def margins(self, contest: ClassPairs) -> ExpectedMargins:
         larger, smaller = (places_of(classes, self.followed) for classes in contest)
-        return ExpectedMargins.between(self._surrogate, larger, smaller)
+        return ExpectedMargins.between(self._scores, larger, smaller)
 
     @cached_property
-    def _surrogate(self) -> Surrogate:
-        return Surrogate.of(self.linearized, self.subjects.images, self.free)
+    def _scores(self) -> LinearizedScores:
+        return LinearizedScores.of(self.linearized, self.subjects.images, self.free)
 
-    def spread(self, contest: Contest, sigma: Tensor, shift: Tensor) -> Tensor:
+    def spread(self, contest: ClassPairs, sigma: Tensor, shift: Tensor) -> Tensor:
         """Standard deviations of the margins (N, R, K) under N(M + μ, σ²I) for shifts (N, R, n) of all coordinates."""
         margins = self.margins(contest)
         columns = []
         for problem in range(shift.shape[1]):
             around = None if margins.around is None else margins.around[:, problem]
-            net = AffineReluAffine(
+            net = AffineReluAffine.trusted(
                 self.linearized.A, self.linearized.c1, margins.weights[:, problem], margins.offset[:, problem], around
             )
-            noise = Gaussian(self.subjects.images.flatten(1) + shift[:, problem], std=sigma.unsqueeze(1))
-            columns.append(net.variance(noise).sqrt())
+            mean = self.subjects.images.flatten(1) + shift[:, problem]
+            noise = Gaussian._trusted(mean, Isotropic(sigma.square(), mean.shape[1]), event_ndim=1)
+            covariance = net.moments(noise)[1]
+            columns.append(covariance.diagonal(dim1=-2, dim2=-1).sqrt())
         return torch.stack(columns, 1)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from netmoments.memory import elements_together
 from netmoments.precision import full_precision
 
 
@@ -38,15 +39,15 @@ class Margins(Protocol):
         """The margins with what their derivatives need."""
 
 
-class Contest(NamedTuple):
+class ClassPairs(NamedTuple):
     """Which class's score must fall below which, (N, R, K) each."""
 
     larger: Tensor
     smaller: Tensor
 
-    def problem(self, chosen: Tensor) -> Contest:
+    def problem(self, chosen: Tensor) -> ClassPairs:
         """One of the R problems of each image, (N,), with R = 1."""
-        return Contest(picked(self.larger, chosen), picked(self.smaller, chosen))
+        return ClassPairs(picked(self.larger, chosen), picked(self.smaller, chosen))
 
 
 def contrast(scores: Tensor, larger: Tensor, smaller: Tensor) -> Tensor:
@@ -69,10 +70,6 @@ def fooled_margin(scores: Tensor, labels: Tensor, targets: Tensor | None) -> Ten
 def picked(values: Tensor, chosen: Tensor) -> Tensor:
     """One of R entries of each image: (N, R, ...) → (N, 1, ...)."""
     return values[torch.arange(len(chosen), device=chosen.device), chosen].unsqueeze(1)
-
-
-INPUTS = {"cpu": 256, "cuda": 4096}
-"""Images that go through the network at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +113,7 @@ class NetworkMargins:
     def _scores(self, inputs: Tensor) -> Tensor:
         flat = inputs.flatten(0, 1)
         with full_precision():
-            parts = [self.network(part) for part in flat.split(INPUTS.get(flat.device.type, INPUTS["cpu"]))]
+            parts = [self.network(part) for part in flat.split(elements_together("inputs", flat, flat[0].numel()))]
         return torch.cat(parts).unflatten(0, inputs.shape[:2])
 
 

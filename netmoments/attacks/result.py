@@ -12,7 +12,7 @@ from netmoments.attacks.evaluation import Bounds, Success, structural_similarity
 from netmoments.gaussian import Gaussian
 
 
-class Skipped(NamedTuple):
+class SkippedImage(NamedTuple):
     """An image that was not attacked: the network gets it wrong without any noise."""
 
     place: int
@@ -32,7 +32,7 @@ class AttackResult:
     images: Tensor
     labels: Tensor
     targets: Tensor | None
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedImage, ...]
     mu: Tensor
     sigma: Tensor
     towards: Tensor

@@ -18,7 +18,7 @@ from netmoments.attacks.base import Attack, Sampled, Solved, Subjects
 from netmoments.attacks.evaluation import Success, noisy_scores
 from netmoments.attacks.expected_logits import require_sigma
 from netmoments.attacks.expected_margins import Formula
-from netmoments.attacks.margins import Contest, Margins, NetworkMargins, contrast, fooled_margin, picked
+from netmoments.attacks.margins import ClassPairs, Margins, NetworkMargins, contrast, fooled_margin, picked
 from netmoments.attacks.primal_dual import Iterate, Problem, descend, edge, finished, lower_bound, stretched
 
 CONFIDENCE = 0.95
@@ -103,7 +103,7 @@ class SparseSmooth(Attack):
             problem, solution, more = self._widened(formula, contest, problem, solution)
         return self._gathered(problem, solution, formula.margins(contest), contest.smaller[:, 0, 0], more)
 
-    def _for_every_rival(self, formula: Formula, contest: Contest) -> tuple[Problem, Iterate]:
+    def _for_every_rival(self, formula: Formula, contest: ClassPairs) -> tuple[Problem, Iterate]:
         """The problems by the formula, all rivals, solved; and from there those of the network."""
         subjects = formula.subjects
         sigma = subjects.images.new_full((len(subjects),), self.noise_level)
@@ -149,7 +149,7 @@ class SparseSmooth(Attack):
         error = sampled.margins.std(0) / len(sampled.margins) ** 0.5
         return sampled.mean_margin - 2 * 2**0.5 * error <= -self._asked_gamma
 
-    def _expected_gamma(self, formula: Formula, contest: Contest, sigma: Tensor, shift: Tensor) -> Tensor:
+    def _expected_gamma(self, formula: Formula, contest: ClassPairs, sigma: Tensor, shift: Tensor) -> Tensor:
         """γ (N, R, K): as given, or so many deviations of each margin, at shifts, that the share is below 0."""
         if self.share is None:
             return torch.full_like(contest.larger, self._asked_gamma, dtype=shift.dtype)
@@ -157,7 +157,7 @@ class SparseSmooth(Attack):
         return deviations * formula.spread(contest, sigma, shift)
 
     def _widened(
-        self, formula: Formula, contest: Contest, problem: Problem, solution: Iterate
+        self, formula: Formula, contest: ClassPairs, problem: Problem, solution: Iterate
     ) -> tuple[Problem, Iterate, Tensor]:
         """By the formula alone: γ from the margin's spread where the noise is now, and the problem solved again."""
         steps = 0 if self.share is None else self.iterations // 2

@@ -1,8 +1,8 @@
 """The paper's two-stage linearization: everything before one ReLU, and everything after it, made affine at a point.
 
-Jacobians are exact, of a batch of images at once, in pieces of bounded memory: a network in eval mode treats every image
-by itself, so one backward pass with a different direction for each image gives a row of each image's Jacobian, and `vmap`
-over directions gives many rows; forward mode likewise gives columns.
+Jacobians are exact, of a batch of images at once, in pieces of bounded memory: a network in eval mode treats every
+image by itself, so one backward pass with a different direction for each image gives a row of each image's Jacobian,
+and `vmap` over directions gives many rows; forward mode likewise gives columns.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def two_stage(
 def linearized_at(
     model: NetworkModel, points: Tensor, layer: int | str, indices: Tensor, memory_budget: int | None
 ) -> AffineReluAffine:
-    """`two_stage` at points (N, *event) for the scores with indices (N, k): a batch of N, with nothing checked again."""
+    """`two_stage` at points (N, *event) for the scores with indices (N, k): N of them, nothing checked again."""
     model.require_linearizable()
     cut = Cut(model.network, model.relu(layer))
     limit, itemsize = memory_limit(points.device, memory_budget), points.element_size()

@@ -2,14 +2,14 @@
 
 Methods are values, each with its own options:
 
-| method                   | short name    | what it does                                                               |
-|--------------------------|---------------|----------------------------------------------------------------------------|
-| `Layerwise()`            | `"layerwise"` | the joint distribution of all tensors, layer by layer: the tightest        |
-| `Sketch(probes, seed)`   | `"sketch"`    | formulas with the spread of a few samples: networks of any size            |
-| `TwoStage(layer, bank)`  | `"two-stage"` | linearized before and after one ReLU, as the paper does                    |
-| `Linear()`               | `"linear"`    | the delta method: linearized throughout                                    |
-| `Sampling(samples, …)`   | `"sampling"`  | Monte Carlo with standard errors, corrected by another method if asked     |
-| `Auto()`                 | `"auto"`      | exact where the network is, else layerwise where that fits, else a sketch  |
+| method                  | short name    | what it does                                                              |
+| ----------------------- | ------------- | ------------------------------------------------------------------------- |
+| `Layerwise()`           | `"layerwise"` | the joint distribution of all tensors, layer by layer: the tightest       |
+| `Sketch(probes, seed)`  | `"sketch"`    | formulas with the spread of a few samples: networks of any size           |
+| `TwoStage(layer, bank)` | `"two-stage"` | linearized before and after one ReLU, as the paper does                   |
+| `Linear()`              | `"linear"`    | the delta method: linearized throughout                                   |
+| `Sampling(samples, …)`  | `"sampling"`  | Monte Carlo with standard errors, corrected by another method if asked    |
+| `Auto()`                | `"auto"`      | exact where the network is, else layerwise where that fits, else a sketch |
 """
 
 from __future__ import annotations

@@ -135,6 +135,8 @@ class NetworkModel:
     """Elements of the largest tensor that any call returns, for one image."""
     most_images: int
     """How many images the network takes at a time; some exported programs have a bound."""
+    _caller: str
+    _knowledge: _Knowledge
 
     def __init__(self, network: Any, example: Tensor) -> None:
         caller = "NetworkModel"
@@ -161,13 +163,13 @@ class NetworkModel:
         for name, parameter in model.network.named_parameters():
             if parameter.is_floating_point() and parameter.dtype != inputs.dtype:
                 raise TypeError(
-                    f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert one, e.g. "
-                    f"network.to({inputs.dtype})"
+                    f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert one, "
+                    f"e.g. network.to({inputs.dtype})"
                 )
             if parameter.device != inputs.device:
                 raise ValueError(
-                    f"{caller}: the network is on {parameter.device} ({name}) but the input on {inputs.device}; move one, "
-                    f"e.g. input.to({str(parameter.device)!r})"
+                    f"{caller}: the network is on {parameter.device} ({name}) but the input on {inputs.device}; move "
+                    f"one, e.g. input.to({str(parameter.device)!r})"
                 )
         model.image, model._caller = inputs[:1].detach(), caller
         model._learn()

@@ -1,7 +1,7 @@
 """Factors: how the noise of the input spreads over a tensor, as rows of numbers whose products are covariances.
 
-A tensor with the factor F, one row for each of some uncorrelated numbers of variance 1, has the covariance FᵀF. Rows pass
-through an affine part of a network like inputs do, without its offset, so no square of a layer is ever formed.
+A tensor with the factor F, one row for each of some uncorrelated numbers of variance 1, has the covariance FᵀF. Rows
+pass through an affine part of a network like inputs do, without its offset, so no square of a layer is ever formed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FactorLayout(NamedTuple):
     covariance: slice
     """The rows whose products are covariances: all but the turns."""
     turns: slice
-    count: int
+    total: int
     """Of all rows."""
 
     @classmethod

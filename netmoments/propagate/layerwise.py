@@ -130,11 +130,11 @@ def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
         squares = n * n if stage.rule.has_pairs else 0
         live = before = 0
         for node in plan.needed_after(place - 1):
-            rows = layout.rank if node is plan.image else layout.count
+            rows = layout.rank if node is plan.image else layout.total
             live += rows * plan.sizes[node]
             before = max(before, rows if node in stage.before.sources else 0)
         skewed = min(w, MOST_DIRECTIONS) if before > layout.rank else 0
-        factors = before * (3 * p + (2 * n * w if w > 1 else 0)) + 2 * layout.count * n
+        factors = before * (3 * p + (2 * n * w if w > 1 else 0)) + 2 * layout.total * n
         matrices = layout.paired**2 * n * (2 + 2 * skewed)
         own = n * w * (min(layout.rank, PAIRED) + w + 1) + squares
         needed = itemsize * (kept + live + factors + matrices + 4 * squares + own)

@@ -188,8 +188,8 @@ Otherwise = Callable[[Node, Mapping[Node, Any], frozenset[Node], Tensor, str], R
 def plan_of(model: NetworkModel, caller: str, otherwise: Otherwise | None = None) -> Plan:
     """The plan of a network with its present weights.
 
-    An operation without a rule is what `otherwise` makes of it, or an error, `NoRule`. A sketch gives `black_box`, which
-    knows such operations from samples.
+    An operation without a rule is what `otherwise` makes of it, or an error, `NoRule`. A sketch gives `black_box`,
+    which knows such operations from samples.
     """
 
     def made() -> Plan:

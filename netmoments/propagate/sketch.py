@@ -49,7 +49,9 @@ def sketched(
     seed: int = 0,
     memory_budget: int | None = None,
 ) -> Sketched:
-    """Mean and covariance of the scores with indices `outputs` (N, k) of images (N, ...), at the price of about `probes` runs of each.
+    """Mean and covariance of the scores with indices `outputs` (N, k) of images (N, ...).
+
+    At the price of about `probes` runs of the network for each image.
 
     The covariance is one for all images or has a batch dimension for them. Real samples of the noise, the probes, run
     along and say how much the inputs z of every nonlinear layer spread: S = Cov z of each window. The mean then goes
@@ -114,10 +116,11 @@ def bytes_each(plan: Plan, mean: Tensor, probes: int, scores: int) -> int:
 def _sketched(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, probes: int, seed: int) -> Sketched:
     """The same for images that go together."""
     deviations = _drawn(covariance, len(mean), probes, seed, mean)
-    follow = partial(_followed, plan)
     if mean.is_cuda and _can_be_replayed(plan, mean, deviations, outputs.shape[1]):
-        follow = partial(replayed, plan.recordings, follow)
-    scores, correction, nonlinear, slopes = follow(mean, deviations, outputs)
+        follow = partial(_followed, plan)
+        scores, correction, nonlinear, slopes = replayed(plan.recordings, follow, mean, deviations, outputs)
+    else:
+        scores, correction, nonlinear, slopes = _followed(plan, mean, deviations, outputs)
     with torch.no_grad():
         return Sketched(scores, correction, covariance.push(slopes) + nonlinear, slopes)
 

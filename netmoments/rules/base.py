@@ -1,9 +1,9 @@
 """What a rule for a nonlinear layer is: the moments of each unit, and what every method asks of a layer beyond them.
 
-A layer has n units, each a function f of w of the p numbers that go in: its window. A rule must say two things, `values`
-(f itself) and `local` (the moments of each unit under a Gaussian). Everything else follows from these, in the methods of
-`Nonlinearity`, and a rule that knows better overrides them: exact covariances of pairs, faster moments for sketches, GPU
-kernels. No method asks what kind of rule it has.
+A layer has n units, each a function f of w of the p numbers that go in: its window. A rule must say two things,
+`values` (f itself) and `local` (the moments of each unit under a Gaussian). Everything else follows from these, in the
+methods of `Nonlinearity`, and a rule that knows better overrides them: exact covariances of pairs, faster moments for
+sketches, GPU kernels. No method asks what kind of rule it has.
 """
 
 from __future__ import annotations

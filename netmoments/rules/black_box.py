@@ -95,7 +95,7 @@ class BlackBox(Nonlinearity):
 def black_box(
     node: Node, constants: Mapping[Node, Any], noisy: frozenset[Node], like: Tensor, name: str
 ) -> RuledCall | None:
-    """A node as a function of its noisy arguments put end to end; None if its numbers have another dtype, or it jumps."""
+    """A node as a function of its noisy arguments put end to end; None for another dtype, or jumps."""
     inputs = tuple(argument for argument in node.all_input_nodes if argument in noisy)
     if operator_name(node) in DISCONTINUOUS:
         return None
