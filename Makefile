@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-gpu lint bench bench-gpu bench-attacks clean
+.PHONY: demo test test-slow test-gpu lint golden bench bench-gpu bench-attacks bench-rivals clean
 
 demo: $(READY)
 	$(BIN)/netmoments report digits digits --sigma 0.05
@@ -24,6 +24,11 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# What sixty calls give, beside what they gave before methods became values: numbers that a change must keep.
+golden: $(READY)
+	$(BIN)/python -m benchmarks.golden compare
+
+# Needs MNIST (netmoments download mnist, or $$NETMOMENTS_DATA).
 bench: $(READY)
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.networks
@@ -33,9 +38,13 @@ bench-gpu:
 	$(PYTHON) -m benchmarks.gpu_kernel
 	$(PYTHON) -m benchmarks.speed --device cuda --record benchmarks/records/speed-cuda.json
 
-# Needs MNIST (netmoments download mnist, or $$NETMOMENTS_DATA); the rivals take hours on a CPU, minutes on a GPU.
+# Both need MNIST.
 bench-attacks: $(READY)
 	$(BIN)/python -m benchmarks.attacks
+
+# Hours on a CPU, minutes on a GPU.
+bench-rivals: $(READY)
+	$(BIN)/python -m benchmarks.rival_attacks
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

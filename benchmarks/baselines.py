@@ -23,13 +23,13 @@ from torch import Tensor, fx, nn
 
 from netmoments.covariances import Covariance
 from netmoments.gaussian import Gaussian
-from netmoments.memory import elements_together
+from netmoments.memory import elements_together, gigabytes, memory_limit
 from netmoments.moments.tightness import Rival
 from netmoments.network.graph import Node, shape_of
 from netmoments.network.model import NetworkModel
 from netmoments.normal import density, standard_deviation, standardize
 from netmoments.precision import full_precision
-from netmoments.propagate.layerwise import carried, require_fitting
+from netmoments.propagate.layerwise import carried, need_of
 from netmoments.propagate.plan import AffineStep, Plan, Segment, plan_of
 from netmoments.rules.affine import OPERATORS, family, linear_arguments
 from netmoments.rules.piecewise_linear import PiecewiseLinear
@@ -88,7 +88,13 @@ def four_term_series(
         ValueError: the network has an operation without a rule, or what is carried does not fit the memory.
     """
     plan = plan_of(NetworkModel.of(network, noise.mean, "four_term_series").refreshed(), "four_term_series")
-    require_fitting(plan, noise.covariance, noise.mean, memory_budget, "four_term_series")
+    need = need_of(plan, noise.covariance.rank, noise.mean.element_size())
+    limit = memory_limit(noise.mean.device, memory_budget)
+    if need.bytes > limit:
+        raise ValueError(
+            f"four_term_series: it needs {gigabytes(need.bytes)} for the covariances at {need.layer}, but "
+            f"{gigabytes(limit)} is the limit; raise memory_budget="
+        )
     cut = replace(plan, stages=tuple(replace(stage, rule=_cut_short(stage.rule)) for stage in plan.stages))
 
     def one(mean: Tensor, covariance: Covariance, wanted: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -327,7 +328,7 @@ def difference(name: str, recorded: Any, found: Any) -> Difference:
     before, now = dict(_leaves(recorded)), dict(_leaves(found))
     beyond = [f"{place} is {'missing' if place in before else 'new'}" for place in sorted(before.keys() ^ now.keys())]
     pairs: dict[str, list[tuple[float, float]]] = {}
-    for place in before.keys() & now.keys():
+    for place in (place for place in before if place in now):
         old, new = before[place], now[place]
         if _is_number(old) and _is_number(new):
             pairs.setdefault(place.rsplit("[", 1)[0], []).append((old, new))
@@ -335,8 +336,8 @@ def difference(name: str, recorded: Any, found: Any) -> Difference:
             beyond.append(f"{place}: {old!r} was recorded, now {new!r}")
     largest = 0.0
     for field, both in sorted(pairs.items()):
-        scale = max(abs(old) for old, _ in both)
-        apart = max(abs(old - new) for old, new in both)
+        scale = max((abs(old) for old, _ in both if math.isfinite(old)), default=0.0)
+        apart = max(_apart(old, new) for old, new in both)
         relative = apart / scale if scale else float(apart > 0)
         largest = max(largest, relative)
         if not relative <= allowed(name, field):
@@ -361,6 +362,13 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(part, f"{place}[{number}]")
     else:
         yield place, value
+
+
+def _apart(old: float, new: float) -> float:
+    """|old − new|; infinite if one of them is not a number."""
+    if old == new or (math.isnan(old) and math.isnan(new)):
+        return 0.0
+    return math.inf if math.isnan(old - new) else abs(old - new)
 
 
 def _is_number(value: Any) -> bool:

@@ -25,8 +25,7 @@ from torch.func import jacfwd
 
 import netmoments as nm
 from netmoments.precision import full_precision
-from netmoments.relu.covariance import relu_covariance
-from netmoments.relu.quadratic_form import layer_form, layer_form_diagonal
+from netmoments.relu.covariance import layer_form, layer_form_diagonal, relu_covariance
 from netmoments.relu.triton import kernels
 from netmoments.relu.triton import launch as fused
 

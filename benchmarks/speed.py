@@ -2,7 +2,7 @@
 
 `python -m benchmarks.speed [--device cuda] [--data-dir DIR] [--against FILE] [--record FILE]`; needs MNIST, and
 SqueezeNet's weights and the natural images for its row. Ratios, not seconds, are what to compare between machines:
-`--record` keeps them, and `--against` says by what factor each is worse than in a record.
+`--record` keeps them, and `--against` says how much worse or better each is than in a record.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class Figure:
         verdict = "" if self.must is None else "reached" if self.reached else "missed"
         return f"{self.name:<78} {wanted:>8} {self.ratio:>8.3g}  {verdict:<8} {self.detail}"
 
-    def worse_than(self, ratio: float) -> float:
-        """By what factor it is worse than another ratio of the same name; below 1 where it is better."""
-        return self.ratio / ratio if self.at_most else ratio / self.ratio
+    def beside(self, earlier: float) -> str:
+        """How much worse or better it is than a ratio of an earlier run, in words."""
+        factor = self.ratio / earlier if self.at_most else earlier / self.ratio
+        return f"then {earlier:.3g}, now {abs(factor - 1):.0%} {'worse' if factor > 1 else 'better'}"
 
 
 class Bench:
@@ -125,9 +126,8 @@ def squeezenet_figures(bench: Bench, data_dir: str | None) -> Iterator[Figure]:
     yield Figure("SqueezeNet 227×227 sketch, 5 scores / 200 samples", sketch / plain, must, True, f"{sketch:.2f} s")
 
 
-def engine_figures(bench: Bench) -> Iterator[Figure]:
-    """The exact variance of 1024 units, every one active, over torch.exp of all pairs and over the paper's series."""
-    units = 1024
+def engine_figures(bench: Bench, units: int = 1024) -> Iterator[Figure]:
+    """The exact variance of units, every one active, over torch.exp of all pairs and over the paper's series."""
     x, out = torch.randn(units, units, device=bench.device), torch.empty(units, units, device=bench.device)
     exponential = bench.time(lambda: torch.exp(x, out=out))
     for inputs in (100, 784):
@@ -222,8 +222,7 @@ def main() -> None:
     for figure in figures(bench, chosen.data_dir):
         found.append(figure)
         earlier = before.get(figure.name.strip())
-        then = "" if earlier is None else f" (then {earlier:.3g}, {figure.worse_than(earlier):.2f} × worse)"
-        print(f"{figure.line()}{then}", flush=True)
+        print(figure.line() if earlier is None else f"{figure.line()} ({figure.beside(earlier)})", flush=True)
     if chosen.record is not None:
         record: dict[str, Any] = {"machine": where, "ratios": {one.name.strip(): round(one.ratio, 5) for one in found}}
         chosen.record.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")

@@ -29,6 +29,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_text_whole(path: Path, text: str) -> None:
+    """A text file in UTF-8, whole or not at all."""
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

@@ -158,7 +158,7 @@ def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
 def price_theorem_sides(
     function: Callable[..., Tensor], mean: Tensor, covariance: Tensor, nodes: int = 24
 ) -> tuple[Tensor, Tensor]:
-    """Both sides of Lemma 2 for a smooth Ψ(x₁, …, x_p) of an even number p of jointly Gaussian variables:
+    """Both sides of Lemma 2 (Price's theorem, 1958) for a smooth Ψ(x₁, …, x_p) of an even number p of Gaussians:
 
         ∂^{p/2} E[Ψ(x)] / ∂σ₁₂ ∂σ₃₄ …  =  E[∂^p Ψ(x) / ∂x₁ … ∂x_p].
 

@@ -31,9 +31,12 @@ WANTED = 0.9
 """The share of them that the paper wants."""
 PIXELS: Bounds = (0.0, 1.0)
 GREY_LEVELS = 255
+"""A pixel of the images, in [0, 1], has so many in the paper."""
 DIGITS = tuple(map(str, range(10)))
 ITERATIONS, POLISH = 500, 100
+"""Of sparse and smooth attacks: steps on the formula, and on the network itself where that is followed."""
 CONFIDENCE = 0.95
+"""The share of samples that an attack with confidence asks for."""
 SAMPLES = 1000
 """During the attack with confidence, and after both: with 200 the quantile aimed at errs by more than a percent."""
 COLUMNS = (

@@ -167,7 +167,8 @@ def reproduce(name: str, settings: Settings) -> Outcome:
 def engine_named(name: str, device: torch.device, address: str | None = None) -> Engine:
     """The engine that a word on the command line means.
 
-    local: this process, or every GPU here where the device is `cuda` without a number. ray: a Ray cluster.
+    local: this process, or every GPU here where the device is `cuda` without a number. ray: a Ray cluster, whose
+    machines have this checkout in the same folder, or on their PYTHONPATH.
     """
     if name not in ENGINES:
         raise ValueError(f"no engine {name!r}; there are {' and '.join(ENGINES)}")

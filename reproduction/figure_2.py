@@ -31,15 +31,20 @@ if TYPE_CHECKING:
 
 NAME = "figure-2"
 TERMS = FIGURE_2_TERMS
+"""How many terms of Lemma 4 are taken."""
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""How many nodes our quadrature has."""
 MEANS = (-2.0, 2.0)
 DEVIATIONS = (0.2, 2.0)
 SPACING = 0.2
+"""The paper's grid, in both variables: means and deviations from and to, and the step of either."""
 PAPER_CORRELATIONS = (-0.7, -0.5, -0.3, -0.1, 0.0, 0.1, 0.3, 0.5, 0.7, 0.999)
 SEAM = 1 / math.sqrt(2)
 """Where Lemma 4 changes its series, and neither converges."""
 MODERATE = 0.5
+"""Errors are also given for |ρ| up to this."""
 REFERENCE = graded(160, 1.0, steepness=6.0)
+"""What the quadrature is compared with."""
 CHUNK = 4096
 """Samples at a time: 7 MB for each of the two matrices."""
 ROUNDING = 1e-17
@@ -53,8 +58,8 @@ Place = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def reproduce(settings: Settings) -> Outcome:
     results = settings.run(GridErrorSweep(settings.samples, settings.seed))
     paper = _rows(results.columns, np.isin(results.columns["rho"], PAPER_CORRELATIONS))
-    plain = {name: column.tolist() for name, column in paper.items()}
-    exact, sampled = (_series(kind, plain, plain["rho"]) for kind in ("series", "sampled"))
+    lists = {name: column.tolist() for name, column in paper.items()}
+    exact, sampled = (_series(kind, lists, lists["rho"]) for kind in ("series", "sampled"))
     twenty, five = TERMS.index(20), TERMS.index(5)
     floor = float(paper["monte_carlo"].max())
     caption = (

@@ -39,6 +39,7 @@ TARGETS = (2, 3, 4, 7, 8)
 BETA = 30
 """Grey levels."""
 NINES = 20
+"""How many are tried, the first that the network gets right."""
 SURVEYED = 100
 """Samples for each of all nines; the one that is shown has more."""
 ITERATIONS, POLISH = 200, 100

@@ -40,8 +40,11 @@ PERCENT = 4
 BETA = 550
 """Grey levels: more than there are."""
 PAPER_ANSWERS = (2, 4, 2, 2)
+"""What the paper's 9 is taken for, by choice of pixels."""
 NINES = 20
+"""How many are tried, the first that the network gets right."""
 SURVEYED = 100
+"""Samples for each of all nines; the one that is shown has more."""
 ITERATIONS, POLISH = 200, 100
 WAYS: dict[str, dict[str, Any]] = {
     "formula alone": {"bounds": None, "polish": 0},

@@ -32,6 +32,7 @@ ROWS = 5
 NAMED = 3
 """The only one of the five digits that the paper's text names: a 3 that becomes a 9."""
 PAPER_ANSWERS = (6, 8, 9, 9, 9)
+"""What the paper's five rows end as."""
 
 
 def reproduce(settings: Settings) -> Outcome:

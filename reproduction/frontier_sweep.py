@@ -22,8 +22,7 @@ from netmoments.covariances import LowRank
 from netmoments.data.images import evenly_spread
 from netmoments.gaussian import Gaussian
 from netmoments.memory import memory_limit
-from netmoments.moments.output_moments import Method, Sampling, Sketch, method_named
-from netmoments.moments.output_moments import output_moments
+from netmoments.moments.output_moments import Method, Sampling, Sketch, method_named, output_moments
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.progress import silence

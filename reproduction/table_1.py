@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 NAME = "table-1"
 LEVELS = TABLE_1_NOISE
+"""Of the noise, in grey levels."""
 LAYERS = (1, 2, 3)
 """The paper's l: ReLUs counted from 1."""
 GREY_LEVEL = 1 / 255
@@ -47,6 +48,7 @@ CHOSEN = (Reading("gaussian", "clean"), "logits")
 CONVERSE = (Reading("gaussian", "noisy"), "logits")
 LAWS = {"gaussian": "Gaussian, std a/255", "uniform": "uniform, ±a/255"}
 UNIT = LEVELS.index(1.0)
+"""The place of the level ±1."""
 Table = dict[int, list[tuple[float, float]]]
 """By layer: mean and standard deviation over the images at each level."""
 Tables = Mapping[tuple[Reading, str], Table]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,11 +38,15 @@ if "hypothesis" not in MISSING:
     settings.load_profile("seeded")
 
 
+def has_tests_for_a_gpu(path: Path) -> bool:
+    """A file with the mark, or a folder with such a file somewhere."""
+    files = path.rglob("*.py") if path.is_dir() else [path]
+    return any(re.search(r"^(@|pytestmark = \[?| +)pytest\.mark\.gpu", file.read_text(), re.M) for file in files)
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Where packages are missing, only files with tests for a GPU, which need torch, numpy and safetensors alone."""
-    if MISSING and collection_path.suffix == ".py" and "mark.gpu" not in collection_path.read_text():
-        return True
-    return None
+    return True if MISSING and not has_tests_for_a_gpu(collection_path) else None
 
 
 class Reference(NamedTuple):

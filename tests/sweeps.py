@@ -1,4 +1,4 @@
-"""Toy sweeps that need no torch, for processes that start fast; and a program that runs one, to be killed."""
+"""Toy sweeps that need no torch, for processes that start fast; and a program that runs one, until it is killed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from netmoments.sampling.evaluation import random_seed
 from netmoments.sweep import run as running
-from netmoments.sweep import store as shards
+from netmoments.sweep import store
 from netmoments.sweep.item import Columns
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.run import run_sweep
+from netmoments.sweep.store import Store
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Toy:
         return self._values(item)
 
     def _values(self, item: int) -> Columns:
-        random = np.random.Generator(np.random.PCG64(random_seed(self.seed, self.name, item)))
+        random = np.random.default_rng([int(self.seed), item])
         count = self.counts[item]
         return {
             "value": random.standard_normal(count),
@@ -120,9 +120,85 @@ class Dying(Toy):
         return super()._values(item)
 
 
-def run_to_be_killed(out: Path, items: int) -> None:
-    """Small items and many merges, each of which spends most of its time between writing the part and its end."""
-    running.MERGE_EVERY = 7  # type: ignore[misc]
+def same(found: Columns, wanted: Columns) -> bool:
+    """Bit for bit, names and types included; the type of a text is its width."""
+    return list(found) == list(wanted) and all(
+        found[name].dtype == wanted[name].dtype and found[name].tobytes() == wanted[name].tobytes() for name in wanted
+    )
+
+
+def expected(sweep: Toy) -> dict[str, np.ndarray]:
+    """The rows of a sweep without any of the machinery."""
+    plain = Toy(items=sweep.items, seed=sweep.seed)
+    items = [plain._values(item) for item in range(sweep.items)]
+    numbers = np.repeat(np.arange(sweep.items), sweep.counts)
+    return {"item": numbers, **{name: np.concatenate([rows[name] for rows in items]) for name in items[0]}}
+
+
+def files(folder: Path) -> list[str]:
+    """The names of a sweep's files but for its lock and its configuration."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in (".lock", "_configuration.json"))
+
+
+def filled(out: Path, sweep: Toy, items: range) -> Path:
+    """A folder with the files of these items, each its own; the path of the folder."""
+    with Store.open(out, sweep) as kept:
+        for item in items:
+            kept.add(item, sweep._values(item), 0.5)
+    return out / sweep.name
+
+
+def alive(process: int) -> bool:
+    """Whether it runs; one that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that comes at once where nothing else is at work, and later where much is."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def kill_at(moment: int) -> None:
+    """Kill this process, as the system does, at so many moments from now.
+
+    There is one in the middle of the writing of a file, one before and one after it gets its name, and one before one
+    is deleted.
+    """
+    write, replace, unlink = Path.write_bytes, os.replace, Path.unlink
+
+    def passes() -> None:
+        nonlocal moment
+        moment -= 1
+        if moment == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def write_half_then_all(path: Path, content: bytes) -> None:
+        write(path, bytes(content)[: len(content) // 2])
+        passes()
+        write(path, content)
+
+    def replace_between(source: Path, target: Path) -> None:
+        passes()
+        replace(source, target)
+        passes()
+
+    def unlink_after(path: Path, missing_ok: bool = False) -> None:
+        passes()
+        unlink(path, missing_ok=missing_ok)
+
+    Path.write_bytes = write_half_then_all  # type: ignore[method-assign,assignment]
+    os.replace = replace_between  # type: ignore[assignment]
+    Path.unlink = unlink_after  # type: ignore[method-assign]
+
+
+def run_slowly() -> None:
+    """Most of the time of a merge, of which there are many, is between the writing of the part and its end."""
     unlink = Path.unlink
 
     def slowly(path: Path, missing_ok: bool = False) -> None:
@@ -130,10 +206,12 @@ def run_to_be_killed(out: Path, items: int) -> None:
         unlink(path, missing_ok=missing_ok)
 
     Path.unlink = slowly  # type: ignore[method-assign]
-    shards._pyarrow()
-    print("ready", flush=True)
-    run_sweep(Toy(items=items, delay=0.004), out, LocalEngine(["cpu"]))
 
 
 if __name__ == "__main__":
-    run_to_be_killed(Path(sys.argv[1]), int(sys.argv[2]))
+    folder, count, last_moment = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    running.MERGE_EVERY = 7  # type: ignore[misc]
+    kill_at(last_moment) if last_moment else run_slowly()
+    store._pyarrow()
+    print("ready", flush=True)
+    run_sweep(Toy(items=count, delay=0.0 if last_moment else 0.004), folder, LocalEngine(["cpu"]))

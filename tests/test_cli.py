@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import re
 import subprocess
 import sys
-import time
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,8 +20,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import netmoments as nm
+from netmoments import cli
 
-QUICK = ["--images", "12", "--check", "1", "--samples", "200"]
+ROOT = Path(__file__).parent.parent
+QUICK = ["--images", "12", "--check", "1", "--samples", "200", "--attacks", "1"]
+QUICK_ATTACK = ["--images", "3", "--iterations", "60", "--polish", "20", "--samples", "40"]
+ATTACK_FILES = {"attack.html", "attack.json", "images.csv", "pictures.png", "noise.npz"}
 FACTORY = """
 from torch import nn
 def network():
@@ -25,30 +33,77 @@ def network():
 """
 
 
-def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "netmoments", *map(str, arguments)]
-    environment = {"COLUMNS": "100", "PATH": "", "HOME": "/nonexistent", "PYTHONPATH": os.getcwd()}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=cwd)
+class Said(NamedTuple):
+    """What a command ended with and wrote, white space made single; `everything` is out and err."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def everything(self) -> str:
+        return f"{self.out} {self.err}"
 
 
-def test_help_is_instant():
-    fastest = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        result = run("--help")
-        fastest = min(fastest, time.perf_counter() - start)
+Run = Callable[..., Said]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys) -> Iterator[Run]:
+    """A command in this process, in an empty folder, with a terminal of 100 columns and no data anywhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NETMOMENTS_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    modules = set(sys.modules)
+
+    def call(*arguments: object) -> Said:
+        monkeypatch.setattr(sys, "argv", ["netmoments", *map(str, arguments)])
+        status: object = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")  # as Python has it; pytest makes them errors
+            try:
+                cli.main()
+            except SystemExit as stopped:
+                status = stopped.code
+        said = capsys.readouterr()
+        return Said(int(status or 0), " ".join(said.out.split()), " ".join(said.err.split()))
+
+    yield call
+    for name in set(sys.modules) - modules:  # what factories imported lies in a folder that is gone
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def in_a_process(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A real one, with nothing in its environment but where to find the package."""
+    environment = {"COLUMNS": "100", "PATH": "", "HOME": "/nonexistent", "PYTHONPATH": str(ROOT)}
+    environment |= {name: value for name, value in os.environ.items() if name.endswith("_NUM_THREADS")}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, env=environment, cwd=cwd
+    )
+
+
+def test_help_imports_nothing_heavy():
+    """Which is what makes it instant: torch alone takes seconds."""
+    result = in_a_process("-X", "importtime", "-m", "netmoments", "--help")
     assert result.returncode == 0
     for command in ("report", "attack", "relus", "accuracy", "download"):
         assert command in result.stdout
-    assert fastest < 0.5
+    for command in ("train", "engine", "reproduce"):  # python -m reproduction
+        assert not re.search(rf"│\s{command}\s", result.stdout)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
+    assert {"cyclopts", "netmoments"} <= imported
+    assert not imported & {"torch", "numpy", "matplotlib", "PIL", "sklearn", "jinja2", "safetensors", "pyarrow", "ray"}
 
 
-def test_version():
-    assert run("--version").stdout.strip() == nm.__version__
+def test_version(run):
+    assert run("--version").out == nm.__version__
 
 
 def test_report_on_the_embedded_default(tmp_path):
-    result = run("report", "digits", "digits", "--sigma", "0.1", *QUICK, cwd=tmp_path)
+    """The command of a user, in a process of its own."""
+    result = in_a_process("-m", "netmoments", "report", "digits", "digits", "--sigma", "0.1", *QUICK, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "The most fragile images at σ = 0.1" in result.stdout
     record = json.loads((tmp_path / "noise-report" / "report.json").read_text())
@@ -57,33 +112,43 @@ def test_report_on_the_embedded_default(tmp_path):
     assert record["provenance"]["command"].startswith("netmoments report digits digits --sigma 0.1")
 
 
-@pytest.fixture
-def own_network(tmp_path):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
     """A factory, its weights, the same network exported, and a folder of coloured images with a broken one."""
-    (tmp_path / "mine.py").write_text(FACTORY)
-    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "mine.py").write_text(FACTORY)
     names: dict = {}
     exec(FACTORY, names)
-    network = names["network"]().eval()
-    save_file(network.state_dict(), tmp_path / "mine.safetensors")
-    torch.export.save(torch.export.export(network, (torch.rand(1, 3, 8, 8),)), tmp_path / "mine.pt2")
-    torch.save(network.state_dict(), tmp_path / "mine.pt")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = names["network"]().eval()
+    save_file(network.state_dict(), folder / "mine.safetensors")
+    torch.export.save(torch.export.export(network, (torch.zeros(1, 3, 8, 8),)), folder / "mine.pt2")
+    torch.save(network.state_dict(), folder / "mine.pt")
     rng = np.random.default_rng(0)
     for name in ("cat", "dog", "emu"):
-        (tmp_path / "images" / name).mkdir(parents=True)
+        (folder / "images" / name).mkdir(parents=True)
         for number in range(3):
             pixels = rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
-    (tmp_path / "images" / "dog" / "broken.png").write_bytes(b"not a picture")
+            Image.fromarray(pixels).save(folder / "images" / name / f"{number}.png")
+    (folder / "images" / "dog" / "broken.png").write_bytes(b"not a picture")
+    return folder
+
+
+@pytest.fixture
+def own_network(made, tmp_path) -> Path:
+    """The folder that commands run in, with all that."""
+    for path in made.iterdir():
+        (tmp_path / path.name).symlink_to(path)
     return tmp_path
 
 
-def test_report_on_a_network_and_images_of_ones_own(own_network):
+def test_report_on_a_network_and_images_of_ones_own(run, own_network):
     flips = []
     for model in (["mine.py:network", "--weights", "mine.safetensors"], ["mine.pt2"]):
-        result = run("report", model[0], "images", *model[1:], *QUICK, "--out", "out", cwd=own_network)
-        assert result.returncode == 0, result.stderr
-        assert "broken.png" in result.stdout
+        said = run("report", model[0], "images", *model[1:], *QUICK, "--out", "out")
+        assert said.status == 0, said.err
+        assert "broken.png" in said.out
         record = json.loads((own_network / "out" / "report.json").read_text())
         assert len(record["images"]) == 9
         assert len(record["skipped"]) == 1
@@ -91,22 +156,22 @@ def test_report_on_a_network_and_images_of_ones_own(own_network):
     assert flips[0] == pytest.approx(flips[1], rel=1e-4)
 
 
-def test_a_factory_may_import_its_neighbours(own_network):
+def test_a_factory_may_import_its_neighbours(run, own_network):
     (own_network / "neighbour.py").write_text("from mine import network as made\ndef network(): return made()")
-    result = run("relus", "neighbour.py:network", "images", cwd=own_network)
-    assert result.returncode == 0, result.stderr
+    said = run("relus", "neighbour.py:network", "images")
+    assert said.status == 0, said.err
 
 
-def test_relus_are_listed(own_network):
-    result = run("relus", "mine.pt2", "images", cwd=own_network)
-    assert result.returncode == 0, result.stderr
-    assert "16" in result.stdout
+def test_relus_are_listed(run, own_network):
+    said = run("relus", "mine.pt2", "images")
+    assert said.status == 0, said.err
+    assert re.search(r"0 \S+ 16 16", said.out)
 
 
-def test_accuracy_of_the_shipped_weights():
-    result = run("accuracy", "digits", "digits")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "test accuracy 99.55% of 445 images"
+def test_accuracy_of_the_shipped_weights(run):
+    said = run("accuracy", "digits", "digits")
+    assert said.status == 0, said.err
+    assert said.out == "test accuracy 99.55% of 445 images"
 
 
 BAD = {
@@ -119,32 +184,139 @@ BAD = {
     "no file": (["report", "nothing.pt2", "images"], "no exported network at nothing.pt2"),
     "no data": (["report", "digits", "nothing"], "'nothing' is neither a dataset"),
     "not found": (["report", "lenet", "mnist"], "netmoments download mnist"),
-    "empty folder": (["report", "mine.pt2", "empty"], "empty"),
+    "empty folder": (["report", "mine.pt2", "empty"], "empty has no images"),
     "layer": (["report", "digits", "digits", "--layer", "relu9"], "no ReLU is named 'relu9'; the ReLUs are: 0 'relu1'"),
     "out is a file": (["report", "digits", "digits", "--out", "mine.py"], "mine.py is a file; give a folder"),
     "arguments": (["report", "needs.py:network", "images"], "needs.py:network() failed: TypeError"),
-    "sigma": (["report", "digits", "digits", "--sigma", "0"], "sigma"),
+    "sigma": (["report", "digits", "digits", "--sigma", "0"], "Must be > 0"),
     "device": (["report", "digits", "digits", "--device", "tpu9"], "no device 'tpu9'; give cpu, cuda or auto"),
     "mis-sized": (["report", "lenet", "digits"], "cannot take an input of shape (1, 8, 8)"),
     "download": (["download", "fer2013"], "only mnist can be downloaded"),
+    "gone": (["reproduce", "table-2"], "reproduce"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_explained(own_network, name):
+def test_bad_arguments_are_explained(run, own_network, name):
     arguments, message = BAD[name]
     (own_network / "empty").mkdir()
     (own_network / "needs.py").write_text("def network(size): ...")
-    result = run(*arguments, cwd=own_network)
-    said = " ".join((result.stdout + result.stderr).split())
-    assert result.returncode != 0
-    assert "Traceback" not in said
-    assert message in said
+    said = run(*arguments)
+    assert said.status != 0
+    assert "Traceback" not in said.everything
+    assert message in said.everything
     assert not (own_network / "noise-report").exists()
 
 
-def test_a_smooth_activation_is_warned_about_once(own_network):
+def test_a_smooth_activation_is_warned_about_once(run, own_network):
     (own_network / "smooth.py").write_text(FACTORY.replace("nn.ReLU()", "nn.ReLU(), nn.Linear(16, 16), nn.GELU()"))
-    result = run("report", "smooth.py:network", "images", *QUICK, cwd=own_network)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.count("gelu") == 1
+    said = run("report", "smooth.py:network", "images", *QUICK)
+    assert said.status == 0, said.err
+    assert said.err.count("gelu") == 1
+
+
+def test_an_interruption_is_told_in_a_word(run, monkeypatch):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("netmoments.network.loading.load_network", interrupted)
+    assert run("relus", "digits", "digits") == (130, "", "interrupted")
+
+
+def test_a_bug_shows_where_it_happened(run, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("netmoments.network.loading.load_network", broken)
+    with pytest.raises(KeyError, match="a bug"):
+        run("relus", "digits", "digits")
+
+
+def strict_json(path: Path) -> dict:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def test_an_attack_with_its_defaults(run, tmp_path):
+    said = run("attack", "digits", "digits", *QUICK_ATTACK)
+    assert said.status == 0, said.err
+    assert "images are fooled as asked (95% of the samples)" in said.out
+    assert {path.name for path in (tmp_path / "attack-report").iterdir()} == ATTACK_FILES
+    record = strict_json(tmp_path / "attack-report" / "attack.json")
+    assert record["provenance"]["command"].startswith("netmoments attack digits digits --images 3")
+    assert record["settings"]["sigma"] == 1 / 255
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (["sparse-smooth", "--gamma", "0.1", "--sigma", "0.01"], {"gamma": 0.1, "sigma": 0.01, "confidence": None}),
+        (["targeted", "--target", "3", "--beta", "0.2", "--unbounded"], {"beta": 0.2, "bounds": None, "wanted": 0.9}),
+        (["pixels", "--percent", "20", "--rivals", "2", "--confidence", "0.8"], {"wanted": 0.8, "rivals": 2}),
+    ],
+)
+def test_each_kind_of_attack_writes_what_it_found(run, tmp_path, kind, settings):
+    said = run("attack", "digits", "digits", "--kind", *kind, *QUICK_ATTACK, "--out", "made")
+    assert said.status == 0, said.err
+    made = tmp_path / "made"
+    assert {path.name for path in made.iterdir()} == ATTACK_FILES
+    record = strict_json(made / "attack.json")
+    assert record["settings"] | settings == record["settings"]
+    assert record["settings"]["iterations"] == 60
+    count = len(record["images"])
+    assert count + len(record["skipped"]) + len(record["of_the_target"]) == 3
+    rows = list(csv.DictReader((made / "images.csv").read_text().splitlines()))
+    assert [row["name"] for row in rows] == [image["name"] for image in record["images"]]
+    assert [float(row["success"]) for row in rows] == [image["success"] for image in record["images"]]
+    with np.load(made / "noise.npz") as noise:
+        assert noise["mu"].shape == (count, 1, 8, 8)
+        assert np.abs(noise["mu"]).max(axis=(1, 2, 3)) == pytest.approx([image["linf"] for image in record["images"]])
+        assert noise["sigma"] == pytest.approx([image["sigma"] for image in record["images"]])
+        assert noise["labels"].tolist() == [image["label"] for image in record["images"]]
+    with Image.open(made / "pictures.png") as picture:
+        assert picture.width > 800
+    for image in record["images"]:
+        assert image["name"] in said.out
+
+
+BAD_ATTACKS = {
+    "no target": (["targeted"], "--kind targeted needs --target, the class that the images are to be taken for"),
+    "no percent": (["pixels"], "--kind pixels needs --percent"),
+    "percent": (["targeted", "--target", "3", "--percent", "10"], "--percent is for --kind pixels, not for targeted"),
+    "gamma": (["pixels", "--percent", "9", "--gamma", "1"], "--gamma is for --kind sparse-smooth, not for pixels"),
+    "beta": (["sparse-smooth", "--beta", "0.1"], "--beta is for --kind targeted and pixels, not for sparse-smooth"),
+    "rivals": (["targeted", "--target", "3", "--rivals", "2"], "--rivals is for --kind sparse-smooth and pixels"),
+    "rivals and target": (["sparse-smooth", "--target", "3", "--rivals", "2"], "--rivals is for attacks without"),
+    "both": (["sparse-smooth", "--gamma", "1", "--confidence", "0.9"], "give --confidence (a share of the samples) or"),
+    "kind": (["loud"], 'Choose from: "sparse-smooth", "targeted", "pixels"'),
+    "target": (["targeted", "--target", "ten"], "--target 'ten' is no class of the network; give a number from 0 to 9"),
+    "label": (["sparse-smooth", "--label", "10"], "--label '10' is no class of the network"),
+    "same": (["targeted", "--target", "3", "--label", "3"], "--label and --target are both 3"),
+    "confidence": (["sparse-smooth", "--confidence", "1"], "Must be < 1"),
+    "sigma": (["sparse-smooth", "--sigma", "0"], "Must be > 0"),
+    "layer": (["sparse-smooth", "--layer", "relu9"], "no ReLU is named 'relu9'"),
+    "out": (["sparse-smooth", "--out", "taken"], "is a file; give a folder"),
+    "device": (["sparse-smooth", "--device", "tpu9"], "no device 'tpu9'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ATTACKS)
+def test_bad_options_of_an_attack_are_explained(run, tmp_path, name):
+    options, message = BAD_ATTACKS[name]
+    (tmp_path / "taken").write_text("mine")
+    said = run("attack", "digits", "digits", "--images", "3", "--kind", *options)
+    assert said.status in (1, 2), said  # 2 from the parser of the command line
+    assert message in said.everything
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_nothing_to_attack_is_said(run, tmp_path):
+    few = nm.data.load("digits").first(3)
+    np.savez(tmp_path / "wrong.npz", images=few.images.numpy(), labels=(few.labels.numpy() + 1) % 10)
+    said = run("attack", "digits", "wrong.npz")
+    assert said.status == 1
+    assert "none of the 3 chosen images can be attacked" in said.err
+    assert "the network takes it for" in said.err
+    assert not (tmp_path / "attack-report").exists()

@@ -257,3 +257,30 @@ def test_bad_input(case):
     call, kind, message = BAD[case]
     with pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize("kind", ["isotropic", "mixed batches", "low rank"])
+def test_entries_of_a_batch(kind):
+    """Chosen entries of a Gaussian whose parts have their batch dimensions in different places."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    noise = {
+        "isotropic": lambda: nm.Gaussian(normal(3, 4), std=0.3),
+        "mixed batches": lambda: nm.Gaussian(normal(2, 3, 4), 1.0, event_ndim=1).affine(normal(2, 1, 4, 4)),
+        "low rank": lambda: nm.Gaussian(normal(3, 4), nm.LowRank(normal(4, 2), normal(3, 4).square())),
+    }[kind]()
+    flat = noise.flattened()
+    count = noise.batch_shape.numel()
+    index = torch.tensor([count - 1, 0])
+    dense = noise.covariance.dense().expand(*noise.batch_shape, 4, 4).reshape(count, 4, 4)
+    chosen = flat.entries(index)
+    assert_close(chosen.mean, noise.mean.reshape(count, 4)[index], atol=0)
+    assert_close(chosen.covariance.dense().expand(2, 4, 4), dense[index], atol=1e-15)
+    if len(noise.batch_shape) == 1:
+        assert_close(noise.entries(index).covariance.dense().expand(2, 4, 4), dense[index], atol=1e-15)
+    else:
+        with pytest.raises(ValueError, match=r"one batch dimension is needed, got \(2, 3\)"):
+            noise.entries(index)

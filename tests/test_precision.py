@@ -9,22 +9,26 @@ import torch
 from torch.autograd import gradcheck
 
 import netmoments as nm
-from netmoments.precision import _backends, full_precision, matmul, matvec, row_products
+from netmoments.precision import full_precision, matmul, matvec, row_products
 from tests.closeness import assert_close
+
+BACKENDS = [torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn]
+if torch.cuda.is_available():
+    BACKENDS += [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
 
 
 def settings() -> list[str]:
-    return [backend.fp32_precision for backend in _backends()]
+    return [backend.fp32_precision for backend in BACKENDS]
 
 
 @pytest.fixture
 def reduced():
     """The user allows reduced precision in every backend that is there."""
     before = settings()
-    for backend in _backends():
+    for backend in BACKENDS:
         backend.fp32_precision = "tf32"
     yield settings()
-    for backend, precision in zip(_backends(), before, strict=True):
+    for backend, precision in zip(BACKENDS, before, strict=True):
         backend.fp32_precision = precision
 
 
@@ -32,7 +36,7 @@ def test_full_precision_restores_what_was_there(reduced):
     assert set(reduced) == {"tf32"}
     with full_precision():
         assert set(settings()) == {"ieee"}
-        _backends()[0].fp32_precision = "tf32"  # somebody changes it meanwhile
+        BACKENDS[0].fp32_precision = "tf32"  # somebody changes it meanwhile
         with full_precision():
             assert set(settings()) == {"ieee"}
     assert settings() == reduced

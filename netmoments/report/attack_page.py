@@ -1,4 +1,7 @@
-"""An attack for machines: JSON, CSV, and the noise itself as arrays."""
+"""An attack as files: a page to look at, and JSON, CSV, pictures and the noise itself as arrays.
+
+Each is written whole or not at all.
+"""
 
 from __future__ import annotations
 

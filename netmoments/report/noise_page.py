@@ -1,4 +1,4 @@
-"""One self-contained HTML page for a study: no scripts, nothing fetched."""
+"""A noise study as files: one self-contained HTML page (no scripts, nothing fetched), JSON and CSV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same words in the terminal and on the page."""
+"""What a noise study found, in the same words in the terminal and on the page; and its tables for the terminal."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def verdict_in_words(found: Study) -> str:
 
 
 def method_in_words(found: Study) -> str:
+    """How the numbers of a report were computed, and where that errs."""
     few = ""
     if found.followed < found.scores.shape[1]:
         few = (

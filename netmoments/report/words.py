@@ -77,6 +77,8 @@ def number_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tup
 
 @dataclass(frozen=True)
 class Machine:
+    """What computed something: the device in words, and its version of torch."""
+
     device: str
     torch: str
 
@@ -87,6 +89,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Provenance:
+    """Where the numbers of a report come from: enough to make them again."""
+
     command: str
     date: str
     netmoments: str

@@ -1,4 +1,7 @@
-"""How far a sweep is: a bar on a terminal; elsewhere a line now and then, which a log can keep."""
+"""Run a sweep to its end, or as far as it gets: what is finished is kept, and the next run goes on from there.
+
+How far it is shows as a bar on a terminal; elsewhere as a line now and then, which a log can keep.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""One writer to a folder at a time."""
+"""The folder of a sweep: finished items on the disk, whatever happens to the process that computes them.
+
+Each item is written whole to a file of its own, `item-000123.parquet`. Now and then these are merged into
+`part-0000.parquet` and so on: a part is written whole before the files of its items are deleted, so that each finished
+item is in one of them at every moment, and one that is in both counts once.
+
+A file holds the rows of one item or of several, with a column `item`. Its metadata is a note (the fingerprint of the
+configuration, and each item's number of rows, seconds of work and SHA-256 digest) and the digest of that note, so that
+one can see that a file is whole and belongs where it lies. A folder belongs to one configuration, which lies beside the
+files, and has one writer at a time.
+"""
 
 from __future__ import annotations
 
@@ -181,8 +191,11 @@ ADDED = ("device", "netmoments", "work items")
 
 
 def full_configuration(sweep: Sweep, device_type: str) -> dict[str, Any]:
-    """The sweep's own, as it comes back from JSON; the kind of device and the version that compute it; and how the work
-    is divided: an item's number means nothing else."""
+    """Everything that results in a folder belong to, as it comes back from JSON.
+
+    The sweep's own configuration, the kind of device and the version that compute it, and how the work is divided into
+    items: the number of an item means something for one division only.
+    """
     for key in ADDED:
         if key in sweep.configuration:
             raise ValueError(
@@ -198,6 +211,7 @@ def full_configuration(sweep: Sweep, device_type: str) -> dict[str, Any]:
 
 
 def fingerprint(configuration: Any) -> str:
+    """SHA-256 of a configuration; the order of its keys does not matter."""
     return hashlib.sha256(_canonical(configuration).encode()).hexdigest()
 
 

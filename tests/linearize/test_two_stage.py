@@ -490,7 +490,6 @@ def test_bad_budgets(budget):
 
 
 SMALL = seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), torch.float32)
-
 BAD_POINTS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "integer point": (
         lambda: nm.two_stage(SMALL, torch.zeros(4, dtype=torch.int64)),

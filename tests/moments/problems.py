@@ -9,7 +9,6 @@ import netmoments as nm
 from tests.closeness import assert_close
 from tests.networks import seeded
 
-
 PROPAGATED = ("layerwise", "sketch")
 
 

@@ -15,7 +15,6 @@ from scipy import integrate, stats
 from netmoments.moments.class_probabilities import Contest, corner_distance, losing_probability, winning_probabilities
 from tests.closeness import assert_close, assert_within_standard_errors
 
-
 QMC = 1e-2
 """Relative error allowed to 2048 quasi-random points: the worst of 7200 probabilities with 9 rivals was 7e-3."""
 
@@ -331,11 +330,6 @@ def test_there_are_no_gradients():
 
 
 M, EYE = torch.zeros(3), torch.eye(3)
-
-
-M, EYE = torch.zeros(3), torch.eye(3)
-
-
 BAD = {
     "list": (lambda: winning_probabilities([0.0, 1.0], EYE), TypeError, "mean must be a torch tensor, got a list"),
     "half": (lambda: winning_probabilities(M.half(), EYE), TypeError, "float32 or float64"),

@@ -11,7 +11,6 @@ import torch
 from netmoments.moments.orthants import orthant_by_separation, quasi_random, saddle_point_tilt, truncated_normal
 from tests.closeness import assert_close
 
-
 F64 = torch.float64
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import netmoments as nm
 from tests.closeness import assert_close
 from tests.moments.problems import PROPAGATED, assert_same, deep, means, noise, perceptron
-from tests.networks import FACTORIES, inputs, network, seeded
-
+from tests.networks import FACTORIES, inputs, network
 
 METHODS = ("two-stage", "linear", "sampling")
 
@@ -22,7 +21,7 @@ METHODS = ("two-stage", "linear", "sampling")
 @pytest.mark.parametrize("method", METHODS)
 def test_shapes_and_facts(method, batch):
     noise = nm.Gaussian(means(*batch), std=0.3, event_ndim=1)
-    found = nm.output_moments(perceptron(), noise, method, samples=50)
+    found = nm.output_moments(perceptron(5), noise, method)
     assert found.method == method
     assert found.cut == ("1" if method == "two-stage" else None)
     assert found.outputs is None
@@ -35,7 +34,7 @@ def test_shapes_and_facts(method, batch):
     assert found.flip_probability(2).shape == batch
 
 
-@pytest.mark.parametrize("method", ["two-stage", "linear"])
+@pytest.mark.parametrize("method", [nm.TwoStage(1), nm.Linear()])
 @pytest.mark.parametrize("kind", ["number", "an image", "diagonal", "dense", "low rank"])
 def test_a_batch_is_a_loop(method, kind):
     generator = torch.Generator().manual_seed(5)
@@ -49,28 +48,27 @@ def test_a_batch_is_a_loop(method, kind):
         "low rank": nm.LowRank(factor, torch.rand(72, dtype=torch.float64, generator=generator)),
     }[kind]
     noise = nm.Gaussian(x, spread, event_ndim=3)
-    which = {"layer": 1} if method == "two-stage" else {}
-    together = nm.output_moments(net, noise, method, **which)
+    together = nm.output_moments(net, noise, method)
     flat = noise.flattened()
     for i in range(6):
-        alone = nm.output_moments(net, flat.entries(slice(i, i + 1)), method, **which)
+        alone = nm.output_moments(net, flat.entries(slice(i, i + 1)), method)
         assert_close(together.mean[i // 3, i % 3], alone.mean[0], atol=1e-12)
         assert_close(together.covariance[i // 3, i % 3], alone.covariance[0], atol=1e-12)
 
 
 @pytest.mark.parametrize("method", PROPAGATED)
 @pytest.mark.parametrize("name", ["residual", "mutating"])
-def test_a_batch_is_a_loop(method, name):
+def test_a_batch_is_a_loop_of_what_is_propagated(method, name):
     """The sketch of entry i has the seed of the whole, plus i."""
     net, x = network(name), inputs(name, 4)
     size = x[0].numel()
     variance = 0.1 * torch.rand(2, 2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     given = nm.Gaussian(x.reshape(2, 2, *x.shape[1:]), nm.Diagonal(variance), event_ndim=x.dim() - 1)
-    together = nm.output_moments(net, given, method, seed=5)
+    together = nm.output_moments(net, given, nm.Sketch(seed=5) if method == "sketch" else method)
     assert together.mean.shape == (2, 2, 3)
     for i in range(4):
         alone = nm.Gaussian(x[i], nm.Diagonal(variance.reshape(4, size)[i]))
-        found = nm.output_moments(net, alone, method, seed=5 + i)
+        found = nm.output_moments(net, alone, nm.Sketch(seed=5 + i) if method == "sketch" else method)
         assert_close(together.mean[i // 2, i % 2], found.mean, atol=1e-13)
         assert_close(together.covariance[i // 2, i % 2], found.covariance, atol=1e-13)
 
@@ -83,7 +81,7 @@ def test_every_network_of_the_collection_against_samples(name):
     """Little noise: variances are within 2 % and 4 standard errors of 20 000 samples; a sketch has its own error."""
     net, samples = network(name), 20_000
     given = nm.Gaussian(inputs(name, 1)[0], std=0.05)
-    sampled = nm.output_moments(net, given, "sampling", samples=samples, seed=1)
+    sampled = nm.output_moments(net, given, nm.Sampling(samples, seed=1))
     for method, allowed in (("auto", 0.02), ("sketch", 0.02 + 4 * math.sqrt(2 / 64) * 0.12)):
         found = nm.output_moments(net, given, method)
         off = nm.relative_difference(found.variance, sampled.variance)
@@ -92,24 +90,6 @@ def test_every_network_of_the_collection_against_samples(name):
 
 
 # which scores
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_chosen_scores_are_selected_from_all(method):
-    net, noise = perceptron(), nm.Gaussian(means(2, 3), std=0.3, event_ndim=1)
-    everything = nm.output_moments(net, noise, method, samples=200)
-    best = net(noise.mean).topk(2, -1).indices
-    each = torch.tensor([[0, 3], [1, 2], [4, 0], [2, 2], [3, 1], [0, 4]])
-    choices = {"a list": ([3, 0], torch.tensor([3, 0]).expand(2, 3, 2)), "the largest": (2, best)}
-    choices |= {"each": (each, each.reshape(2, 3, 2)), "from the end": ([-1, 0], torch.tensor([4, 0]).expand(2, 3, 2))}
-    for name, (outputs, rows) in choices.items():
-        found = nm.output_moments(net, noise, method, outputs, samples=200)
-        assert torch.equal(found.outputs, rows), name
-        assert_close(found.mean, everything.mean.gather(-1, rows), atol=1e-14, what=name)
-        assert_close(found.variance, everything.variance.gather(-1, rows), atol=1e-14, what=name)
-        square = everything.covariance.gather(-2, rows.unsqueeze(-1).expand(2, 3, 2, 5))
-        square = square.gather(-1, rows.unsqueeze(-2).expand(2, 3, 2, 2))
-        assert_close(found.covariance, square, atol=1e-14, what=name)
 
 
 def test_a_sketch_of_many_scores_is_of_the_five_largest():
@@ -127,7 +107,7 @@ def test_a_sketch_of_many_scores_is_of_the_five_largest():
     assert nm.output_moments(net, given, "layerwise").mean.shape == (2, 3, 120)
 
 
-@pytest.mark.parametrize("method", ["auto", *PROPAGATED])
+@pytest.mark.parametrize("method", ["auto", *PROPAGATED, "two-stage", "linear", nm.Sampling(200)])
 def test_chosen_scores_are_selected_from_all(method):
     net, given = deep(scores=5), noise(2, 3)
     everything = nm.output_moments(net, given, method)
@@ -180,7 +160,7 @@ def test_every_structure_of_covariance(kind):
     assert exact.method == "exact"
     assert_same(exact, nm.output_moments(perceptron(), given, "two-stage"))
     probes = 1024
-    sketch = nm.output_moments(perceptron(), given, "sketch", probes=probes)
+    sketch = nm.output_moments(perceptron(), given, nm.Sketch(probes))
     scale = exact.variance.sqrt() + 1e-9
     assert_close((sketch.mean - exact.mean) / scale, torch.zeros(2, 3), atol=2 * math.sqrt(2 / probes))
     off = (sketch.covariance - exact.covariance) / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
@@ -190,7 +170,7 @@ def test_every_structure_of_covariance(kind):
 @pytest.mark.parametrize("name", ["residual", "shared", "changes the output"])
 def test_float32(name):
     """A sum of a few hundred rounded products, and variances that are differences of such."""
-    for method in ("auto", *PROPAGATED):
+    for method in PROPAGATED:
         double, single = (
             nm.output_moments(network(name, dtype), nm.Gaussian(inputs(name, 1).to(dtype), std=0.2), method)
             for dtype in (torch.float64, torch.float32)
@@ -203,9 +183,9 @@ def test_float32(name):
             assert_close(single.variance, double.variance, rtol=1e-3)
 
 
-def test_float32():
-    double = nm.output_moments(perceptron(), nm.Gaussian(means(3), std=0.3), "two-stage")
-    single = nm.output_moments(perceptron().float(), nm.Gaussian(means(3).float(), std=0.3), "two-stage")
+def test_two_stages_in_float32():
+    double = nm.output_moments(perceptron(5), nm.Gaussian(means(3), std=0.3), "two-stage")
+    single = nm.output_moments(perceptron(5).float(), nm.Gaussian(means(3).float(), std=0.3), "two-stage")
     assert single.mean.dtype == single.covariance.dtype == torch.float32
     assert_close(single.mean, double.mean, rtol=1e-5, atol=1e-6)
     assert_close(single.variance, double.variance, rtol=1e-5)
@@ -228,13 +208,13 @@ def test_what_is_constant_has_no_variance():
 # gradients, modes, side effects
 
 
-@pytest.mark.parametrize("name", ["shared", "residual", "changes the output"])
+@pytest.mark.parametrize("name", ["shared", "concatenation", "changes the output"])
 def test_gradients_in_the_noise_and_the_weights(name, monkeypatch):
     """Central differences with a step of 1e-6: truncation is 1e-12 of third derivatives, rounding 1e-10.
 
     All pairs of directions are followed: derivatives take the directions of a choice of them as fixed.
     """
-    monkeypatch.setattr("netmoments.propagate.rows.PAIRED", 128)
+    monkeypatch.setattr("netmoments.propagate.factors.PAIRED", 128)
     net, x = network(name), inputs(name, 1)
     generator = torch.Generator().manual_seed(1)
     weight = next(net.parameters())
@@ -318,7 +298,7 @@ def test_a_network_without_a_derivative_is_refused_not_given_zero_variance(chang
     for method in ("two-stage", "linear"):
         with pytest.raises(ValueError, match=r"change with the input but their derivative is zero or missing"):
             nm.output_moments(network, noise, method)
-    assert bool((nm.output_moments(network, noise, "sampling", samples=100).variance > 0).all())
+    assert bool((nm.output_moments(network, noise, nm.Sampling(100)).variance > 0).all())
 
 
 def test_a_network_made_in_inference_mode_is_refused_in_words():
@@ -331,76 +311,18 @@ def test_a_network_made_in_inference_mode_is_refused_in_words():
 # bad input
 
 
-BAD: dict[str, tuple[dict[str, object], str]] = {
-    "unknown method": (
-        {"method": "exact"},
-        r"one of auto, layerwise, sketch, two-stage, linear, sampling, got 'exact'",
-    ),
-    "little memory": (
-        {"method": "layerwise", "memory_budget": 99},
-        r'"layerwise" needs 0\.\d+ MB for the covariances at \d, but 9.9e-05 MB is the limit; raise memory_budget=, or '
-        r'use method="sketch" \(any size\) or "sampling"',
-    ),
-    "no memory": ({"memory_budget": 0}, r"memory_budget must be a positive number of bytes, got 0"),
-    "no memory, layerwise": ({"method": "layerwise", "memory_budget": -1}, r"memory_budget must be a positive"),
-    "one probe": ({"method": "sketch", "probes": 1}, r"probes must be an integer of at least 2.*, got 1"),
-    "a true probe": ({"method": "sketch", "probes": True}, r"probes must be an integer of at least 2.*, got True"),
-    "half a probe": ({"method": "sketch", "probes": 2.5}, r"probes must be an integer of at least 2.*, got 2.5"),
-    "one probe for control": (
-        {"method": "sampling", "control": "sketch", "probes": 1},
-        r"probes must be an integer of at least 2",
-    ),
-    "a seed": ({"method": "sketch", "seed": -1}, r"seed must be an integer of at least 0"),
-    "control of auto": ({"control": "linear"}, r'control= is for method="sampling", got \'auto\''),
-    "control of layerwise": ({"method": "layerwise", "control": "sketch"}, r"control= is for .*, got 'layerwise'"),
-    "unknown control": (
-        {"method": "sampling", "control": "exact"},
-        r"control must be one of two-stage, linear, sketch, or None, got 'exact'",
-    ),
-    "few samples": (
-        {"method": "sampling", "control": "linear", "samples": 1},
-        r"at least 20 samples are needed, .* got 1",
-    ),
-    "layer of layerwise": (
-        {"method": "layerwise", "layer": 0},
-        r'layer= is for method="two-stage" \(or control="two-stage"\), got \'layerwise\'',
-    ),
-    "layer of a sketch": ({"method": "sketch", "layer": 0}, r"layer= is for .*, got 'sketch'"),
-    "layer of another control": ({"method": "sampling", "control": "linear", "layer": 0}, r"layer= is for "),
-    "bank of layerwise": ({"method": "layerwise", "bank": 3}, r"a bank is for method=\"two-stage\", got 'layerwise'"),
-    "unknown layer": ({"layer": "relu9"}, r"no ReLU is named 'relu9'"),
-    "score out of range": ({"outputs": [3]}, r"outputs must be from 0 to 2, got \[3\]"),
-    "too many scores": ({"outputs": 4}, r"from 1 to the network's 3 scores, .*got 4"),
-    "true": ({"method": "sketch", "outputs": True}, r"from 1 to the network's 3 scores, .*got True"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case):
-    options, message = BAD[case]
-    with pytest.raises(ValueError, match=message):
-        nm.output_moments(deep(), noise(), **options)
-
-
-NET = perceptron().float()
-
-
+NET = perceptron(5).float()
 NOISE = nm.Gaussian(torch.zeros(4), std=0.1)
-
-
 BATCH = nm.Gaussian(torch.zeros(3, 4), std=0.1)
-
-
 GATES = nm.AffineReluAffine(torch.ones(4, 4), torch.zeros(4), torch.ones(2, 4), torch.zeros(2))
 
 
-def moments(method: str = "two-stage", *args, noise: nm.Gaussian = NOISE, **kwargs) -> nm.OutputMoments:
+def moments(method: object = "two-stage", *args, noise: nm.Gaussian = NOISE, **kwargs) -> nm.OutputMoments:
     return nm.output_moments(NET, noise, method, *args, **kwargs)
 
 
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "noise a tensor": (lambda: nm.output_moments(NET, torch.zeros(4)), TypeError, r"noise must be a netmoments\.Gauss"),
-    "unknown method": (lambda: moments("exact"), ValueError, r"one of auto, layerwise, .*sampling, got 'exact'"),
     "not a network": (lambda: nm.output_moments(torch.relu, NOISE), TypeError, r"must be a torch\.nn\.Module"),
     "training mode": (
         lambda: nm.output_moments(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), NOISE, "two-stage"),
@@ -412,7 +334,11 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"no ReLU.*method='linear'",
     ),
-    "unknown layer": (lambda: moments(layer="relu9"), ValueError, r"no ReLU is named 'relu9'; the ReLUs are: 0 '1'"),
+    "unknown layer": (
+        lambda: moments(nm.TwoStage("relu9")),
+        ValueError,
+        r"no ReLU is named 'relu9'; the ReLUs are: 0 '1'",
+    ),
     "wrong size": (
         lambda: moments(noise=nm.Gaussian(torch.zeros(5), std=0.1)),
         ValueError,
@@ -437,8 +363,20 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"outputs must be from 0 to 1",
     ),
-    "one sample": (lambda: moments("sampling", samples=1), ValueError, r"samples must be an integer of at least 2"),
-    "seed": (lambda: moments("sampling", seed=-1), ValueError, r"seed must be an integer of at least 0"),
+    "little memory": (
+        lambda: nm.output_moments(deep(), noise(), "layerwise", memory_budget=99),
+        ValueError,
+        r'"layerwise" needs 0\.\d+ MB for the covariances at \d, but 9.9e-05 MB is the limit; raise memory_budget=, or '
+        r'use method="sketch" \(any size\) or "sampling"',
+    ),
+    "no memory": (lambda: moments("auto", memory_budget=0), ValueError, r"must be a positive number of bytes, got 0"),
+    "negative memory": (
+        lambda: moments("layerwise", memory_budget=-1),
+        ValueError,
+        r"memory_budget must be a positive",
+    ),
+    "score out of range": (lambda: moments("auto", [5]), ValueError, r"outputs must be from 0 to 4, got \[5\]"),
+    "too many scores": (lambda: moments("auto", 6), ValueError, r"from 1 to the network's 5 scores, .*got 6"),
     "budget": (lambda: moments(memory_budget=0), ValueError, r"memory_budget must be a positive number of bytes"),
     "budget too small": (
         lambda: moments(memory_budget=100),
@@ -461,17 +399,17 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "comparison without errors": (lambda: moments().compare(moments()), ValueError, r"other must be sampled"),
     "comparison with a tensor": (lambda: moments().compare(NOISE.mean), TypeError, r"other must be moments, got a"),
     "comparison of other scores": (
-        lambda: moments(outputs=[0, 1]).compare(moments("sampling", [1, 0], samples=5)),
+        lambda: moments(outputs=[0, 1]).compare(moments(nm.Sampling(5), [1, 0])),
         ValueError,
         r"both must be of the same scores",
     ),
     "comparison of other scores, all of them": (
-        lambda: moments().compare(moments("sampling", [4, 3, 2, 1, 0], samples=5)),
+        lambda: moments().compare(moments(nm.Sampling(5), [4, 3, 2, 1, 0])),
         ValueError,
         r"both must be of the same scores",
     ),
     "comparison of other shapes": (
-        lambda: moments().compare(moments("sampling", [0], samples=5)),
+        lambda: moments().compare(moments(nm.Sampling(5), [0])),
         ValueError,
         r"got shapes \(5,\) and \(1,\); give both the same outputs=",
     ),

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import nn
 
 import netmoments as nm
 from tests.closeness import assert_close
-from tests.moments.problems import means, noise, perceptron
+from tests.moments.problems import means, perceptron
 
 
 def test_flips_and_classes():
     """Between two, P(0 wins) = Φ((m₀ − m₁)/√Var(y₀ − y₁)); labels are classes, not places."""
-    net, noise = perceptron(), nm.Gaussian(means(3), std=0.3)
+    net, noise = perceptron(5), nm.Gaussian(means(3), std=0.3)
     found = nm.output_moments(net, noise, "two-stage", [4, 1])
     m, c = found.mean, found.covariance
     lead = (m[:, 0] - m[:, 1]) / (c[:, 0, 0] + c[:, 1, 1] - 2 * c[:, 0, 1]).sqrt()
@@ -30,8 +29,8 @@ def test_flips_and_classes():
 
 
 def test_comparison_with_samples():
-    net, noise = perceptron(), nm.Gaussian(means(2), std=0.3)
-    sampled = nm.output_moments(net, noise, "sampling", samples=1000)
+    net, noise = perceptron(5), nm.Gaussian(means(2), std=0.3)
+    sampled = nm.output_moments(net, noise, nm.Sampling(1000))
     itself = sampled.compare(sampled)
     assert float(itself.mean.abs().max()) == float(itself.covariance.abs().max()) == 0
     shifted = nm.OutputMoments(

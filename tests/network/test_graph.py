@@ -1,28 +1,60 @@
-"""Graphs: where an operation is, and networks that have none."""
+"""Graphs: where an operation is, weights that change, and networks that have none."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import netmoments as nm
 from netmoments.network.graph import traced_graph
-from tests.networks import Residual, inputs, network, seeded
+from tests.closeness import assert_close
+from tests.networks import FACTORIES, Residual, inputs, network, seeded
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_graph_computes_what_the_network_computes(name):
+    """For another image than the one it was recorded with, and after the weights have changed in place."""
+    net, x = network(name), inputs(name, 2)
+    graph = traced_graph(net, x[:1], "test")
+    for _ in range(2):
+        with torch.no_grad():
+            values = graph.values(graph.constants(net), x[1:])
+            assert_close(values[graph.output], net(x[1:].clone()), rtol=1e-13, atol=1e-14)
+            for parameter in net.parameters():
+                parameter.mul_(1.1).add_(0.01)
 
 
 def test_graphs_say_where_an_operation_is():
-    graph = traced_graph(seeded(Residual), image(2, 6, 6), "test")
+    graph = traced_graph(seeded(Residual), inputs("residual", 1), "test")
     places = {graph.where(node) for node in graph.nodes if node in graph.noisy}
     assert {"stem", "block1.conv1", "block2.norm2"} <= places
 
 
-@pytest.mark.parametrize("method", ["auto", *PROPAGATED])
+class ByImage(nn.Module):
+    """Linear, a function of one image at a time, ReLU, Linear."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.function, self.last = nn.Linear(4, 5), function, nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(functional.relu(torch.stack([self.function(z) for z in self.first(x)])))
+
+
+NOISE = nm.Gaussian(torch.tensor([0.3, -1.0, 0.7, 0.2], dtype=torch.float64), std=0.3)
+
+
+@pytest.mark.parametrize("method", ["auto", "layerwise", "sketch"])
 def test_a_network_without_a_fixed_graph_is_refused(method):
     for function in (lambda z: z if z.sum() > 0 else -z, lambda z: z * z.sum().item()):
-        net = seeded(lambda function=function: Around(each(function)))
+        net = seeded(lambda function=function: ByImage(function))
         with pytest.raises(ValueError, match=r"decides by the values it computes .*an if or a loop .*'sampling'"):
-            nm.output_moments(net, noise(), method)
+            nm.output_moments(net, NOISE, method)
+        assert nm.output_moments(net, NOISE, nm.Sampling(100)).mean.shape == (3,)
 
 
 def test_an_autograd_function_of_the_old_style_is_recorded_as_what_it_does():

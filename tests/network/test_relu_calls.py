@@ -62,7 +62,6 @@ RELUS: dict[str, Callable[[Tensor], Tensor]] = {
     "aten": lambda x: torch.ops.aten.relu.default(x),
 }
 
-
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu6": functional.relu6,
     "nn.ReLU6": nn.ReLU6(),
@@ -189,7 +188,6 @@ def test_smooth_functions_are_known(name):
 
 SMALL = seeded(small, torch.float32)
 TWICE = seeded(lambda: nn.Sequential(nn.Linear(4, 4), *[nn.ReLU()] * 2), torch.float32)
-
 BAD_LAYERS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no ReLU": (
         lambda: nm.two_stage(nn.Linear(4, 2).eval(), POINT[0]),

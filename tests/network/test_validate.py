@@ -50,11 +50,7 @@ def batch_norm_without_statistics() -> nn.Module:
 
 
 SMALL = seeded(small, torch.float32)
-
-
 IMAGE = torch.zeros(1, 1, 4, 4)
-
-
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "training mode": (
         lambda: nm.relus(seeded(small, torch.float32).train(), POINT),

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import netmoments as nm
 from netmoments.network.graph import shape_of
+from netmoments.propagate import plan as plans
 from netmoments.propagate.plan import Plan
 from netmoments.rules.maximum import Largest
 from tests.networks import seeded
@@ -63,12 +65,39 @@ def test_the_graph_follows_the_weights():
 
 
 def test_a_kept_plan_follows_the_weights():
-    """The same plan while nothing changes; another after a change, however made, and where gradients are wanted."""
+    """The same plan while nothing changes; another after a change, and where gradients are wanted."""
     network, x = seeded(leaky), image(12)
     with torch.no_grad():
         kept, before = plan(network, x), moments(network, x, isotropic(0.2, x))[0]
         assert plan(network, x) is kept
-        network[-1].bias.data += 1
+        network[-1].bias += 0
+        assert plan(network, x) is kept
+        network[-1].bias += 1
         assert plan(network, x) is not kept
         torch.testing.assert_close(moments(network, x, isotropic(0.2, x))[0] - before, torch.ones(4).double())
     assert plan(network, x) is not plan(network, x)
+
+
+def test_a_network_is_planned_once_while_nothing_changes(monkeypatch):
+    """Users call with gradients enabled, as torch starts: the plan is kept all the same, and follows the weights."""
+    made = []
+    original = plans._Planner.plan
+    monkeypatch.setattr(plans._Planner, "plan", lambda self: made.append(1) or original(self))
+    net, noise = seeded(leaky), nm.Gaussian(image(12), std=0.2)
+
+    def mean() -> Tensor:
+        return nm.output_moments(net, noise, "layerwise").mean
+
+    before = [mean() for _ in range(2)]
+    assert len(made) == 1
+    assert torch.equal(*before)
+    with torch.no_grad():
+        net[-1].bias += 1
+    torch.testing.assert_close(mean(), before[0] + 1)
+    assert len(made) == 2
+    net[-1].bias.data += 1  # which torch does not count as a change
+    torch.testing.assert_close(mean(), before[0] + 2)
+    assert len(made) == 3
+    net[-1].bias.data = net[-1].bias.data.clone()  # the same, elsewhere: what was recorded would read the old place
+    torch.testing.assert_close(mean(), before[0] + 2)
+    assert len(made) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
@@ -16,7 +17,7 @@ from netmoments.propagate import sketch
 from netmoments.propagate.sketch import Sketched, sketched
 from tests.closeness import assert_close, assert_within_standard_errors
 from tests.networks import Block, inputs, network, seeded
-from tests.propagate.small import plan
+from tests.propagate.small import plan, sampled
 
 
 def isotropic(image: Tensor, std: float) -> Isotropic:
@@ -103,24 +104,25 @@ class Pooled(nn.Module):
 )
 def test_networks_against_monte_carlo(module, image, std):
     found = sketch_of(module, image, isotropic(image, std), probes=512, seed=1)
-    sampled = nm.monte_carlo(module, nm.Gaussian(image[0], std=std), samples=40_000, seed=2)
-    sd = sampled.variance.sqrt()
+    reference = nm.monte_carlo(module, nm.Gaussian(image[0], std=std), 40_000, seed=2)
+    sd = reference.variance.sqrt()
     # S from 512 probes is off by 6 %, the mean by 1/√512 = 0.044 of what is not linear; samples by 1/√40000
-    assert_close((found.mean + found.correction - sampled.mean) / sd, torch.zeros(len(sd)), atol=0.1)
-    assert_close((found.covariance - sampled.covariance) / (sd[:, None] * sd), torch.zeros(len(sd), len(sd)), atol=0.05)
+    assert_close((found.mean + found.correction - reference.mean) / sd, torch.zeros(len(sd)), atol=0.1)
+    off = (found.covariance - reference.covariance) / (sd[:, None] * sd)
+    assert_close(off, torch.zeros_like(off), atol=0.05)
 
 
 def test_the_correction_takes_the_bias_of_the_formulas_away():
     """Most of the variance is not linear, and few units make it up: not Gaussian, so the formulas are biased."""
     module, image = seeded(Pooled), normal(1, 2, 12, 12, seed=1).abs()
-    sampled = nm.monte_carlo(module, nm.Gaussian(image[0], std=0.4), samples=40_000, seed=1)
+    reference = sampled(module, image, 0.4, 40_000, seed=1)
     cut, scores = plan(module, image), torch.arange(3).expand(20, 3)
     with torch.no_grad():
         found = sketched(cut, image.expand(20, -1, -1, -1), isotropic(image, 0.4), scores)
     plain, corrected = found.mean, found.mean + found.correction
-    error = torch.hypot(corrected.std(0) / math.sqrt(20), sampled.mean_standard_error)
-    assert_within_standard_errors(corrected.mean(0), sampled.mean, error)
-    assert float(((plain.mean(0) - sampled.mean) / error).abs().max()) > 5
+    error = torch.hypot(corrected.std(0) / math.sqrt(20), reference.mean_standard_error)
+    assert_within_standard_errors(corrected.mean(0), reference.mean, error)
+    assert float(((plain.mean(0) - reference.mean) / error).abs().max()) > 5
 
 
 def test_a_batch_is_its_images_with_seeds_in_a_row():
@@ -166,13 +168,13 @@ def test_images_go_together_as_the_memory_allows():
 
 @pytest.mark.parametrize("std", [0.05, 0.2])
 def test_64_probes_are_as_good_as_stated(std):
-    """Variances of a small LeNet are off by less than 0.1 on average, where 64 samples are by 0.14."""
+    """Variances of a small LeNet are off by less than 0.1 on average, where 64 samples are by 0.14, 10,000 by 0.011."""
     module, images = network("lenet"), inputs("lenet", 4)
     cut, rows = plan(module, images[:1]), torch.arange(10).expand(4, 10)
     found = sketched(cut, images, isotropic(images[:1], std), rows)
-    sampled = nm.monte_carlo(module, nm.Gaussian(images, std=std), samples=40_000, seed=2)
+    reference = nm.monte_carlo(copy.deepcopy(module).float(), nm.Gaussian(images.float(), std=std), 10_000, seed=2)
     variance = found.covariance.diagonal(dim1=-2, dim2=-1)
-    assert float(nm.relative_difference(variance, sampled.variance).mean()) < 0.1
+    assert float(nm.relative_difference(variance, reference.variance).mean()) < 0.1
 
 
 def test_chosen_scores_are_those_of_all():

@@ -1,9 +1,14 @@
-"""Layers of ReLUs to try kernels on."""
+"""Layers of ReLUs to try kernels on, with the kernels of a GPU and without."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor
+
+from netmoments.relu.triton import kernels
 
 
 def random_layer(units: int, seed: int, rank: int | None = None, batch: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
@@ -30,3 +35,15 @@ def hard_layer(units: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
         mean[0, 3] = 0
     factor = factor.to(dtype)
     return mean.to(dtype), factor, factor @ factor.mT
+
+
+def by_kernels_and_plainly(
+    call: Callable[[], list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A call's results with Triton's kernels, and with Triton missing."""
+    pytest.importorskip("triton")
+    fast = call()
+    with monkeypatch.context() as missing:
+        missing.setattr(kernels, "PRESENT", False)
+        plain = call()
+    return fast, plain

@@ -17,9 +17,10 @@ from torch.autograd import gradcheck
 
 import netmoments as nm
 from netmoments.normal import density, distribution
+from netmoments.relu.covariance import layer_form, layer_form_diagonal
 from tests.closeness import assert_close, assert_within_standard_errors
 from tests.reference.bivariate_integrals import PATH, exact_integrals
-from tests.relu.layers import random_layer
+from tests.relu.layers import hard_layer, random_layer
 
 
 def test_reference_digits_float64(reference):
@@ -228,6 +229,15 @@ def test_orthant_probability_of_certain_units():
     assert_close(
         nm.orthant_probability(mean, matrix)[3], [p * open_last for p in expected[:3]] + [open_last], atol=1e-16
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layer_forms_are_products_with_the_covariance(dtype):
+    mean, _, matrix = hard_layer(25, 5, dtype)
+    weights = torch.randn(3, 25, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    exact = weights @ nm.relu_covariance(mean, matrix) @ weights.mT
+    torch.testing.assert_close(layer_form(mean, matrix, weights), exact)
+    torch.testing.assert_close(layer_form_diagonal(mean, matrix, weights), exact.diagonal(dim1=1, dim2=2))
 
 
 F32, EYE = torch.zeros(3), torch.eye(3)

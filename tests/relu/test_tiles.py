@@ -8,7 +8,8 @@ from torch import Tensor
 
 import netmoments as nm
 from netmoments.normal import distribution
-from netmoments.relu.tiles import Tile, active, chunks, saturation, tile_elements, triangle, units_of
+from netmoments.relu.bivariate import units_of
+from netmoments.relu.tiles import Tile, active, chunks, saturation, tile_elements, triangle
 from tests.closeness import assert_close
 from tests.relu.layers import hard_layer, random_layer
 

@@ -28,6 +28,19 @@ def small_images(count: int = 8) -> StudiedImages:
     return StudiedImages(network.eval(), images, torch.arange(count) * 11, seed=7)
 
 
+def small_lenet() -> nn.Module:
+    """In place of LeNet, which is large: three ReLUs, two of them behind pooling, and ten scores of a 16×16 image."""
+    torch.manual_seed(5)
+    network = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(3, 4, 2), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(36, 20), nn.ReLU(), nn.Linear(20, 10),
+    )  # fmt: skip
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight *= 3  # scores as large as LeNet's
+    return network.eval()
+
+
 def shown(outcome: Outcome) -> str:
     """All cells of its panels."""
     return " ".join(cell for panel in outcome.panels for row in panel.rows for cell in row)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import netmoments as nm
-from netmoments.attacks.expected_margins import ExpectedMargins, Surrogate
+from netmoments.attacks.expected_margins import ExpectedMargins, LinearizedScores
 from netmoments.attacks.primal_dual import Iterate, Problem, descend, finished
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import evenly_spread
@@ -31,7 +31,7 @@ def right_images(lenet, mnist, count):
 
 
 def problem_on(lenet, images, labels, larger, smaller) -> Problem:
-    margins = ExpectedMargins.between(Surrogate.of(nm.two_stage(lenet, images), images), larger, smaller)
+    margins = ExpectedMargins.between(LinearizedScores.of(nm.two_stage(lenet, images), images), larger, smaller)
     flat = images.flatten(1)
     sigma = torch.full((len(images),), GREY)
     return Problem(margins, sigma, torch.zeros(larger.shape), -flat, 1 - flat, SHAPE)
@@ -72,9 +72,10 @@ def against_reference(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     return np.array(ratios), np.array(sparser)
 
 
-def test_the_objective_is_that_of_convex_programming(lenet, mnist):
-    """Sixteen images against their best rival: at most 1.002 of the reference on average, 1.03 at worst."""
-    chosen = right_images(lenet, mnist, 16)
+@pytest.mark.parametrize("count", [1, pytest.param(16, marks=pytest.mark.slow)])
+def test_the_objective_is_that_of_convex_programming(lenet, mnist, count):
+    """Images against their best rival: at most 1.002 of the reference on average, 1.03 at worst."""
+    chosen = right_images(lenet, mnist, count)
     with torch.no_grad():
         scores = lenet(chosen.images)
     rivals = scores.scatter(1, chosen.labels[:, None], -torch.inf).argmax(1)
@@ -85,12 +86,13 @@ def test_the_objective_is_that_of_convex_programming(lenet, mnist):
     assert sparser.mean() >= 0
 
 
-def test_with_all_constraints_of_a_target_too(lenet, mnist):
-    chosen = right_images(lenet, mnist, 4)
+@pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_with_all_constraints_of_a_target_too(lenet, mnist, count):
+    chosen = right_images(lenet, mnist, count)
     targets = (chosen.labels + 5) % 10
-    others = torch.arange(10).expand(4, -1)
-    larger = others[others != targets[:, None]].reshape(4, 1, 9)
-    smaller = targets.reshape(4, 1, 1).expand_as(larger)
+    others = torch.arange(10).expand(count, -1)
+    larger = others[others != targets[:, None]].reshape(count, 1, 9)
+    smaller = targets.reshape(count, 1, 1).expand_as(larger)
     ratios, sparser = against_reference(problem_on(lenet, chosen.images, chosen.labels, larger, smaller))
     assert ratios.mean() <= 1.01
     assert ratios.max() <= 1.03

@@ -89,15 +89,15 @@ def test_engine_shows_exact_beside_sampled_and_the_series(run, monkeypatch):
 
 
 def test_train_writes_weights_that_can_be_used(run, monkeypatch):
-    short = dataclasses.replace(training.RECIPES["digits"], epochs=8)
+    short = dataclasses.replace(training.RECIPES["digits"], epochs=5)
     monkeypatch.setitem(training.RECIPES, "digits", short)
     said = run("train", "digits", "--out", "d.safetensors", "--device", "cpu")
     assert said.status == 0, said.err
-    assert "epoch   8 of 8" in said.out
+    assert "epoch   5 of 5" in said.out
     told = float(said.out.split("test accuracy ")[-1].split("%")[0])
     right = training.accuracy(nm.zoo.pretrained("digits", Path("d.safetensors")), nm.data.load("digits"))
     assert told == pytest.approx(100 * right, abs=0.006)
-    assert right > 0.85
+    assert right > 0.7
 
 
 def test_figure_1_needs_no_data(run, tmp_path):
@@ -116,7 +116,7 @@ def test_results_go_beside_the_package_by_default(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["reproduced"]
 
 
-def test_table_1_stopped_and_gone_on_with(run, few, tmp_path, monkeypatch):
+def test_table_1_stopped_and_gone_on_with(run, few, little_lenet, tmp_path, monkeypatch):
     monkeypatch.setattr(table_1, "BLOCK", 2)
     command = ("table-1", "--images", "3", "--data-dir", few, "--out", "made", "--device", "cpu")
     stopped = run(*command, "--minutes", "0.00001")

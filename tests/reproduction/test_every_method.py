@@ -29,7 +29,7 @@ def three() -> StudiedImages:
 
 @pytest.fixture(scope="module")
 def sweep(three) -> EveryMethodSweep:
-    return EveryMethodSweep("tighter", three, 1, reference=20_000, plain=400, assisted=100, probes=32)
+    return EveryMethodSweep("tighter", three, 1, reference=8_000, plain=400, assisted=100, probes=32)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ class TestEveryMethod:
         apart = found.halves["variance"].average(2)
         assert found.floor("variance", 2) == pytest.approx(apart / 2)
         # N plain samples of a nearly Gaussian score: √(2/N) times √(2/π); assisted ones are better
-        assert 0 < found.floor("variance", 2) < (2 / 20_000) ** 0.5 * (2 / np.pi) ** 0.5
+        assert 0 < found.floor("variance", 2) < (2 / 8_000) ** 0.5 * (2 / np.pi) ** 0.5
         assert found.errors["variance"]["plain"].average(2) > 2 * found.floor("variance", 2)
 
     def test_panels_numbers_and_drawing(self, run):

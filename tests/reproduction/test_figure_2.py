@@ -115,7 +115,9 @@ def test_sampling_at_the_papers_correlations_only(rows):
 
 
 def test_figure_2_from_beginning_to_end(tmp_path, monkeypatch):
-    fewer = functools.partial(GridErrorSweep, correlations=(*PAPER_CORRELATIONS, 0.99))
+    some = (-0.7, 0.0, 0.7, 0.999)
+    monkeypatch.setattr(figure_2, "PAPER_CORRELATIONS", some)
+    fewer = functools.partial(GridErrorSweep, correlations=(*some, 0.99))
     monkeypatch.setattr(figure_2, "GridErrorSweep", fewer)
     outcome = figure_2.reproduce(settings_for(tmp_path, samples=1000))
     ours = {one.what: one.ours for one in outcome.comparisons}

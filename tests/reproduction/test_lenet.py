@@ -80,7 +80,10 @@ def test_a_bank_of_centres_answers_for_the_images_near_them(network, images, tmp
     bank.save(tmp_path / "bank.safetensors")
     again = nm.LinearizationBank.load(tmp_path / "bank.safetensors")
     noise = nm.Gaussian(images[:20], std=0.01)
-    near, own = nm.output_moments(network, noise, nm.TwoStage(bank=again)), nm.output_moments(network, noise, "two-stage")
+    near, own = (
+        nm.output_moments(network, noise, nm.TwoStage(bank=again)),
+        nm.output_moments(network, noise, "two-stage"),
+    )
     assert near.distance is not None
     assert float(near.distance.max()) < 15
     agreement = (near.mean.argmax(1) == own.mean.argmax(1)).double().mean()

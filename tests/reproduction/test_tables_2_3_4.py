@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch
 import netmoments as nm
 from netmoments.covariances import LowRank
 from netmoments.gaussian import Gaussian
-from netmoments.sweep.local import LocalEngine
+from netmoments.network.weights import write_tensors
 from reproduction import seeds, table_2, table_3, table_4
 from reproduction.experiment import Settings
 from reproduction.image_sweeps import StudiedImages, cube
@@ -20,7 +19,7 @@ from reproduction.lenet_on_mnist import TightnessSweep
 from reproduction.table_4 import ClusterPoints, PointsSweep, pieces, round_robin
 from reproduction.training import training_facts
 from tests.closeness import assert_close
-from tests.reproduction.small import shown, small_images
+from tests.reproduction.small import settings_for, shown, small_images, small_lenet
 
 
 @pytest.fixture(scope="module")
@@ -80,26 +79,34 @@ class TestPoints:
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory, data_dir, mnist) -> Settings:
-    return Settings(
-        tmp_path_factory.mktemp("reproduction"), LocalEngine(["cpu"]), torch.device("cpu"), images=3, samples=40,
-        data_dir=data_dir,
-    )  # fmt: skip
+def settings(tmp_path_factory, few) -> Settings:
+    return settings_for(tmp_path_factory.mktemp("reproduced"), images=3, samples=40, data_dir=few)
 
 
+def share_the_sampling(settings: Settings) -> None:
+    """Tables 2 and 3 come together, and the second computes nothing again."""
+    two = table_2.reproduce(settings)
+    written = sorted(path.stat().st_mtime_ns for path in settings.out.rglob("*.parquet"))
+    three = table_3.reproduce(settings)
+    assert sorted(path.stat().st_mtime_ns for path in settings.out.rglob("*.parquet")) == written
+    assert len(two.comparisons) == 16
+    assert "nan" not in shown(two) + shown(three)
+    assert two.numbers["levels"][3]["variance"]["average"] < 1.0
+    for drawing in (*two.drawings, *three.drawings[:1]):
+        assert drawing.draw().axes
+
+
+@pytest.mark.slow
+def test_tables_2_and_3_of_lenet_on_mnist(tmp_path, data_dir, mnist):
+    share_the_sampling(settings_for(tmp_path, images=3, samples=40, data_dir=data_dir))
+
+
+@pytest.mark.usefixtures("little_lenet")
 class TestTables:
-    """On LeNet and real MNIST, with very few images and samples: that everything comes together, not its accuracy."""
+    """With very few images and samples of a small network: that everything comes together, not its accuracy."""
 
     def test_tables_2_and_3_share_the_sampling(self, settings):
-        two = table_2.reproduce(settings)
-        written = sorted(path.stat().st_mtime_ns for path in settings.out.rglob("*.parquet"))
-        three = table_3.reproduce(settings)
-        assert sorted(path.stat().st_mtime_ns for path in settings.out.rglob("*.parquet")) == written
-        assert len(two.comparisons) == 16
-        assert "nan" not in shown(two) + shown(three)
-        assert two.numbers["levels"][3]["variance"]["average"] < 1.0
-        for drawing in (*two.drawings, *three.drawings):
-            assert drawing.draw().axes
+        share_the_sampling(settings)
 
     def test_all_folders_of_another_run_are_named_before_anything_is_computed(self, settings):
         table_3.reproduce(settings)
@@ -118,34 +125,38 @@ class TestTables:
         assert answers["new variance", "farthest members are worse than centres"] == [True] * 4
 
     def test_table_4(self, settings, monkeypatch):
-        everything = nm.data.load("mnist", data_dir=settings.data_dir).first(520)
-        monkeypatch.setattr(nm.data, "load", lambda *_, **__: everything)
-        monkeypatch.setattr(table_4, "COUNTS", (250, 500))
-        small = replace(settings, out=settings.out / "four", samples=20)
-        outcome = table_4.reproduce(small)
-        assert len(outcome.panels[0].rows) == 4 * 5
-        means = {(row["points"], row["farthest"]): row["mean"][0] for row in outcome.numbers["rows"][:5]}
-        assert means[10_000, False] < means[250, False]
+        """Clusters of 30 images: 4 and 10 of them in place of the paper's 250 and 500."""
+        printed = {
+            (sigma, {250: 4, 500: 10}.get(count, count), farthest): row
+            for (sigma, count, farthest), row in table_4.TABLE_4.items()
+        }
+        monkeypatch.setattr(table_4, "TABLE_4", printed)
+        monkeypatch.setattr(table_4, "COUNTS", (4, 10))
+        monkeypatch.setattr(table_4, "FARTHEST", (4,))
+        outcome = table_4.reproduce(settings)
+        assert len(outcome.panels[0].rows) == 4 * 4
+        means = {(row["points"], row["farthest"]): row["mean"][0] for row in outcome.numbers["rows"][:4]}
+        assert set(means) == {(4, False), (4, True), (10, False), (10_000, False)}
+        assert means[10_000, False] < means[4, False]
         assert outcome.drawings[0].draw().axes
-        assert (small.out / "clusters.safetensors").exists()
+        assert (settings.out / "clusters.safetensors").exists()
 
     def test_seeds(self, settings, monkeypatch):
         def quickly(recipe, training, held_out, *, weights, seed, device, on_epoch):
-            torch.manual_seed(seed)
-            from netmoments.network.weights import write_tensors
+            weight = small_lenet().state_dict()
+            torch.manual_seed(seed + 10 * recipe.epochs)
+            changed = {name: value + 0.1 * torch.randn_like(value) for name, value in weight.items()}
+            write_tensors(weights, changed, training_facts(recipe, training, seed) | {"seconds": "1.5"})
 
-            facts = training_facts(recipe, training, seed)
-            write_tensors(weights, nm.zoo.build("lenet").state_dict(), facts | {"seconds": "1.5"})
-
-        everything = nm.data.load("mnist", data_dir=settings.data_dir).first(100)
+        everything = nm.data.load("mnist", data_dir=settings.data_dir)
         monkeypatch.setattr(nm.data, "load", lambda *_, **__: everything)
         monkeypatch.setattr(seeds, "train", quickly)
         monkeypatch.setattr(seeds, "SEEDS", (0, 1))
-        outcome = seeds.reproduce(replace(settings, images=2, samples=10))
+        few_samples = replace(settings, images=2, samples=10)
+        outcome = seeds.reproduce(few_samples)
         assert len(outcome.numbers["trials"]) == 4
         assert "nan" not in shown(outcome)
-        networks = {path.name: nm.zoo.pretrained("lenet", path) for path in (settings.out / "trained").iterdir()}
-        assert len(networks) == 4
+        assert len(list((settings.out / "trained").iterdir())) == 4
         assert len({trial["mean"][0] for trial in outcome.numbers["trials"]}) == 4
         assert outcome.seconds > 4 * 1.5
         stranger = settings.out / "trained" / "the-papers-recipe-1.safetensors"
@@ -153,9 +164,4 @@ class TestTables:
         with pytest.raises(
             ValueError, match=r"the-papers-recipe-1\.safetensors was trained otherwise \(recipe: wanted"
         ):
-            seeds.reproduce(replace(settings, images=2, samples=10))
-
-
-def test_nothing_is_written_outside_the_output_folder(settings):
-    assert not (Path.cwd() / "reproduction").exists()
-    assert settings.out.exists()
+            seeds.reproduce(few_samples)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
+import importlib
 import io
 import json
 import re
@@ -266,6 +268,13 @@ def test_no_cell_of_a_wide_panel_is_lost(width):
     text = shown(dataclasses.replace(TOY, panels=(Panel("Wide", columns, rows),)), width)
     assert all(cell in text for row in rows for cell in row)
     assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize("name", ["attack_rows", "figure_8", "table_5", "writing"])
+def test_examples_in_docstrings(name):
+    found = doctest.testmod(importlib.import_module(f"reproduction.{name}"))
+    assert found.attempted > 0
+    assert found.failed == 0
 
 
 def test_a_command_can_be_given(monkeypatch):

@@ -72,6 +72,8 @@ UNUSUAL = {
 def test_unusual_operations_are_what_they_are(name):
     """Within 7 % of the sampled variance: 512 probes of a sketch, 5 standard errors of 10⁵ samples are 2 %."""
     net, given = seeded(UNUSUAL[name]), nm.Gaussian(torch.tensor([0.5, -0.3, 1.0, 0.2]).double(), std=0.1)
-    found, sampled = nm.output_moments(net, given, probes=512), nm.monte_carlo(net, given, 100_000, seed=4)
-    assert float((found.variance / sampled.variance - 1).abs().max()) < 0.07
-    assert float(((found.mean - sampled.mean) / sampled.variance.sqrt()).abs().max()) < 0.05
+    answers = [nm.output_moments(net, given), nm.output_moments(net, given, nm.Sketch(probes=512))]
+    sampled = nm.monte_carlo(net, given, 100_000, seed=4)
+    for found in answers[answers[0].method == "sketch" :]:  # with fewer probes it is less near
+        assert float((found.variance / sampled.variance - 1).abs().max()) < 0.07
+        assert float(((found.mean - sampled.mean) / sampled.variance.sqrt()).abs().max()) < 0.05

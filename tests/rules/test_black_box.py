@@ -15,6 +15,17 @@ from tests.moments.problems import noise
 from tests.networks import seeded
 
 
+class Called(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
 class Around(nn.Module):
     """Linear, something, ReLU, Linear."""
 
@@ -44,10 +55,7 @@ NO_RULE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "shapes that depend on data": (each(lambda z: z[z > 0].sum().expand(5)), r"\w+ in network"),
 }
 
-
 KNOWN_FROM_SAMPLES = ("softmax", "layer norm", "exp", "product")
-
-
 NO_DERIVATIVE = ("rounding", "division with rounding")
 
 
@@ -60,7 +68,7 @@ def test_an_operation_without_a_rule_is_named(case):
         nm.output_moments(net, noise(), "layerwise")
     for advice in ("netmoments.register_rule", 'method="sketch"', 'method="sampling"', "max_pool2d"):
         assert advice in str(caught.value)
-    assert nm.output_moments(net, noise(), "sampling", samples=100).mean.shape == (3,)
+    assert nm.output_moments(net, noise(), nm.Sampling(100)).mean.shape == (3,)
 
 
 @pytest.mark.parametrize("case", KNOWN_FROM_SAMPLES)
@@ -69,9 +77,10 @@ def test_a_sketch_knows_from_samples_what_has_no_rule(case):
     function, where = NO_RULE[case]
     net = seeded(lambda: Around(function))
     given = nm.Gaussian(0.5 * torch.ones(4, dtype=torch.float64), std=0.1)
-    found = nm.output_moments(net, given, probes=512)
-    assert found.method == "sketch"
-    assert re.search(f"no rule for {where}", found.reason)
+    chosen = nm.output_moments(net, given)
+    assert chosen.method == "sketch"
+    assert re.search(f"no rule for {where}", chosen.reason)
+    found = nm.output_moments(net, given, nm.Sketch(probes=512))
     sampled = nm.monte_carlo(net, given, 200_000, seed=1)
     deviation = sampled.variance.sqrt()
     assert float(((found.mean - sampled.mean) / deviation).abs().max()) < 0.1
@@ -95,4 +104,7 @@ def test_what_gives_no_numbers_is_refused_by_a_sketch_too(case):
 @pytest.mark.parametrize("function", [nn.Hardshrink(0.2), lambda y: functional.relu(y).to(torch.bfloat16).double()])
 def test_jumps_and_rough_numbers_are_refused(function):
     with pytest.raises(ValueError, match="no rule for"):
-        nm.output_moments(seeded(lambda: Part(function)), nm.Gaussian(torch.zeros(4, dtype=torch.float64), std=0.3))
+        nm.output_moments(
+            seeded(lambda: nn.Sequential(nn.Linear(4, 6), Called(function), nn.Linear(6, 3))),
+            nm.Gaussian(torch.zeros(4, dtype=torch.float64), std=0.3),
+        )

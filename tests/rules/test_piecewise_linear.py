@@ -29,7 +29,7 @@ def test_pairs_of_two_kinks_are_exact():
     rule = PiecewiseLinear(*(torch.cat([x, x], -1) for x in _parts(HARD_TANH)))
     mean = torch.tensor([0.2, -0.1]).double()
     covariance = torch.tensor([[0.8, 0.5], [0.5, 0.6]]).double()
-    found = rule.pairs(mean, covariance)[0, 1]
+    found = rule.pairs(mean.unsqueeze(0), covariance.unsqueeze(0))[0, 0, 1]
     gains = rule.local(mean.unsqueeze(-1), covariance.diagonal().reshape(2, 1, 1)).gain.squeeze(-1)
     total = found + gains[0] * gains[1] * covariance[0, 1]
     nodes = torch.linspace(-9, 9, 20_001, dtype=torch.float64)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import netmoments as nm
-from netmoments.sampling.monte_carlo import MomentSums
+from netmoments.sampling.monte_carlo import MomentSums, class_frequencies
 from tests.closeness import assert_close, assert_within_standard_errors
-
 
 NOISE = nm.Gaussian(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64), nm.LowRank(torch.ones(3, 1).double(), 0.5))
 
@@ -116,9 +114,59 @@ def test_relative_difference():
     assert nm.relative_difference(torch.full((1,), 5e-324, dtype=torch.float64), 0 * huge).tolist() == [2.0]
 
 
-@given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6))
-def test_relative_difference_is_symmetric_and_bounded(x, y):
-    a, b = torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64)
-    value = nm.relative_difference(a, b).item()
-    assert 0 <= value <= 2
-    assert value == nm.relative_difference(b, a).item()
+def test_relative_difference_is_symmetric_and_bounded(generator):
+    """Numbers of all sizes and signs, zeros among them."""
+    x, y = torch.randn(2, 10_000, dtype=torch.float64, generator=generator)
+    x, y = (v * 10.0 ** torch.randint(-300, 300, v.shape, generator=generator).double() for v in (x, y))
+    x[::100], y[::150] = 0.0, 0.0
+    value = nm.relative_difference(x, y)
+    assert bool(((value >= 0) & (value <= 2)).all())
+    assert torch.equal(value, nm.relative_difference(y, x))
+    assert not bool(nm.relative_difference(x, x).any())
+
+
+NETWORK = nm.AffineReluAffine(torch.ones(4, 3), torch.zeros(4), torch.ones(2, 4), torch.zeros(2))
+SINGLE = nm.Gaussian(torch.zeros(3), std=1.0)
+X = torch.zeros(3)
+BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "seed": (lambda: nm.monte_carlo(NETWORK, SINGLE, 10, seed=-1), ValueError, "seed must be an integer of at least 0"),
+    "one sample": (
+        lambda: nm.monte_carlo(NETWORK, SINGLE, 1),
+        ValueError,
+        "samples must be an integer of at least 2, got 1",
+    ),
+    "batch of none": (
+        lambda: nm.monte_carlo(NETWORK, SINGLE, 10, batch=0),
+        ValueError,
+        "batch must be an integer of at least 1",
+    ),
+    "a tensor": (lambda: nm.monte_carlo(NETWORK, X, 10), TypeError, r"noise must be a netmoments\.Gaussian"),
+    "not a function": (lambda: nm.monte_carlo(3.0, SINGLE, 10), TypeError, "function must be callable, got 3.0"),
+    "function of another shape": (
+        lambda: nm.monte_carlo(lambda x: x.sum(), SINGLE, 10),
+        ValueError,
+        "one row for each of the 10 inputs",
+    ),
+    "function of integers": (lambda: nm.monte_carlo(lambda x: x.argmax(-1), SINGLE, 10), TypeError, "floating-point"),
+    "function that overflows": (lambda: nm.monte_carlo(lambda x: x / 0, SINGLE, 10), ValueError, "NaN or infinite"),
+    "difference of nan": (lambda: nm.relative_difference(X, X * math.nan), ValueError, "y must be finite"),
+    "difference of shapes": (lambda: nm.relative_difference(X, torch.ones(2)), ValueError, "shapes must broadcast"),
+    "difference of lists": (lambda: nm.relative_difference([1.0], X), TypeError, "x must be a torch tensor"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    call, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_class_frequencies():
+    """Of two scores x and −x the first wins with probability Φ(m/s), within five standard errors of each frequency."""
+    mean = torch.tensor([[0.0], [0.5], [-1.0]], dtype=torch.float64)
+    found = class_frequencies(lambda x: torch.cat([x, -x], 1), nm.Gaussian(mean, std=1.0), 20_000, seed=4)
+    wins = torch.special.ndtr(mean.squeeze(1))
+    assert found.shape == (3, 2)
+    assert_close(found.sum(1), torch.ones(3), atol=1e-15)
+    assert_within_standard_errors(found[:, 0], wins, (wins * (1 - wins) / 20_000).sqrt())

@@ -1,7 +1,7 @@
 """The kernels in Triton's interpreter are the plain version.
 
-Where Triton is installed, `TRITON_INTERPRET=1 pytest tests/relu/triton` runs them on the CPU. On a GPU see
-`tests/test_gpu.py`.
+Where Triton is installed, `TRITON_INTERPRET=1 pytest tests/relu/triton/test_kernels.py` runs them on the CPU. On
+a GPU see `tests/relu/test_on_gpu.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import netmoments as nm
-from netmoments.relu.quadratic_form import layer_form, layer_form_diagonal, pairs_form, pairs_form_diagonal
+from netmoments.relu.covariance import layer_form, layer_form_diagonal
+from netmoments.relu.quadratic_form import pairs_form, pairs_form_diagonal
 from netmoments.relu.triton import kernels, launch
 from tests.relu.layers import hard_layer
 

@@ -26,6 +26,7 @@ def test_without_triton_or_a_gpu_the_plain_version_is_used(monkeypatch):
 
 def test_the_kernels_are_called_where_they_can_run(monkeypatch):
     called = []
+    monkeypatch.setattr(launch, "ENABLED", True)
     monkeypatch.setattr(launch, "available", lambda tensor: True)
     monkeypatch.setattr(launch, "relu_covariance", lambda mean, *rest: called.append(1) or torch.zeros(1, 3, 3))
     nm.relu_covariance(torch.zeros(3), torch.eye(3))

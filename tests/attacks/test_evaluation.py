@@ -1,0 +1,91 @@
+"""How noise is judged: differences of pixels, likeness, intervals, and samples that the network sees."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage, stats
+
+from netmoments.attacks.evaluation import (
+    LARGEST_SQUARE,
+    Success,
+    adjoint_differences,
+    forward_differences,
+    noisy_scores,
+    structural_similarity,
+    total_variation,
+    wilson_interval,
+)
+from netmoments.attacks.margins import fooled_margin
+from tests.attacks.problems import random_images, small_network
+from tests.convex_reference import differences
+
+
+def test_differences_are_those_of_the_matrices(generator):
+    image = torch.randn(2, 3, 5, 4, generator=generator, dtype=torch.float64)
+    across, down = differences(5, 4)
+    ours = forward_differences(image)
+    flat = image.reshape(-1, 20).numpy().T
+    np.testing.assert_allclose(ours[0].reshape(-1, 20).numpy().T, across @ flat, atol=1e-15)
+    np.testing.assert_allclose(ours[1].reshape(-1, 20).numpy().T, down @ flat, atol=1e-15)
+    lengths = np.hypot(across @ flat, down @ flat).sum(0).reshape(2, 3).sum(1)
+    np.testing.assert_allclose(total_variation(image).numpy(), lengths, rtol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1), (4, 6), (2, 3, 8, 8)])
+def test_the_adjoint_is_the_adjoint(generator, shape):
+    image = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    pair = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    left, right = (forward_differences(image) * pair).sum(), (image * adjoint_differences(pair)).sum()
+    torch.testing.assert_close(left, right, rtol=1e-13, atol=1e-13)
+
+
+def test_the_norm_of_the_differences_is_below_its_bound(generator):
+    image = torch.randn(32, 32, generator=generator, dtype=torch.float64)
+    for _ in range(200):
+        image = adjoint_differences(forward_differences(image / image.norm()))
+    assert 0.98 * LARGEST_SQUARE < float(image.norm()) < LARGEST_SQUARE
+
+
+def test_the_interval_is_wilsons():
+    for count in (10, 200):
+        for hits in (0, 1, count // 2, count):
+            expected = stats.binomtest(hits, count).proportion_ci(method="wilson")
+            low, high = wilson_interval(torch.tensor(hits / count, dtype=torch.float64), count)
+            assert float(low) == pytest.approx(expected.low, abs=1e-12)
+            assert float(high) == pytest.approx(expected.high, abs=1e-12)
+
+
+def test_structural_similarity_is_that_of_a_filter(generator):
+    x, y = (torch.rand(2, 1, 20, 24, generator=generator, dtype=torch.float64) for _ in range(2))
+
+    def local(image: np.ndarray) -> np.ndarray:
+        return ndimage.gaussian_filter(image, 1.5, truncate=5 / 1.5)[5:-5, 5:-5]
+
+    for number, ours in enumerate(structural_similarity(x, y, 1.0).tolist()):
+        a, b = x[number, 0].numpy(), y[number, 0].numpy()
+        ma, mb = local(a), local(b)
+        va, vb, vab = local(a * a) - ma**2, local(b * b) - mb**2, local(a * b) - ma * mb
+        likeness = (2 * ma * mb + 1e-4) * (2 * vab + 9e-4) / ((ma**2 + mb**2 + 1e-4) * (va + vb + 9e-4))
+        assert ours == pytest.approx(likeness.mean(), rel=1e-10)
+    torch.testing.assert_close(structural_similarity(x, x, 1.0), torch.ones(2, dtype=torch.float64))
+
+
+def test_samples_of_an_image_do_not_depend_on_the_images_beside_it(generator):
+    network, images = small_network(), random_images(generator)
+    labels, sigma = torch.tensor([0, 1, 2]), torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    places = torch.tensor([4, 7, 9])
+
+    def sampled(chosen, bounds=None):
+        return torch.cat(list(noisy_scores(network, images[chosen], sigma[chosen], places[chosen], 120, 3, bounds)))
+
+    once = sampled([0, 1, 2])
+    assert once.shape == (120, 3, 4)
+    assert torch.equal(once, sampled([0, 1, 2]))
+    torch.testing.assert_close(once[:, [2]], sampled([2]))
+    torch.testing.assert_close(once[:, [2, 0]], sampled([2, 0]))
+    assert not torch.equal(once, sampled([0, 1, 2], (0.2, 0.8)))
+    frequency = Success.of(fooled_margin(once, labels, None) < 0)
+    assert bool((frequency.low <= frequency.rate).all())
+    assert bool((frequency.rate <= frequency.high).all())

@@ -1,0 +1,187 @@
+"""MNIST, FER2013 and digits: where they are found, what they hold, and files that do not belong together."""
+
+from __future__ import annotations
+
+import gzip
+
+import numpy as np
+import pytest
+import torch
+
+from netmoments.data.datasets import FER2013_CLASSES, find
+from netmoments.data.images import duplicates_of
+from netmoments.data.loading import load
+from tests.data.files import FACE, HEADER, TWO, idx_bytes, write_idx_pair
+
+USAGES = ("Training", "PublicTest", "PrivateTest")
+
+
+def test_mnist(mnist):
+    test = load("mnist", data_dir=mnist.parent)
+    assert (len(test), tuple(test.event_shape), len(test.classes)) == (10_000, (1, 28, 28), 10)
+    assert test.labels[:5].tolist() == [7, 2, 1, 0, 4]
+    assert torch.bincount(test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert test.names[17] == "test/17"
+    assert float(test.images.max()) == 1
+    assert test.images.mean().item() == pytest.approx(0.1325, abs=5e-5)  # the known mean of the test images
+
+
+def test_mnist_by_folder_and_by_file_is_the_same(mnist):
+    by_name = load("mnist", split="train", data_dir=mnist)  # the folder itself will do
+    assert len(by_name) == 60_000
+    assert by_name.labels[:5].tolist() == [5, 0, 4, 1, 9]
+    for source in (mnist, mnist / "train-images-idx3-ubyte.gz"):
+        same = load(source, split="train" if source == mnist else "test")
+        assert torch.equal(same.images[:100], by_name.images[:100])
+        assert torch.equal(same.labels, by_name.labels)
+        assert same.classes == ()  # Fashion-MNIST has the same file names
+
+
+def test_labels_beside_an_idx_file_may_be_zipped_dotted_or_absent(tmp_path):
+    images = write_idx_pair(tmp_path, "train", 2, [3, 1])
+    labels = tmp_path / "train-labels-idx1-ubyte"
+    assert load(images).labels.tolist() == [3, 1]
+    labels.with_name(labels.name + ".gz").write_bytes(gzip.compress(labels.read_bytes()))
+    labels.unlink()
+    assert load(images).labels.tolist() == [3, 1]
+    assert load(tmp_path, split="train").names == ("train/0", "train/1")
+    labels.with_name(labels.name + ".gz").unlink()
+    assert load(images).labels is None
+    dotted = images.rename(tmp_path / "t10k-images.idx3-ubyte")
+    (tmp_path / "t10k-labels.idx1-ubyte").write_bytes(idx_bytes(np.array([0, 9], np.uint8)))
+    assert load(dotted).labels.tolist() == [0, 9]
+    assert load(tmp_path).labels.tolist() == [0, 9]
+
+
+def test_idx_files_that_do_not_belong_together(tmp_path):
+    images = write_idx_pair(tmp_path, "t10k", 3, [0, 1])
+    with pytest.raises(ValueError, match=r"each of the 3 images .* do not belong together"):
+        load(images)
+    with pytest.raises(ValueError, match="are these labels"):
+        load(tmp_path / "t10k-labels-idx1-ubyte")
+    with pytest.raises(FileNotFoundError, match="no train images: train-images-idx3-ubyte"):
+        load(tmp_path, split="train")
+    write_idx_pair(tmp_path / "mnist", "t10k", 2, [0, 10])
+    with pytest.raises(ValueError, match="below 10"):
+        load("mnist", data_dir=tmp_path / "mnist")
+    (tmp_path / "empty-images-idx3-ubyte").write_bytes(idx_bytes(np.zeros((0, 2, 2), np.uint8)))
+    with pytest.raises(ValueError, match=r"empty-images-idx3-ubyte: .* at least one image"):
+        load(tmp_path / "empty-images-idx3-ubyte")
+
+
+def test_fer2013_splits(fer2013_npz):
+    counts = {"train": 28_709, "public-test": 3_589, "private-test": 3_589}
+    splits = {split: load(fer2013_npz, split=split) for split in counts}
+    assert {split: len(images) for split, images in splits.items()} == counts
+    assert sum(torch.bincount(images.labels) for images in splits.values()).tolist() == [
+        4953, 547, 5121, 8989, 6077, 4002, 6198,
+    ]  # fmt: skip
+    test = load("fer2013", data_dir=fer2013_npz.parent)
+    assert torch.equal(test.images, splits["private-test"].images)
+    assert test.classes == FER2013_CLASSES
+    assert test.names[17] == "private-test/17"
+    # what the docstring of duplicates_of says
+    train = splits["train"].images
+    twice = {split: duplicates_of(splits[split].images, train) for split in ("public-test", "private-test")}
+    assert {split: int(mask.sum()) for split, mask in twice.items()} == {"public-test": 280, "private-test": 288}
+    images = torch.cat([splits[split].images[mask] for split, mask in twice.items()])
+    assert len({image.numpy().tobytes() for image in images}) == 531
+
+
+def test_fer2013_csv_is_the_same_as_npz(fer2013_npz, tmp_path):
+    with np.load(fer2013_npz) as file:
+        arrays = {key: file[key][np.r_[:20, 28_709:28_724, 32_298:32_313]] for key in ("images", "labels", "usage")}
+    np.savez(tmp_path / "small.npz", **arrays)
+    rows = [
+        f"{label},{' '.join(map(str, image.ravel()))},{USAGES[usage]}"
+        for image, label, usage in zip(*arrays.values(), strict=True)
+    ]
+    for name, newline in (("unix.csv", "\n"), ("dos.csv", "\r\n")):
+        (tmp_path / name).write_bytes(newline.join([HEADER, *rows, ""]).encode())
+        for split, count in (("train", 20), ("public-test", 15), ("private-test", 15), ("test", 15)):
+            from_csv, from_npz = load(tmp_path / name, split=split), load(tmp_path / "small.npz", split=split)
+            assert len(from_csv) == count
+            assert torch.equal(from_csv.images, from_npz.images)
+            assert torch.equal(from_csv.labels, from_npz.labels)
+            assert (from_csv.names, from_csv.classes) == (from_npz.names, from_npz.classes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["emotion,Usage,pixels"], "first line must be emotion,pixels,Usage"),
+        ([], "first line must be"),
+        ([HEADER], "no rows with Usage PrivateTest"),
+        ([HEADER, f"0,{FACE},Training"], "no rows with Usage PrivateTest"),
+        ([HEADER, f"0,{FACE},PrivateTest", f"0,{FACE}"], "line 3: need emotion,pixels,Usage"),
+        ([HEADER, f"0,{FACE},Test"], "line 2: need .* with Usage Training, PublicTest, PrivateTest"),
+        ([HEADER, f"7,{FACE},PrivateTest"], "line 2: need an emotion from 0 to 6, got b'7'"),
+        ([HEADER, f"-1,{FACE},PrivateTest"], "line 2: need an emotion"),
+        ([HEADER, f"0,{FACE} 7,PrivateTest"], "line 2: need 2304 pixels from 0 to 255, not 2305"),
+        ([HEADER, f"0,{FACE[2:]},PrivateTest"], "line 2: need 2304 pixels from 0 to 255, not 2303"),
+        ([HEADER, f"0,256{FACE[1:]},PrivateTest"], "line 2: .* up to 256"),
+        ([HEADER, f"0,{'9' * 30}{FACE[1:]},PrivateTest"], "line 2: need 2304 pixels"),
+        ([HEADER, f"0,x{FACE[1:]},PrivateTest"], "line 2: need 2304 pixels .*, got b'x 7 7"),
+        ([HEADER, f"0,-7{FACE[1:]},PrivateTest"], "line 2: need 2304 pixels"),
+        ([HEADER, f"0,1.5{FACE[1:]},PrivateTest"], "line 2: need 2304 pixels"),
+        ([HEADER, "0,,PrivateTest"], "line 2: need 2304 pixels"),
+    ],
+)
+def test_a_bad_fer2013_csv_is_named_with_its_line(tmp_path, rows, message):
+    path = tmp_path / "fer2013.csv"
+    path.write_text("\n".join(rows))
+    with pytest.raises(ValueError, match=message) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_digits_split():
+    train, test = load("digits", split="train"), load("digits")
+    assert (len(train), len(test)) == (1352, 445)
+    assert tuple(test.event_shape) == (1, 8, 8)
+    assert float(test.images.max()) == 1
+    assert torch.equal(test.images * 16, (test.images * 16).round())
+    assert torch.bincount(test.labels).tolist() == [44, 45, 44, 45, 45, 45, 45, 44, 43, 45]
+    assert torch.bincount(train.labels).tolist() == [134, 137, 133, 138, 136, 137, 136, 135, 131, 135]
+    assert test.labels[:10].tolist() == [0, 9, 5, 6, 8, 4, 1, 7, 3, 2]  # the split is fixed
+    assert not duplicates_of(test.images, train.images).any()
+
+
+def test_places_are_searched_in_order(tmp_path, monkeypatch):
+    monkeypatch.setenv("NETMOMENTS_DATA", str(tmp_path / "environment"))
+    folders = [
+        tmp_path / "given",
+        tmp_path / "given" / "mnist",
+        tmp_path / "environment",
+        tmp_path / "environment" / "mnist",
+        tmp_path / "cache" / "netmoments",
+        tmp_path / "cache" / "netmoments" / "mnist",
+    ]
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*given to look for mnist in"):
+        find("mnist", tmp_path / "given")
+    (tmp_path / "given").mkdir()
+    with pytest.raises(FileNotFoundError, match="netmoments download mnist") as caught:
+        find("mnist", tmp_path / "given")
+    assert all(f"\n  {folder}\n" in str(caught.value) for folder in folders)
+    for folder in reversed(folders):
+        write_idx_pair(folder, "t10k", 2, [0, 1])
+        assert find("mnist", tmp_path / "given") == folder
+    assert load("mnist", data_dir=str(tmp_path / "given")).labels.tolist() == [0, 1]
+
+
+def test_fer2013_is_found_as_npz_or_csv(tmp_path):
+    with pytest.raises(FileNotFoundError, match="Kaggle"):
+        find("fer2013", tmp_path)
+    (tmp_path / "fer2013").mkdir()
+    (tmp_path / "fer2013" / "fer2013.csv").write_text(f"{HEADER}\n3,{FACE},PrivateTest\n\n")
+    assert find("fer2013", tmp_path).name == "fer2013.csv"
+    assert load("fer2013", data_dir=tmp_path).labels.tolist() == [3]
+    np.savez(tmp_path / "fer2013" / "fer2013.npz", images=TWO, labels=[1, 2], usage=[0, 2])
+    assert find("fer2013", tmp_path).name == "fer2013.npz"
+    assert load("fer2013", data_dir=tmp_path).labels.tolist() == [2]
+
+
+@pytest.mark.parametrize("name", ["digits", "cifar10"])
+def test_find_knows_only_datasets_in_files(name):
+    with pytest.raises(ValueError, match=f"kept in files are mnist, fer2013; got '{name}'"):
+        find(name)

@@ -1,0 +1,57 @@
+"""Numbers and facts as they are shown; more examples are in the docstrings."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+
+import netmoments
+from netmoments.report.words import Machine, Provenance, difference_in_words, in_words, number_columns, seconds_in_words
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "∞"),
+        (-math.inf, "-∞"),
+        (-0.0, "0"),
+        (0.0009996, "0.001"),
+        (0.000999, "9.99e-4"),
+        (999.4, "999"),
+        (999.6, "1,000"),
+        (1e9, "1e9"),
+        (-2.5e-7, "-2.5e-7"),
+    ],
+)
+def test_numbers(value, words):
+    assert in_words(value) == words
+
+
+def test_differences_have_signs():
+    assert [difference_in_words(x) for x in (1e-9, -1e-9, 0.0, None)] == ["+1e-9", "-1e-9", "0", "—"]
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(59.96, "60 s"), (60, "1 min 0 s"), (3599.6, "1 h 0 min")])
+def test_durations(seconds, words):
+    assert seconds_in_words(seconds) == words
+
+
+def test_columns_of_numbers():
+    columns = ["a", "b", "c", "d", "e"]
+    rows = [["1", "0.2 ± 0.1", "x1", "—", ""], ["-2e-3 %", "> 99.9%", "2", "1,000", ""]]
+    assert number_columns(columns, rows) == (True, True, False, True, False)
+
+
+def test_where_numbers_come_from(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/netmoments", "report", "my net.pt2", "digits"])
+    found = Provenance.of_this_run(torch.device("cpu"), 7)
+    assert found.command == "netmoments report 'my net.pt2' digits"
+    assert (found.seed, found.netmoments, found.torch) == (7, netmoments.__version__, torch.__version__)
+    assert found.device.startswith("CPU, ")
+    machines = [Machine("H200", "2.11"), Machine("H200", "2.13"), Machine("CPU", "2.13")]
+    several = Provenance.of_this_run(torch.device("cpu"), 0, "make it", machines)
+    assert (several.command, several.device, several.torch) == ("make it", "H200 and CPU", "2.11 and 2.13")
