@@ -84,7 +84,7 @@ def _legendre(degree: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def owen_t(height: Tensor, reach: Tensor) -> Tensor:
-    """T(h, r/h) with Owen's T(h, a) = (1/2π) ∫₀^a exp(−h²(1+x²)/2) / (1+x²) dx, as a function of h and r = a·h.
+    """T(h, r/h) with Owen's (1956) T(h, a) = (1/2π) ∫₀^a exp(−h²(1+x²)/2) / (1+x²) dx, as a function of h and r = a·h.
 
     Written in h and r it has no pole at h = 0. For |r| ≤ |h| the integral is smooth and short; otherwise
     T(h, a) = Φ(|h|)/2 + Φ(|r|)/2 − Φ(|h|)Φ(|r|) − T(r, 1/a) for positive a, and T is odd in a.

@@ -78,7 +78,7 @@ class Subjects:
         others = self.scores.scatter(1, self.labels.unsqueeze(1), -torch.inf)
         return others.topk(min(count, self.scores.shape[1] - 1), dim=1).indices
 
-    def contests(self, rivals: int) -> ClassPairs:
+    def class_pairs(self, rivals: int) -> ClassPairs:
         """Which score must fall below which.
 
         Without targets R problems of one margin, the label against each of the best rivals; with them one problem, the

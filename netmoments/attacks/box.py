@@ -104,7 +104,7 @@ def _better(best: Best, now: Best) -> Best:
 
 
 def _gap(margins: Margins, box: Box, shift: Tensor, sigma: Tensor, temperature: Tensor) -> Tensor:
-    """How far the linearized margin could still fall within the box (Frank and Wolfe's), with the best of weights seen.
+    """How far the linearized margin could still fall within the box (Frank and Wolfe 1956), for the best weights seen.
 
     For weights y ≥ 0 with sum 1: max margin − min over the box of Σ y(k)(margin(k) + ∇margin(k)·(v − μ)) ≥ 0.
     """
@@ -160,23 +160,23 @@ class BoxAttack(Attack):
         return math.sqrt(2) * self.grey_level if self.largest_sigma is None else self.largest_sigma
 
     def _solved(self, subjects: Subjects) -> Solved:
-        contest = subjects.contests(self.rivals)
+        pairs = subjects.class_pairs(self.rivals)
         free, box = self._free_box(subjects)
         formula = Formula(self._linearized(subjects), subjects, subjects.followed(self.rivals), free)
-        sigma = (box.most / 2).unsqueeze(1).expand(-1, contest.larger.shape[1])
-        start = torch.zeros_like(box.lower).unsqueeze(1).expand(-1, contest.larger.shape[1], -1)
-        found = descend_in_box(formula.margins(contest), box, start, sigma, self.iterations)
+        sigma = (box.most / 2).unsqueeze(1).expand(-1, pairs.larger.shape[1])
+        start = torch.zeros_like(box.lower).unsqueeze(1).expand(-1, pairs.larger.shape[1], -1)
+        found = descend_in_box(formula.margins(pairs), box, start, sigma, self.iterations)
         chosen = found.margin.argmin(1)
-        contest, corner = contest.problem(chosen), found.problem(chosen)
-        own = NetworkMargins(subjects.network, subjects.images, *contest, free)
+        pairs, corner = pairs.problem(chosen), found.problem(chosen)
+        own = NetworkMargins(subjects.network, subjects.images, *pairs, free)
         corner, taken = self._followed_on(subjects, own, box, corner)
-        expected = formula.margins(contest)
+        expected = formula.margins(pairs)
         at_rest = [margins.at(start[:, :1], sigma[:, :1]).amax(-1) for margins in (expected, own)]
         drop = torch.where(taken.unsqueeze(1) > 0, at_rest[1], at_rest[0]) - corner.margin
         return Solved(
             mu=_on_images(corner.shift.squeeze(1), free, subjects.images),
             sigma=corner.sigma.squeeze(1),
-            towards=contest.smaller[:, 0, 0],
+            towards=pairs.smaller[:, 0, 0],
             gamma=torch.zeros_like(corner.margin.squeeze(1)),
             margin=expected.at(corner.shift, corner.sigma).amax(-1).squeeze(1),
             feasible=corner.margin.squeeze(1) < 0,

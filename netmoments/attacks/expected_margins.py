@@ -193,17 +193,17 @@ class Formula:
     followed: Tensor
     free: Tensor | None = None
 
-    def margins(self, contest: ClassPairs) -> ExpectedMargins:
-        larger, smaller = (places_of(classes, self.followed) for classes in contest)
+    def margins(self, pairs: ClassPairs) -> ExpectedMargins:
+        larger, smaller = (places_of(classes, self.followed) for classes in pairs)
         return ExpectedMargins.between(self._scores, larger, smaller)
 
     @cached_property
     def _scores(self) -> LinearizedScores:
         return LinearizedScores.of(self.linearized, self.subjects.images, self.free)
 
-    def spread(self, contest: ClassPairs, sigma: Tensor, shift: Tensor) -> Tensor:
+    def deviations(self, pairs: ClassPairs, sigma: Tensor, shift: Tensor) -> Tensor:
         """Standard deviations of the margins (N, R, K) under N(M + μ, σ²I) for shifts (N, R, n) of all coordinates."""
-        margins = self.margins(contest)
+        margins = self.margins(pairs)
         columns = []
         for problem in range(shift.shape[1]):
             around = None if margins.around is None else margins.around[:, problem]

@@ -1,4 +1,23 @@
-"""The exact proximal steps of the sparse and smooth problem."""
+"""The sparse and smooth problem: least ‖μ‖₁ + TV(μ) with every margin at most −γ and μ in a box, many at once.
+
+A primal–dual method with exact proximal steps (Chambolle and Pock 2011), the margins linearized anew at every step as
+in Valkonen (2014), so that their kinks are walked around as they come. With h = margin + γ, a multiplier λ for each
+margin, and a pair p of length at most 1 for each pixel, whose best choice makes ⟨p, Dμ⟩ the total variation:
+
+    λ⁺ = [λ + ρh(μ)]₊,   μ⁺ = box(soft(μ − τ(λ⁺∇h(μ) + Dᵀp), τ)),   p⁺ = disc(p + sD(2μ⁺ − μ)).
+
+It starts with larger noise, which rounds kinks off, and comes down to the noise asked for over the first half. The last
+shift is tidied (what is tiny becomes zero where the objective does not mind) and scaled: the smallest t for which
+clip(tμ) keeps the margins.
+
+How far from the best it can be is a lower bound by duality. At the solution μ* the margins are linearized; the problem
+with those is convex, and for any λ ≥ 0 and any p of length at most 1 a pixel,
+
+    Σ λ(h(μ*) − ∇h(μ*)·μ*) + Σ min over lower ≤ m ≤ upper of (c m + |m|),   c = Σ λ∇h(μ*) + Dᵀp,
+
+is below its optimum. Where it meets the objective of μ*, μ* is a stationary point of the true problem, and the best one
+wherever the margins are affine between μ* and the best one.
+"""
 
 from __future__ import annotations
 

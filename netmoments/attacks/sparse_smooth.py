@@ -23,11 +23,11 @@ from netmoments.attacks.primal_dual import Iterate, Problem, descend, edge, fini
 
 CONFIDENCE = 0.95
 TURNS = 4
-"""Times that what noise adds is measured and the problem solved with that, at most: while a margin does not hold."""
+"""Rounds at most: what noise adds to the margins is measured, and the problem solved again with that as γ."""
 SCALINGS = 3
-"""Multiples of the shift at which samples are looked at, at the end."""
+"""Multiples of the final shift at which samples are taken, to find the smallest that is enough."""
 BEYOND = 0.05
-"""How much more than measured is aimed at until there is a multiple on either side, as a share."""
+"""Share by which γ is overshot while no multiple of the shift has been enough yet, so that one will be."""
 CAUTION = 0.5
 """Standard errors of the samples' share that the share aimed at is above the one asked for."""
 MEMORY = 0.8
@@ -89,31 +89,31 @@ class SparseSmooth(Attack):
         return 0.0 if self.gamma is None else float(self.gamma)
 
     def _solved(self, subjects: Subjects) -> Solved:
-        contest = subjects.contests(self.rivals)
+        pairs = subjects.class_pairs(self.rivals)
         formula = Formula(self._linearized(subjects), subjects, subjects.followed(self.rivals))
-        problem, solution = self._for_every_rival(formula, contest)
+        problem, solution = self._for_every_rival(formula, pairs)
         chosen = cheapest(problem, solution)
-        contest, solution = contest.problem(chosen), solution.problem(chosen)
+        pairs, solution = pairs.problem(chosen), solution.problem(chosen)
         problem = replace(problem, gamma=picked(problem.gamma, chosen))
         if self.polish:
-            own = NetworkMargins(subjects.network, subjects.images, *contest)
+            own = NetworkMargins(subjects.network, subjects.images, *pairs)
             problem, solution, more = self._calibrated(subjects, replace(problem, margins=own), solution)
         else:
-            problem = replace(problem, margins=formula.margins(contest))
-            problem, solution, more = self._widened(formula, contest, problem, solution)
-        return self._gathered(problem, solution, formula.margins(contest), contest.smaller[:, 0, 0], more)
+            problem = replace(problem, margins=formula.margins(pairs))
+            problem, solution, more = self._widened(formula, pairs, problem, solution)
+        return self._gathered(problem, solution, formula.margins(pairs), pairs.smaller[:, 0, 0], more)
 
-    def _for_every_rival(self, formula: Formula, contest: ClassPairs) -> tuple[Problem, Iterate]:
+    def _for_every_rival(self, formula: Formula, pairs: ClassPairs) -> tuple[Problem, Iterate]:
         """The problems by the formula, all rivals, solved; and from there those of the network."""
         subjects = formula.subjects
         sigma = subjects.images.new_full((len(subjects),), self.noise_level)
         lower, upper = self._box(subjects)
-        gamma = self._expected_gamma(formula, contest, sigma, lower.new_zeros(len(lower), contest.larger.shape[1], 1))
-        problem = Problem(formula.margins(contest), sigma, gamma, lower, upper, subjects.shape)
+        gamma = self._expected_gamma(formula, pairs, sigma, lower.new_zeros(len(lower), pairs.larger.shape[1], 1))
+        problem = Problem(formula.margins(pairs), sigma, gamma, lower, upper, subjects.shape)
         solution = finished(problem, descend(problem, Iterate.start(problem), self.iterations))
         if not self.polish:
             return problem, solution
-        own = NetworkMargins(subjects.network, subjects.images, *contest)
+        own = NetworkMargins(subjects.network, subjects.images, *pairs)
         problem = replace(problem, margins=own, memory=MEMORY)
         return problem, finished(problem, descend(problem, solution, self._steps_each, smoother=1.0))
 
@@ -149,22 +149,22 @@ class SparseSmooth(Attack):
         error = sampled.margins.std(0) / len(sampled.margins) ** 0.5
         return sampled.mean_margin - 2 * 2**0.5 * error <= -self._asked_gamma
 
-    def _expected_gamma(self, formula: Formula, contest: ClassPairs, sigma: Tensor, shift: Tensor) -> Tensor:
+    def _expected_gamma(self, formula: Formula, pairs: ClassPairs, sigma: Tensor, shift: Tensor) -> Tensor:
         """γ (N, R, K): as given, or so many deviations of each margin, at shifts, that the share is below 0."""
         if self.share is None:
-            return torch.full_like(contest.larger, self._asked_gamma, dtype=shift.dtype)
+            return torch.full_like(pairs.larger, self._asked_gamma, dtype=shift.dtype)
         deviations = torch.special.ndtri(torch.tensor(self.share, dtype=torch.float64)).to(shift)
-        return deviations * formula.spread(contest, sigma, shift)
+        return deviations * formula.deviations(pairs, sigma, shift)
 
     def _widened(
-        self, formula: Formula, contest: ClassPairs, problem: Problem, solution: Iterate
+        self, formula: Formula, pairs: ClassPairs, problem: Problem, solution: Iterate
     ) -> tuple[Problem, Iterate, Tensor]:
         """By the formula alone: γ from the margin's spread where the noise is now, and the problem solved again."""
         steps = 0 if self.share is None else self.iterations // 2
         taken = torch.full_like(formula.subjects.labels, steps)
         if not steps:
             return problem, solution, taken
-        gamma = self._expected_gamma(formula, contest, problem.sigma, solution.shift)
+        gamma = self._expected_gamma(formula, pairs, problem.sigma, solution.shift)
         problem = replace(problem, gamma=gamma)
         return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), taken
 

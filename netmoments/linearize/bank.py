@@ -1,4 +1,8 @@
-"""Representative points of a set of images."""
+"""Linearizations made once at representative points, and answers for new inputs from the nearest of them.
+
+Points are the centres of k-means clusters of some images, or, the paper's baseline, the member of each cluster that is
+farthest from its centre.
+"""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ def two_stage_value(network: Any, at: Tensor, x: Tensor, layer: int | str = -1) 
     points, batch = points_of(VALUE_CALLER, at, None)
     require_float_tensors(VALUE_CALLER, at=at, x=x)
     if x.shape != at.shape:
-        raise ValueError(f"{CALLER}: at and x must have one shape, got {describe(at)} and {describe(x)}")
+        raise ValueError(f"{VALUE_CALLER}: at and x must have one shape, got {describe(at)} and {describe(x)}")
     require_finite(VALUE_CALLER, "x", x)
     model = NetworkModel.of(network, points, VALUE_CALLER).refreshed()
     cut = Cut(model.network, model.relu(layer))

@@ -1,1 +1,1 @@
-"""What the moments of the logits say about the network: who wins, how often."""
+"""`output_moments`, the front door, with its methods and results; who wins, and how often; methods compared."""

@@ -38,8 +38,8 @@ class _Made(NamedTuple):
 
     value: Any
     weights: Tensor
-    places: list[int]
-    """Where the weights lie."""
+    addresses: list[int]
+    """The addresses of the weights in memory."""
     versions: list[int]
     """How often torch knows them to have changed: not by way of `.data`, nor in inference mode."""
 
@@ -230,16 +230,16 @@ class NetworkModel:
         if torch.is_grad_enabled():
             return make()
         tensors = [*self.network.parameters(), *self.network.buffers()]
-        places = [x.data_ptr() for x in tensors]
+        addresses = [x.data_ptr() for x in tensors]
         versions = [0 if x.is_inference() else x._version for x in tensors]
         with _lock:
             found = self._knowledge.made.get(key)
-            if found is None or found.places != places:
-                found = _Made(make(), self._weights(), places, versions)
+            if found is None or found.addresses != addresses:
+                found = _Made(make(), self._weights(), addresses, versions)
             elif found.versions != versions:
                 weights = self._weights()
                 same = torch.equal(found.weights, weights)
-                found = _Made(found.value if same else make(), weights, places, versions)
+                found = _Made(found.value if same else make(), weights, addresses, versions)
             self._knowledge.made[key] = found
         value: Found = found.value
         return value

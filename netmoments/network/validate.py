@@ -14,7 +14,7 @@ from netmoments.network.replica import replica
 from netmoments.precision import full_precision
 
 COPIES = 8
-"""Of an image, in one batch: noise that two runs hide by chance shows among them."""
+"""How often an image is put into one batch: a network that is random only now and then is caught among these."""
 
 
 def examined(network: nn.Module, image: Tensor, caller: str) -> Trace:

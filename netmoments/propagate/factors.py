@@ -19,7 +19,7 @@ PAIRED = 32
 DEPENDENT = 1e-5
 """A direction of which no more than this is left, beside those before it, adds none."""
 SIGNS = 64
-"""Rows of random signs for what has neither a linear nor a quadratic part."""
+"""Rows of random signs (Hutchinson 1990) for what is neither linear nor quadratic."""
 
 
 class FactorLayout(NamedTuple):
@@ -31,7 +31,8 @@ class FactorLayout(NamedTuple):
         linear     F, all r of them: this part is exact;
         quadratic  Q of pairs of the first K directions, scaled so that products of rows give ½⟨Q, Q⟩;
         rest       its deviation times random signs: sums of products have the right expectation;
-        turns      what the dependence of ½Q[ε, ε] and a nonlinear layer's bend adds to F, of first order in Q.
+        turns      T, the change of F at a curved layer whose input is skewed, Σᵢⱼ Hᵢⱼ Qᵢfⱼ: of first order in Q, so
+                   that covariances have FᵀT + TᵀF of it.
 
     A tensor that is affine in the image has the linear rows only.
 

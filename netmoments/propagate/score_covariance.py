@@ -68,7 +68,7 @@ def curved_layer(
 def score_covariance(
     plan: Plan, layers: list[CurvedLayer], layout: FactorLayout, factor: Tensor, outputs: Tensor
 ) -> Tensor:
-    """Cov of chosen scores, (N, k, k), from their factors (N, k, rows) and places (N, k).
+    """Cov of chosen scores, (N, k, k), from their factors (N, k, rows) and output indices (N, k).
 
     With a the weights of a score on a layer's units, by the expected slopes behind it, the score is its linear part, a
     quadratic part ½(M[ε, ε] − tr M) with M = Σ a H[f, f] over all units of all layers, and what is beyond: Cov is the

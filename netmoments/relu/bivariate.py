@@ -1,6 +1,7 @@
 """The two integrals behind the covariance of two ReLUs, to rounding, for every correlation.
 
-For z₁ ~ N(h,1), z₂ ~ N(k,1) with correlation ρ, Price's theorem gives
+For z₁ ~ N(h,1), z₂ ~ N(k,1) with correlation ρ, Price's theorem (1958), d E f(z₁)g(z₂)/dρ = E f′(z₁)g′(z₂), applied
+twice gives
 
     Cov(relu z₁, relu z₂) = ρΦ(h)Φ(k) + J,      J = ∫₀^ρ (ρ − r) φ₂(h,k;r) dr      (nonlinear part)
     P(z₁>0, z₂>0)         = Φ(h)Φ(k) + D,       D = ∫₀^ρ φ₂(h,k;r) dr              (orthant excess)
@@ -12,7 +13,9 @@ with φ₂ the bivariate normal density at (h,k). The half-angle substitution r 
 no trigonometry and a sum of squares in the exponent, so nothing cancels as ρ → ±1. With T = ρ/(1+√(1−ρ²)) the
 range is τ = Tu, u in [0,1], and Gauss–Legendre in u needs fewer nodes than in r or in the angle asin r, whose
 singularities are closer. Beyond |ρ| = 0.99 the nodes of J are graded towards u = 1; D, whose integrand has a boundary
-layer of any width there, comes from Owen's T."""
+layer of any width there, comes from Owen's T (1956). Up to moderate correlations J is a power series in ρ instead, see
+`quadrature_rules`.
+"""
 
 from __future__ import annotations
 
@@ -357,7 +360,7 @@ class TileSeries(NamedTuple):
 
 
 def nonlinear_sum(series: TileSeries, terms: int, rho: Tensor, scratch: Scratch) -> Tensor:
-    """J by the first terms, Horner's way. The result lives in the scratch memory."""
+    """J = ρ² Σ aₙ(h)aₙ(k)ρⁿ by the first terms, Horner's way. The result lives in the scratch memory."""
     pairs = series.downwards(terms)
     a, b = next(pairs)
     outer, shape = common_shape(a, b), common_shape(a, b, rho)

@@ -44,7 +44,7 @@ class Local(NamedTuple):
     variance: Tensor
     """Var f, (n,)."""
     gain: Tensor
-    """E ∇f, (n, w): by Stein's identity Cov(x, f(z)) = Cov(x, z)·gain for every x jointly Gaussian with z."""
+    """E ∇f, (n, w): by Stein's identity (1981) Cov(x, f(z)) = Cov(x, z)·gain for every x jointly Gaussian with z."""
     curvature: Tensor
     """E ∇²f, (n, w, w)."""
 
@@ -59,7 +59,10 @@ class Local(NamedTuple):
 
 
 class ThirdCumulants(NamedTuple):
-    """Third cumulants of what units look at, in coordinates u with z = m + R u and Cov u = I."""
+    """Third cumulants κ_abc = E[u_a u_b u_c] of what units look at, in coordinates u with z = m + R u and Cov u = I.
+
+    To first order in them u has the density φ(u)(1 + κ/6 · the third Hermite polynomials): Edgeworth's correction.
+    """
 
     root: Tensor
     """R, (n, w, w), RRᵀ = S."""

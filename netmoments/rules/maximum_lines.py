@@ -1,5 +1,6 @@
 """The largest of a few jointly Gaussian numbers from a few lines each: for sketches, which average over many windows.
 
+Spherical–radial integration with randomly turned orthonormal frames (Genz and Monahan 1998), exact along each line.
 Windows come last, (..., M), so that every step is one operation on long rows."""
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Which inputs every output of a pooling layer looks at."""
+"""Which rule each operator and each layer has, and how users add their own.
+
+`RULES` has the operators of torch, `register_rule` the classes of modules. Rules of pooling layers need to know which
+inputs every output looks at: the windows below.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +104,7 @@ class OperatorCall(NamedTuple):
         """Numbers in the first input."""
         return shape_of(self.args[0]).numel()
 
-    def spread(self, value: Any) -> Tensor:
+    def expanded(self, value: Any) -> Tensor:
         """A number or a constant tensor as one number for each of the first input."""
         tensor = torch.as_tensor(value, dtype=self.like.dtype, device=self.like.device)
         return tensor.expand(shape_of(self.args[0])).reshape(-1)
@@ -125,18 +129,18 @@ def _one(rule: Callable[[OperatorCall], Nonlinearity | None]) -> Rule:
 
 
 def _leaky(call: OperatorCall) -> PiecewiseLinear:
-    slope = call.spread(call.argument(1, "negative_slope", 0.01))
+    slope = call.expanded(call.argument(1, "negative_slope", 0.01))
     return one_kink(slope, 1 - slope)
 
 
 def _absolute(call: OperatorCall) -> PiecewiseLinear:
-    return one_kink(call.spread(-1.0), call.spread(2.0))
+    return one_kink(call.expanded(-1.0), call.expanded(2.0))
 
 
 def _threshold(call: OperatorCall) -> PiecewiseLinear | None:
     """x above a threshold, else a value: continuous only if they are equal."""
     low, value = call.argument(1, "threshold"), call.argument(2, "value")
-    return between(call.spread(low), None, call.size, call.like) if low == value else None
+    return between(call.expanded(low), None, call.size, call.like) if low == value else None
 
 
 def _clamp(low: tuple[int, str] | None, high: tuple[int, str] | None, defaults: tuple[Any, Any] = (None, None)) -> Rule:
@@ -145,7 +149,7 @@ def _clamp(low: tuple[int, str] | None, high: tuple[int, str] | None, defaults: 
             None if where is None else call.argument(*where, default)
             for where, default in zip((low, high), defaults, strict=True)
         ]
-        bottom, top = (None if end is None else call.spread(end) for end in ends)
+        bottom, top = (None if end is None else call.expanded(end) for end in ends)
         if bottom is None and top is None:
             return None
         if bottom is not None and top is not None and bool((bottom > top).any()):
@@ -196,7 +200,7 @@ def _of_two(sign: int) -> Rule:
             alone = OperatorCall(call.node, (noisy,), call.like)
             if shape_of(noisy) != shape_of(call.node):
                 return None
-            end = alone.spread(constant)
+            end = alone.expanded(constant)
             low, high = (end, None) if sign > 0 else (None, end)
             return RuledCall(between(low, high, alone.size, call.like), (noisy,))
         out = shape_of(call.node)

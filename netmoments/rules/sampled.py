@@ -16,7 +16,7 @@ from torch import Tensor
 from netmoments.memory import elements_together
 
 LEAST_SAMPLES = 4
-"""Fewer do not give two spreads that know nothing of each other."""
+"""Fewer cannot be divided into two sets of two, each with a sample covariance of its own."""
 
 
 class SampledUnits(NamedTuple):

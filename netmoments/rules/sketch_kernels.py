@@ -1,8 +1,8 @@
 """Triton kernels for a sketch: what samples of a layer show, the moments of its units, and their quadratic forms.
 
 Samples are (images, K, p) and stay where they are; a window's inputs are looked up by their places. The plain versions
-in `sketched_units`, `few_lines` and `bent` define what these kernels compute. Without Triton this module can be
-imported and not used."""
+in `piecewise_linear`, `maximum_lines` and `sampled` define what these kernels compute. Without Triton this module can
+be imported and not used."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def largest_kernel(
     mean, places, covariance, directions, expected, gain, curvature, inputs, units, sets, lines, sign,
     WIDTH: constexpr, WITH_ZERO: constexpr, SHARE: constexpr, AVERAGE: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """E f, E ∇f and E ∇²f of the largest of a window's inputs, as `few_lines.expected_largest` has them: a window a
+    """E f, E ∇f and E ∇²f of the largest of a window's inputs, as `maximum_lines.expected_largest` does: a window a
     thread. `directions` are (lines, WIDTH, sets), SHARE is of the variances and AVERAGE E χ_w."""
     image, unit = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = unit < units

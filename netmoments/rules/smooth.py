@@ -17,7 +17,7 @@ from netmoments.rules.sampled import UnitMoments
 NODES = 64
 """Of the Gauss–Hermite rule: exact for polynomials of degree 127; a kink costs accuracy."""
 TERMS = 8
-"""Of the series Σ aₙaₙ' ρⁿ/n! of the covariance of two units, aₙ = E[f Heₙ]."""
+"""Of the series Σ aₙaₙ' ρⁿ/n! (Mehler) of the covariance of two units, aₙ = E[f Heₙ]."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,9 @@
-"""Monte Carlo corrected by a surrogate whose moments are known: the same samples, a smaller error."""
+"""Monte Carlo corrected by a surrogate whose moments are known: the same samples, a smaller error.
+
+Control variates (Glynn and Szechtman, "Some new perspectives on the method of control variates", 2002) for means,
+variances and covariances, with coefficients fitted on other samples than those they are used on (cross-fitting,
+Chernozhukov et al. 2018): see `cross_fit`.
+"""
 
 from __future__ import annotations
 

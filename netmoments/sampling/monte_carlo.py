@@ -95,7 +95,7 @@ class MomentSums:
         return total
 
     def moments(self, output_shape: torch.Size) -> SampledMoments:
-        """Unbiased estimates and their standard errors.
+        """Unbiased estimates and their standard errors: sampling variances of k-statistics (Kendall and Stuart).
 
         Var(sᵢⱼ) = m₂₂/n − (n−2)/(n(n−1)) cᵢⱼ² + cᵢᵢcⱼⱼ/(n(n−1)) with m₂₂ = E[δᵢ²δⱼ²] about the mean.
         """

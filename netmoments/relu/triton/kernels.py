@@ -1,13 +1,13 @@
 """Triton kernels for the covariance of a layer of ReLUs: every pair in registers, nothing in between written to memory.
 
 A layer is described by a table, a row a quantity and a column a unit (`units_kernel`). Tiles of SIDE×SIDE pairs
-are then evaluated on their own. Most pairs get J from the series of `series`, with as many terms as the largest of the
-tile's correlations needs. Those beyond the series' reach, few in most tiles, are gathered and evaluated together by the
-nodes of `quadrature`. Here are what all kernels share, and those that need whole rows: products and gradients. Those
-that need the lower triangle only are in `forward_kernels`.
+are then evaluated on their own. Most pairs get J from the series of `bivariate`, with as many terms as the largest of
+the tile's correlations needs. Those beyond the series' reach, few in most tiles, are gathered and evaluated together by
+the nodes of `quadrature_rules`. Here are what all kernels share, and those that need whole rows: products and
+gradients. Those that need the lower triangle only are in `forward_kernels`.
 
-The plain versions in `covariance` and `form` define what these kernels compute. Without Triton this module can be
-imported and not used."""
+The plain versions in `relu.covariance` and `relu.quadratic_form` define what these kernels compute. Without Triton this
+module can be imported and not used."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def distribution(x):
 
 @jit
 def conditional(h, k, rho):
-    """(h−ρk)/q, (k−ρh)/q and q = √(1−ρ²), as in the module `conditional`."""
+    """(h−ρk)/q, (k−ρh)/q and q = √(1−ρ²), as `bivariate.conditional` has them."""
     gap = 1 - tl.abs(rho)
     flip = tl.where(rho < 0, -1.0, 1.0).to(rho.dtype)
     q = tl.sqrt(gap + gap * tl.abs(rho))
@@ -226,7 +226,7 @@ def owen_t(height, reach, owen, OWEN: constexpr):
 
 @jit
 def excess_by_owen(h, k, rho, owen, OWEN: constexpr):
-    """D for any correlation, as in the module `conditional`."""
+    """D for any correlation, as `bivariate.excess_by_owen` has it."""
     origin = (tl.abs(h) < 1e-30) & (tl.abs(k) < 1e-30)
     h = tl.where(origin, 1e-30, h).to(rho.dtype)
     k = tl.where(origin, 1e-30, k).to(rho.dtype)
@@ -240,7 +240,7 @@ def excess_by_owen(h, k, rho, owen, OWEN: constexpr):
 
 @jit
 def nonlinear_nodes(h, k, rho, nodes, start, stop):
-    """J by quadrature, node by node: the formula of `quadrature`; `nodes` holds (u, weight·(1−u), 1−u)."""
+    """J by quadrature, node by node: the formula of `bivariate`; `nodes` holds (u, weight·(1−u), 1−u)."""
     below = 1 - rho
     above = 1 + rho
     root = tl.sqrt(below * above)

@@ -200,7 +200,7 @@ def dense_rows(tensor: Tensor) -> Tensor:
 
 
 def refuse(code: int) -> None:
-    """NaN or a negative variance is an error, as in `tiling.units_of`."""
+    """NaN or a negative variance is an error, as in `bivariate.units_of`."""
     if code == 1:
         raise ValueError("the mean of a ReLU layer holds NaN")
     if code:

@@ -90,7 +90,7 @@ def _relevant_pairs(
 def pairs_form(
     mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, live: Tensor, memory_budget: int
 ) -> Tensor:
-    """B N Bᵀ, (images, d, d): `form.pairs_form`."""
+    """B N Bᵀ, (images, d, d): what `relu.quadratic_form.pairs_form` has as its plain version."""
     images, outputs = max(x.shape[0] for x in (mean, variance, left, right, weights)), weights.shape[1]
     result = mean.new_zeros(images, outputs, outputs)
     with full_precision():
@@ -103,7 +103,7 @@ def pairs_form(
 def pairs_form_diagonal(
     mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, live: Tensor, memory_budget: int
 ) -> Tensor:
-    """The diagonal of B N Bᵀ, (images, d): `form.pairs_form_diagonal`."""
+    """The diagonal of B N Bᵀ, (images, d): see `relu.quadratic_form.pairs_form_diagonal`."""
     images, outputs = max(x.shape[0] for x in (mean, variance, left, right, weights)), weights.shape[1]
     result = mean.new_zeros(images, outputs)
     with full_precision():
