@@ -92,7 +92,6 @@ def output_moments(
     if isinstance(network, AffineReluAffine):
         return _of_affine_relu_affine(network, noise, chosen, outputs)
     request = Request.read(network, noise, outputs, memory_budget, CALLER)
-    chosen.check(request)
     flat = request.model.answer(partial(chosen.moments, request))
     shaped: dict[str, Any] = {}  # one batch dimension back to those of the noise
     for name, value in vars(flat).items():
@@ -173,15 +172,6 @@ class Method(ABC):
     @abstractmethod
     def moments(self, request: Request) -> OutputMoments:
         """The moments (N, k) of every entry of the flat noise."""
-
-    def check(self, request: Request) -> None:
-        """An error, before anything is computed, if the method cannot do what is asked."""
-        for parameter in request.model.network.parameters():
-            if parameter.is_inference():
-                raise ValueError(
-                    f"{CALLER}: the network was made under torch.inference_mode(), so that it has no derivatives; make "
-                    f"it outside, or use method='sampling'"
-                )
 
     def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
         """A function like the network with known moments, for sampling with this seed to be corrected with."""
@@ -374,11 +364,6 @@ class Sampling(Method):
                 f"{CALLER}: control must be one of {', '.join(CONTROLS)}, or None, or a method with options such as "
                 f"netmoments.Sketch(), got {control!r}"
             )
-
-    def check(self, request: Request) -> None:
-        """Plain samples need no derivatives."""
-        if self.control is not None:
-            super().check(request)
 
     def moments(self, request: Request) -> OutputMoments:
         noise, indices = request.flat, request.indices()

@@ -194,11 +194,21 @@ class NetworkModel:
         known = type(layer) is int and -len(self.relus) <= layer < len(self.relus)
         return self.relus[layer] if known else find_relu(self.relus, layer)  # type: ignore[index]
 
+    def require_derivatives(self) -> None:
+        """An error if the weights were made in a mode that derivatives cannot go through."""
+        for parameter in self.network.parameters():
+            if parameter.is_inference():
+                raise ValueError(
+                    f"{self._caller}: the network was made under torch.inference_mode(), so that it has no "
+                    f"derivatives; make it outside, or use method='sampling'"
+                )
+
     def require_linearizable(self) -> None:
         """An error if the network changes with its input but has no derivative there; a warning of smooth functions.
 
         The warning names the smooth functions that are linearized at a point, once a network.
         """
+        self.require_derivatives()
         trace = self._knowledge.trace
         if not trace.differentiable:
             raise ValueError(

@@ -98,10 +98,10 @@ def pair_places(paired: int) -> tuple[Tensor, Tensor, Tensor]:
 def as_factors(matrices: Tensor, layout: FactorLayout) -> Tensor:
     """Q as symmetric matrices (..., K, K) to rows (..., pairs), whose products are ½⟨Q, Q'⟩."""
     paired = matrices.shape[-1]
-    first, second, _ = (x.to(matrices.device) for x in pair_places(paired))
+    places, device = pair_places(paired), matrices.device
     weights = inner_product_weights(layout, paired, matrices).sqrt()
     weights.diagonal().mul_(0.5**0.5)
-    return (matrices * weights)[..., first, second]
+    return (matrices * weights)[..., places[0].to(device), places[1].to(device)]
 
 
 def weighted_matrices(quadratic: Tensor, layout: FactorLayout) -> Tensor:

@@ -88,9 +88,9 @@ class Segment:
             return self._run(self._linears, dict(zip(self.sources, directions, strict=True)))
 
         back = torch.func.vjp(linear, *[weights.new_zeros(self.shapes[node]) for node in self.sources])[1]
-        found = torch.func.vmap(back, chunk_size=self._together(weights, len(weights[0]) * len(weights)))(
-            weights.flatten(0, 1)
-        )
+        rows = weights.flatten(0, 1)
+        together = elements_together("pass", rows, self._largest)
+        found = torch.func.vmap(back, chunk_size=together if len(rows) > together else None)(rows)
         return {node: part.reshape(*weights.shape[:2], -1) for node, part in zip(self.sources, found, strict=True)}
 
     def _run(self, steps: list[tuple[Node, Callable[..., Any]]], sources: Mapping[Node, Any]) -> Tensor:
@@ -113,13 +113,9 @@ class Segment:
             return self._run(steps, {**others, **shaped})
 
         batches = [sources[node].flatten(0, -2) for node in given]
-        together = self._together(batches[0], len(batches[0]))
-        return torch.func.vmap(one, chunk_size=together)(*batches).unflatten(0, lead)
-
-    def _together(self, like: Tensor, count: int) -> int | None:
-        """How many of `count` go at a time; not in chunks, which are copied once more, where one would do."""
-        together = elements_together("pass", like, self._largest)
-        return together if count > together else None
+        together = elements_together("pass", batches[0], self._largest)  # chunks are copied once more: not one alone
+        chunks = together if len(batches[0]) > together else None
+        return torch.func.vmap(one, chunk_size=chunks)(*batches).unflatten(0, lead)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +189,7 @@ def plan_of(model: NetworkModel, caller: str, otherwise: Otherwise | None = None
     """
 
     def made() -> Plan:
+        model.require_derivatives()
         return _Planner(model.graph, model.network, model.image, caller, otherwise).plan()
 
     return model.kept((otherwise, *LAYER_RULES.items()), made)

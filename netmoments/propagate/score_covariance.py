@@ -35,7 +35,9 @@ class CurvedLayer(NamedTuple):
     def quadratic(self, weights: Tensor) -> Tensor:
         """M_i[k, l] = Σ_u a_iu H_u[f_k, f_l] for weights a (N, r, n), along the directions: (N, r, K, K)."""
         curved = (self.curvature @ self.directions).flatten(1, 2)
-        found = [(self.directions * own[..., None, None]).flatten(1, 2).mT @ curved for own in weights.unbind(1)]
+        found = []
+        for own in weights.unbind(1):
+            found.append((self.directions * own[..., None, None]).flatten(1, 2).mT @ curved)
         return torch.stack(found, 1)
 
 

@@ -125,7 +125,8 @@ def nonlinear_matrix(units: Units, covariance: Tensor) -> Tensor:
         if largest <= rule.limit:
             scratch = Scratch(rho.dtype, rho.device, max(len(h), len(rho)) * h.shape[1] ** 2)
             value = _nonlinear_sum(rule, h.unsqueeze(-1), h.unsqueeze(-2), rho, scratch)
-            return value.mul_(s.unsqueeze(-1)).mul_(s.unsqueeze(-2))
+            lower = value.mul_(s.unsqueeze(-1)).mul_(s.unsqueeze(-2)).tril_(-1)
+            return lower + lower.mT  # symmetric to the bit, which two roundings of one pair are not
     raise ValueError(f"correlations must be within [−1, 1], got {largest}: a mean or covariance holds NaN or infinity")
 
 

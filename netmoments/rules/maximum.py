@@ -109,14 +109,14 @@ class Largest(Nonlinearity):
         open_windows = (_contenders(contest, DECIDED[mean.dtype]).sum(-1) > 1).nonzero().squeeze(-1)
         if not len(open_windows):
             return certain
-        mean, covariance, present = (x[open_windows] for x in (mean, covariance, present))
+        mean, covariance, present = mean[open_windows], covariance[open_windows], present[open_windows]
         if cumulants is None:
             root, _ = whitened(covariance, covariance, present, self.width)
             kappa = None
         else:
             root, kappa = cumulants.root[open_windows], self.sign * cumulants.kappa[open_windows]
         integrated = self._integrated(mean, covariance, root, kappa, present, open_windows)
-        return Local(*(base.index_copy(0, open_windows, own) for base, own in zip(certain, integrated, strict=True)))
+        return Local(*[base.index_copy(0, open_windows, own) for base, own in zip(certain, integrated, strict=True)])
 
     def _integrated(
         self, mean: Tensor, covariance: Tensor, root: Tensor, kappa: Tensor | None, present: Tensor, places: Tensor
@@ -136,7 +136,7 @@ class Largest(Nonlinearity):
                 parts.append(checkpoint(_line_integrals, *inputs, use_reentrant=False))
             else:
                 parts.append(_line_integrals(*inputs))
-        return Local(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        return Local(*map(torch.cat, zip(*parts, strict=True)))
 
 
 class _Contest(NamedTuple):

@@ -1,7 +1,7 @@
 """One call for any network, noise and method.
 
-First the methods: their options, what "auto" chooses and why, what each is, controls of sampling. Then what holds for all
-of them: shapes, choices of scores, batches, structures of covariance, gradients, bad input.
+First the methods: their options, what "auto" chooses and why, what each is, controls of sampling. Then what holds for
+all of them: shapes, choices of scores, batches, structures of covariance, gradients, bad input.
 """
 
 from __future__ import annotations
@@ -639,6 +639,7 @@ def test_a_network_made_in_inference_mode_is_refused_in_words():
         net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)).eval()
     with pytest.raises(ValueError, match=r"made under torch\.inference_mode"):
         nm.output_moments(net, nm.Gaussian(torch.zeros(4), std=0.1))
+    assert nm.output_moments(net, nm.Gaussian(torch.zeros(4), std=0.1), nm.Sampling(100)).mean.shape == (2,)
 
 
 # bad input

