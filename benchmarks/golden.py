@@ -51,7 +51,7 @@ ITERATED = ("attack", "report")
 
 
 def calls() -> dict[str, Call]:
-    """Every call by name, in the order of the record."""
+    """Every call by name."""
     every = (_by_covariance, _by_sampling, _by_network, _with_options, _linearized, _derived, _kernels, _attacked)
     return {name: call for group in every for name, call in group()}
 

@@ -123,8 +123,6 @@ class Request:
         model = NetworkModel.of(network, flat.mean, caller)
         if memory_budget is not None:
             memory_limit(flat.device, memory_budget)
-        if isinstance(outputs, int):
-            require_number_of_outputs(caller, outputs, model.outputs)
         return cls(model, noise, flat, outputs, memory_budget)
 
     def indices(self, largest: int | None = None) -> Tensor:
@@ -134,6 +132,7 @@ class Request:
             return torch.arange(self.model.outputs, device=mean.device).expand(len(mean), -1)
         if not isinstance(outputs, int):
             return output_indices(outputs, len(mean), self.model.outputs, CALLER).to(mean.device)
+        require_number_of_outputs(CALLER, outputs, self.model.outputs)
         with torch.no_grad(), full_precision():
             return torch.cat([self.model.network(part.clone()).topk(outputs, 1).indices for part in mean.split(64)])
 

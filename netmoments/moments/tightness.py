@@ -120,6 +120,7 @@ def tightness(
     ''
     """
     request = Request.read(network, noise, outputs, memory_budget, CALLER)
+    request.model.refreshed()
     flat, indices = request.flat, request.indices()
     reference = output_moments(request.model, flat, Sampling(samples, seed=seed), indices)
     chosen = _named(methods, seed + 1)

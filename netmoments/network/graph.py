@@ -123,7 +123,7 @@ def traced_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph
         slots.fill(weights)
         return twin(x)
 
-    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False):
         traced = _traced(run, own, image.detach().clone(), twin, calls, caller)
     _out_of_place(traced.graph)
     nodes = tuple(traced.graph.nodes)

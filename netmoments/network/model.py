@@ -6,11 +6,13 @@ something is kept between calls.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -52,6 +54,8 @@ class _Knowledge:
     operations: list[tuple[Any, ...]]
     """What a run of the network did when it was looked at."""
     graph: NetworkGraph | None = None
+    graph_addresses: list[int] | None = None
+    """Where the weights lay when the graph was recorded, if it holds some of them itself (see `graph`)."""
     made: dict[Any, _Made] = field(default_factory=dict)
     warned: bool = False
 
@@ -215,21 +219,28 @@ class NetworkModel:
                 f"{self._caller}: the network's scores change with the input but their derivative is zero or missing: "
                 f"forward is under torch.no_grad(), detaches the input, or rounds it; take that out, or use sampling"
             )
-        if trace.smooth and not any(known.warned for known in _known[self.network].values()):
-            self._knowledge.warned = True
+        with _lock:
+            new = trace.smooth and not any(known.warned for known in _known[self.network].values())
+            self._knowledge.warned |= bool(new)
+        if new:
             warnings.warn(
                 f"{self._caller}: the network calls {', '.join(trace.smooth)}, which is smooth and not piecewise "
                 f"linear; it is linearized at the given point like everything but the chosen ReLU",
-                stacklevel=4,
+                stacklevel=_levels_to_the_user(),
             )
 
     @property
     def graph(self) -> NetworkGraph:
         """The network's operations, recorded when first asked for; an error where it has no fixed graph."""
         with _lock:
-            if self._knowledge.graph is None:
-                self._knowledge.graph = traced_graph(self.network, self.image, self._caller)
-            return self._knowledge.graph
+            known, addresses = self._knowledge, [x.data_ptr() for x in self._tensors()]
+            moved = known.graph_addresses is not None and known.graph_addresses != addresses
+            if known.graph is None or moved:
+                known.graph = traced_graph(self.network, self.image, self._caller)
+                # a module that is reached through an object of the user's has its weights in the graph as they are
+                held = {x.data_ptr() for x in known.graph.fixed.values()} & set(addresses)
+                known.graph_addresses = addresses if held else None
+            return known.graph
 
     def kept(self, key: Any, make: Callable[[], Found]) -> Found:
         """What `make` gives, kept for the next time if no derivative in the weights is wanted.
@@ -239,7 +250,7 @@ class NetworkModel:
         """
         if torch.is_grad_enabled():
             return make()
-        tensors = [*self.network.parameters(), *self.network.buffers()]
+        tensors = self._tensors()
         addresses = [x.data_ptr() for x in tensors]
         versions = [0 if x.is_inference() else x._version for x in tensors]
         with _lock:
@@ -295,14 +306,30 @@ class NetworkModel:
 
     def _weights(self) -> Tensor:
         """A copy of all parameters and buffers, end to end."""
-        given = [x.detach().flatten() for x in (*self.network.parameters(), *self.network.buffers())]
+        given = [x.detach().flatten() for x in self._tensors()]
         return torch.cat(given) if given else torch.zeros(0)
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.network.parameters(), *self.network.buffers()]
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """The network itself."""
+        scores: Tensor = self.network(inputs)
+        return scores
 
     def __repr__(self) -> str:
         return (
             f"NetworkModel({type(self.network).__name__}, inputs {tuple(self.image.shape[1:])}, {self.outputs} scores, "
             f"{len(self.relus)} ReLUs)"
         )
+
+
+def _levels_to_the_user() -> int:
+    """How many calls up the first one outside this package is, for a warning that points there."""
+    package, level, frame = str(Path(__file__).parent.parent), 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def relus(network: Any, example: Tensor) -> tuple[Relu, ...]:
@@ -338,11 +365,14 @@ class _Recorder(TorchDispatchMode):
     operations: list[tuple[Any, ...]]
     known: WeakIdKeyDictionary
     """Tensors of the network by their place, the input, and what operations have made by their number."""
+    random = False
+    """Whether an operation drew random numbers."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
         leaves, structure = tree_flatten((args, kwargs))
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -364,12 +394,14 @@ def operations_of(network: nn.Module, image: Tensor) -> list[tuple[Any, ...]]:
     The values of parameters and buffers do not count, which of them are used does; so do all numbers and other tensors
     that enter, wherever the network keeps them.
     """
-    with torch.inference_mode(False), torch.no_grad(), full_precision(), torch.random.fork_rng(devices=[]):
-        x = image.detach().clone()
+    with torch.inference_mode(False), torch.no_grad(), full_precision():
+        x, before = image.detach().clone(), torch.get_rng_state()
         recorder = _Recorder()
         recorder.operations, recorder.known = [], WeakIdKeyDictionary()
         for place, tensor in enumerate((x, *network.parameters(), *network.buffers())):
             recorder.known[tensor] = -place
         with recorder:
             network(x)
+        if recorder.random:  # only then: the state is that of all threads
+            torch.set_rng_state(before)
     return recorder.operations

@@ -6,6 +6,7 @@ leave the user's network in another state than it was in.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Mapping
@@ -61,10 +62,9 @@ def _like(old: dict[Any, Any], new: dict[Any, Any]) -> Any:
     """A dictionary of the same kind, for the kinds that modules have."""
     if type(old) is dict:
         return new
-    try:
-        return type(old)(new)
-    except TypeError:
-        return new
+    made = copy.copy(old)
+    made.update(new)
+    return made
 
 
 def _rebound(function: types.FunctionType, twins: Mapping[int, Any]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from netmoments.checks import describe, require_finite
 from netmoments.network.relu_calls import Trace, trace, with_batch_known
@@ -23,9 +24,29 @@ def examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
     It is run on the image twice and on copies of it (is it deterministic?), on another image, and on both together
     (does the batch matter?). All runs are those of a twin, and leave the random state as it was.
     """
-    devices = [image.device] if image.device.type == "cuda" else []
-    with torch.inference_mode(False), full_precision(), torch.random.fork_rng(devices=devices):
-        return _examined(replica(network), image.detach().clone(), caller)
+    on_gpu = image.device.type == "cuda"
+    before = torch.get_rng_state(), torch.cuda.get_rng_state(image.device) if on_gpu else None
+    watch = _RandomOperations()
+    try:
+        with torch.inference_mode(False), full_precision(), watch:
+            return _examined(replica(network), image.detach().clone(), caller)
+    finally:
+        if watch.seen:  # only then: the state is that of all threads
+            torch.set_rng_state(before[0])
+            if before[1] is not None:
+                torch.cuda.set_rng_state(before[1], image.device)
+
+
+class _RandomOperations(TorchDispatchMode):
+    """Notices operations that draw random numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
@@ -57,7 +78,8 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
             f"normalisation in training mode?); netmoments needs each image treated by itself"
         )
     changes = not same_values(again, apart)
-    differentiable = not changes or _has_derivative(network, torch.cat([image, other]))
+    unknown = any(parameter.is_inference() for parameter in network.parameters())  # refused where it matters
+    differentiable = not changes or unknown or _has_derivative(network, torch.cat([image, other]))
     return dataclasses.replace(with_batch_known(alone, pair), differentiable=differentiable)
 
 

@@ -192,6 +192,8 @@ def plan_of(model: NetworkModel, caller: str, otherwise: Otherwise | None = None
         model.require_derivatives()
         return _Planner(model.graph, model.network, model.image, caller, otherwise).plan()
 
+    if type(model.network) in LAYER_RULES:  # its plan holds the network itself, which it must not keep alive
+        return made()
     return model.kept((otherwise, *LAYER_RULES.items()), made)
 
 

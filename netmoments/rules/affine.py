@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from netmoments.network.graph import Node
+from netmoments.precision import SUPPORTED_DTYPES
 
 aten = torch.ops.aten
 
@@ -126,10 +127,10 @@ def _without_constants(argument: Any, value: Any, noisy: frozenset[Node]) -> Any
 
 
 def _gives_numbers(node: Node) -> bool:
-    """Whether the result (the first of several) is floating-point; what is rounded to integers is not affine."""
+    """Whether the result (the first of several) is float32 or float64: rounding to anything coarser is not affine."""
     value = node.meta.get("val")
     first = value[0] if isinstance(value, list | tuple) and value else value
-    return not isinstance(first, Tensor) or first.is_floating_point()
+    return not isinstance(first, Tensor) or first.dtype in SUPPORTED_DTYPES
 
 
 def _holds(argument: Any, noisy: frozenset[Node]) -> bool:

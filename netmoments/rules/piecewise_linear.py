@@ -100,7 +100,7 @@ class PiecewiseLinear(OneInput):
         return total
 
     def pairs(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """The nonlinear covariances of all pairs of units, (..., n, n), exactly: means (..., n), covariances.
+        """The nonlinear covariances of all pairs of units, (N, n, n), exactly: means (N, n), covariances (N, n, n).
 
         Σ bendₐ bend_b (Cov(relu(z − kinkₐ), relu(z' − kink_b)) − ΦₐΦ_b Cov(z, z')).
         """
