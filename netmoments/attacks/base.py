@@ -17,6 +17,7 @@ from netmoments.checks import describe, require_finite, require_float_tensor
 from netmoments.linearize.two_stage import linearized_at
 from netmoments.memory import memory_limit
 from netmoments.network.model import NetworkModel, network_of
+from netmoments.network.replica import replica
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
 
@@ -104,7 +105,7 @@ def read_subjects(
     """The arguments of an attack, checked; images that the network gets wrong are left out, and listed."""
     images = _read_images(caller, images, bounds)
     network = network_of(network, caller)
-    whole = network if preprocessing is None else nn.Sequential(_module(preprocessing), network).eval()
+    whole = network if preprocessing is None else nn.Sequential(_module(caller, preprocessing), network).eval()
     model = NetworkModel.of(whole, images, caller).refreshed()
     with torch.no_grad(), full_precision():
         scores = torch.cat([whole(part) for part in images.split(256)])
@@ -177,13 +178,16 @@ def _read_classes(caller: str, name: str, given: Any, images: Tensor, classes: i
     return value.to(images.device, torch.int64)
 
 
-def _module(preprocessing: Preprocessing) -> nn.Module:
+def _module(caller: str, preprocessing: Preprocessing) -> nn.Module:
+    """A module of our own that does the preprocessing: the user's is not switched to another mode."""
     if isinstance(preprocessing, nn.Module):
         if preprocessing.training and any(True for _ in preprocessing.parameters()):
-            raise ValueError("preprocessing is in training mode; call preprocessing.eval() first")
-        return preprocessing
+            raise ValueError(f"{caller}: preprocessing is in training mode; call preprocessing.eval() first")
+        return replica(preprocessing)
     if not callable(preprocessing):
-        raise TypeError(f"preprocessing must be a module or a function of images, got {describe(preprocessing)}")
+        raise TypeError(
+            f"{caller}: preprocessing must be a module or a function of images, got {describe(preprocessing)}"
+        )
     return _Called(preprocessing)
 
 

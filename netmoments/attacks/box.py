@@ -49,7 +49,7 @@ class Corner:
     margin: Tensor
     gap: Tensor
 
-    def problem(self, chosen: Tensor) -> Corner:
+    def of_rival(self, chosen: Tensor) -> Corner:
         """One of the R problems of each image, (N,), with R = 1."""
         images = torch.arange(len(chosen), device=chosen.device)
         parts = (self.shift, self.sigma, self.margin, self.gap)
@@ -167,7 +167,7 @@ class BoxAttack(Attack):
         start = torch.zeros_like(box.lower).unsqueeze(1).expand(-1, pairs.larger.shape[1], -1)
         found = descend_in_box(formula.margins(pairs), box, start, sigma, self.iterations)
         chosen = found.margin.argmin(1)
-        pairs, corner = pairs.problem(chosen), found.problem(chosen)
+        pairs, corner = pairs.of_rival(chosen), found.of_rival(chosen)
         own = NetworkMargins(subjects.network, subjects.images, *pairs, free)
         corner, taken = self._followed_on(subjects, own, box, corner)
         expected = formula.margins(pairs)

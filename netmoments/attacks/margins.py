@@ -45,7 +45,7 @@ class ClassPairs(NamedTuple):
     larger: Tensor
     smaller: Tensor
 
-    def problem(self, chosen: Tensor) -> ClassPairs:
+    def of_rival(self, chosen: Tensor) -> ClassPairs:
         """One of the R problems of each image, (N,), with R = 1."""
         return ClassPairs(picked(self.larger, chosen), picked(self.smaller, chosen))
 

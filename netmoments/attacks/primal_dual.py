@@ -130,7 +130,7 @@ class Iterate:
         shift = problem.lower.new_zeros(n, r, problem.lower.shape[-1])
         return cls(shift, shift.new_zeros(2, n, r, *problem.shape), torch.zeros_like(problem.gamma), shift)
 
-    def problem(self, chosen: Tensor) -> Iterate:
+    def of_rival(self, chosen: Tensor) -> Iterate:
         """Where it is in one of the R problems of each image, (N,), with R = 1."""
         images = torch.arange(len(chosen), device=chosen.device)
         shift, multipliers, kept = (x[images, chosen].unsqueeze(1) for x in (self.shift, self.multipliers, self.kept))

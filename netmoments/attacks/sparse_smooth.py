@@ -93,7 +93,7 @@ class SparseSmooth(Attack):
         formula = Formula(self._linearized(subjects), subjects, subjects.followed(self.rivals))
         problem, solution = self._for_every_rival(formula, pairs)
         chosen = cheapest(problem, solution)
-        pairs, solution = pairs.problem(chosen), solution.problem(chosen)
+        pairs, solution = pairs.of_rival(chosen), solution.of_rival(chosen)
         problem = replace(problem, gamma=picked(problem.gamma, chosen))
         if self.polish:
             own = NetworkMargins(subjects.network, subjects.images, *pairs)

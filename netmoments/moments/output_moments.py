@@ -68,7 +68,7 @@ def output_moments(
 
     Args:
         network: any module in eval mode, an exported program, a `NetworkModel`, or an `AffineReluAffine`, for which all
-            is exact. It is never changed.
+            is exact. It is run, and never changed by this library.
         noise: the input, with any batch dimensions.
         method: a value such as `Sketch(probes=128)`, or a short name for one with its default options: "layerwise", the
             joint covariance carried through every layer, the tightest; "sketch", for networks of any size; "two-stage",
@@ -355,13 +355,13 @@ class Sampling(Method):
     def __post_init__(self) -> None:
         require_count("Sampling", "samples", self.samples, least=2)
         require_count("Sampling", "seed", self.seed, least=0)
-        control = self.control
-        if isinstance(control, str) and control in CONTROLS:
-            object.__setattr__(self, "control", SHORT_NAMES[control])
-        elif control is not None and (not isinstance(control, Method) or control.name not in CONTROLS):
+        control = SHORT_NAMES.get(self.control) if isinstance(self.control, str) else self.control
+        if isinstance(control, Method) and type(control).surrogate is not Method.surrogate:
+            object.__setattr__(self, "control", control)
+        elif self.control is not None:
             raise ValueError(
                 f"{CALLER}: control must be one of {', '.join(CONTROLS)}, or None, or a method with options such as "
-                f"netmoments.Sketch(), got {control!r}"
+                f"netmoments.Sketch(), got {self.control!r}"
             )
 
     def moments(self, request: Request) -> OutputMoments:
@@ -410,7 +410,7 @@ class Auto(Method):
             return "sketch", f"the joint covariance of all layers would take {size}"
         if not plan.stages:
             return "exact", "the network is affine"
-        if len(plan.stages) == 1 and plan.stages[0].rule.is_exact:
+        if len(plan.stages) == 1 and plan.stages[0].rule.is_exact and plan.stages[0].rule.has_pairs:
             return "exact", f"the only nonlinear layer is {plan.stages[0].name}, which is piecewise linear"
         return "layerwise", f"the joint covariance of all layers takes {size}"
 

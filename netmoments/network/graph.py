@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class NetworkGraph:
         holding = [call for call in self.calls if call.start <= place < call.stop]
         return min(holding, key=lambda call: call.stop - call.start).path if holding else ROOT
 
-    @property
+    @cached_property
     def _place(self) -> dict[Node, int]:
         return {node: place for place, node in enumerate(self.nodes)}
 

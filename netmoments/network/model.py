@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -39,7 +40,7 @@ class _Made(NamedTuple):
     """Something made from the graph and the weights, which it is good for as long as these stay."""
 
     value: Any
-    weights: Tensor
+    weights: list[Tensor]
     addresses: list[int]
     """The addresses of the weights in memory."""
     versions: list[int]
@@ -74,7 +75,8 @@ def network_of(network: Any, caller: str) -> nn.Module:
         network = exported_network(network)
     if isinstance(network, fx.GraphModule) and hasattr(network, "_guards_fn"):
         network = ExportedNetwork(network)
-    network = getattr(network, "_orig_mod", network)
+    if type(network).__name__ == "OptimizedModule" and isinstance(network, nn.Module):
+        network = network._modules.get("_orig_mod", network)  # what torch.compile was given
     if not isinstance(network, nn.Module):
         raise TypeError(f"{caller}: network must be a torch.nn.Module or an exported program, got {describe(network)}")
     if isinstance(network, torch.jit.ScriptModule):
@@ -84,6 +86,8 @@ def network_of(network: Any, caller: str) -> nn.Module:
         )
     if any(map(_training, network.modules())):
         _refuse_training(network, caller)
+    if any(map(is_lazy, network.parameters())):
+        raise ValueError(f"{caller}: the network has weights that are not made yet (lazy modules); run it once first")
     return network
 
 
@@ -116,8 +120,10 @@ class NetworkModel:
     does it call?), and, for methods that go layer by layer, records its graph. Both are kept as long as the network
     lives, so passing the network itself costs no more; a `NetworkModel` shows what was found.
 
-    The network is never changed. What is known is checked at every use against what the network does now: weights,
-    attributes, replaced modules, flags may change between calls.
+    The network is run, and never changed by this library. What is known is checked at every use against what the
+    network does now, since weights, attributes, replaced modules and flags may change between calls: `answer` compares
+    the operations of a run, and learns anew if they differ; then the weights, and drops what was made from others.
+    Whatever does not go through `answer` calls `refreshed` first.
 
     Args:
         network: a module in eval mode, or an exported program.
@@ -147,13 +153,14 @@ class NetworkModel:
         example = require_float_tensor(caller, "example", example)
         one, batch = example.unsqueeze(0), example
         readings = {1: [one], 2: [batch, one], 3: [one, batch]}.get(example.dim(), [batch])
-        for reading in readings:
+        refusals = []
+        for reading in readings:  # the network's first run says how the example is meant
             try:
                 vars(self).update(vars(NetworkModel.of(network, reading, caller)))
                 return
-            except ValueError:  # the network's first run says how the example is meant
-                if reading is readings[-1]:
-                    raise
+            except ValueError as error:
+                refusals.append(error)
+        raise next((error for error in refusals if "cannot take an input" not in str(error)), refusals[0])
 
     @classmethod
     def of(cls, network: Any, inputs: Tensor, caller: str) -> NetworkModel:
@@ -184,9 +191,14 @@ class NetworkModel:
         key = self.image.shape, self.image.dtype, self.image.device
         with _lock:
             every = _known.setdefault(self.network, {})
-            if key not in every:
-                trace = examined(self.network, self.image, self._caller)
-                every[key] = _Knowledge(trace, operations_of(self.network, self.image))
+            while key not in every:
+                before = [x._version for x in self._tensors() if not x.is_inference()]
+                try:
+                    trace = examined(self.network, self.image, self._caller)
+                    every[key] = _Knowledge(trace, operations_of(self.network, self.image))
+                except ValueError:  # while others train it, two runs may well differ
+                    if before == [x._version for x in self._tensors() if not x.is_inference()]:
+                        raise
             self._knowledge = every[key]
         trace = self._knowledge.trace
         self.relus, self.outputs, self.largest = trace.relus, trace.output.shape[1], trace.largest
@@ -259,7 +271,7 @@ class NetworkModel:
                 found = _Made(make(), self._weights(), addresses, versions)
             elif found.versions != versions:
                 weights = self._weights()
-                same = torch.equal(found.weights, weights)
+                same = _equal(found.weights, weights)
                 found = _Made(found.value if same else make(), weights, addresses, versions)
             self._knowledge.made[key] = found
         value: Found = found.value
@@ -299,15 +311,17 @@ class NetworkModel:
             weights = self._weights()
             with _lock:
                 for made in known.made.values():
-                    if not torch.equal(made.weights, weights):
+                    if not _equal(made.weights, weights):
                         known.made.clear()
                         return True
         return False
 
-    def _weights(self) -> Tensor:
-        """A copy of all parameters and buffers, end to end."""
-        given = [x.detach().flatten() for x in self._tensors()]
-        return torch.cat(given) if given else torch.zeros(0)
+    def _weights(self) -> list[Tensor]:
+        """A copy of all parameters and buffers, end to end, for each dtype and device."""
+        every: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for x in self._tensors():
+            every.setdefault((x.dtype, x.device), []).append(x.detach().flatten())
+        return list(map(torch.cat, every.values()))
 
     def _tensors(self) -> list[Tensor]:
         return [*self.network.parameters(), *self.network.buffers()]
@@ -322,6 +336,16 @@ class NetworkModel:
             f"NetworkModel({type(self.network).__name__}, inputs {tuple(self.image.shape[1:])}, {self.outputs} scores, "
             f"{len(self.relus)} ReLUs)"
         )
+
+
+def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    """Whether all tensors are the same, NaN being the same as NaN."""
+    if len(first) != len(second):
+        return False
+    for x, y in zip(first, second, strict=True):
+        if not torch.equal(x, y) and not (x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())):
+            return False
+    return True
 
 
 def _levels_to_the_user() -> int:
@@ -353,7 +377,7 @@ class _Constant:
         if not isinstance(other, _Constant) or self.value.shape != other.value.shape:
             return False
         same = self.value.dtype == other.value.dtype and self.value.device == other.value.device
-        return same and torch.equal(self.value.nan_to_num(), other.value.nan_to_num())
+        return same and _equal([self.value], [other.value])
 
     def __hash__(self) -> int:
         return hash(self.value.shape)
@@ -378,8 +402,10 @@ class _Recorder(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 known = self.known.get(leaf)
                 leaves[place] = _Constant(leaf) if known is None else (known, leaf.shape)
-            elif leaf != leaf:  # NaN, which differs from itself
+            elif isinstance(leaf, float) and leaf != leaf:  # NaN differs from itself
                 leaves[place] = "nan"
+            elif isinstance(leaf, torch.ScriptObject):  # packed weights, a profiler's record: not to be compared
+                leaves[place] = type(leaf)
         self.operations.append((func, structure, leaves))
         result = func(*args, **kwargs)
         for made in tree_leaves(result):

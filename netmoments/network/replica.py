@@ -35,52 +35,58 @@ def replica(network: nn.Module) -> nn.Module:
         twin = {name: value if name in kept else _held(value, twins) for name, value in own.items()}
         twin["_compiled_call_impl"] = None
         vars(twins[id(module)]).update(twin)
+        for kind in type(module).__mro__:
+            for name in vars(kind).get("__slots__", ()):
+                if hasattr(module, name) and not name.startswith("__"):
+                    object.__setattr__(twins[id(module)], name, _held(getattr(module, name), twins))
     return twins.get(id(network), network)
 
 
-def _held(value: Any, twins: Mapping[int, Any]) -> Any:
-    """An attribute of the twin: modules and buffers replaced by their twins, inside containers and functions too."""
+def _held(value: Any, twins: dict[int, Any]) -> Any:
+    """An attribute of the twin: modules and buffers replaced by their twins, inside containers and functions too.
+
+    A container that several modules share is one container of the twin's.
+    """
     if id(value) in twins:
         return twins[id(value)]
     if isinstance(value, dict):
-        return _like(value, {key: _held(item, twins) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_held(item, twins) for item in value))
-    if isinstance(value, list | tuple | set) and type(value) in (list, tuple, set):
-        return type(value)(_held(item, twins) for item in value)
+        made = twins[id(value)] = {} if type(value) is dict else copy.copy(value)
+        made.update([(key, _held(item, twins)) for key, item in value.items()])
+        return made
+    if type(value) in (list, set):
+        made = twins[id(value)] = type(value)()
+        items = [_held(item, twins) for item in value]
+        made.extend(items) if type(value) is list else made.update(items)
+        return made
+    if isinstance(value, tuple):
+        items = [_held(item, twins) for item in value]
+        changed = any(one is not other for one, other in zip(items, value, strict=True))
+        return (type(value)(*items) if hasattr(value, "_fields") else tuple(items)) if changed else value
     if isinstance(value, types.MethodType) and id(value.__self__) in twins:
         return types.MethodType(value.__func__, twins[id(value.__self__)])
     if isinstance(value, functools.partial):
-        arguments = (_held(item, twins) for item in value.args)
+        arguments = [_held(item, twins) for item in value.args]
         return functools.partial(_held(value.func, twins), *arguments, **_held(value.keywords, twins))
     if isinstance(value, types.FunctionType) and value.__closure__:
         return _rebound(value, twins)
     return value
 
 
-def _like(old: dict[Any, Any], new: dict[Any, Any]) -> Any:
-    """A dictionary of the same kind, for the kinds that modules have."""
-    if type(old) is dict:
-        return new
-    made = copy.copy(old)
-    made.update(new)
-    return made
-
-
-def _rebound(function: types.FunctionType, twins: Mapping[int, Any]) -> Any:
-    """A function that closes over modules, closing over their twins."""
-    cells = function.__closure__ or ()
+def _rebound(function: types.FunctionType, twins: dict[int, Any]) -> Any:
+    """A function that closes over modules, or containers of them, closing over their twins."""
     try:
-        held = [cell.cell_contents for cell in cells]
+        held = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a cell that is not filled yet
         return function
-    if not any(id(item) in twins for item in held):
+    twins[id(function)] = function  # one that closes over itself
+    items = [_held(item, twins) for item in held]
+    if all(one is other for one, other in zip(items, held, strict=True)):
         return function
-    closure = tuple(types.CellType(twins.get(id(item), item)) for item in held)
-    made = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
-    )
+    code, scope = function.__code__, function.__globals__
+    closure = tuple(map(types.CellType, items))
+    made = types.FunctionType(code, scope, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
+    twins[id(function)] = made
     return made
 
 

@@ -31,7 +31,7 @@ from netmoments.propagate.factors import (
     weighted_matrices,
 )
 from netmoments.propagate.plan import Plan, Segment, added
-from netmoments.propagate.score_covariance import PAIRED, CurvedLayer, curved_layer, score_covariance
+from netmoments.propagate.score_covariance import SCORE_PAIRED, CurvedLayer, curved_layer, score_covariance
 from netmoments.rules.base import Local, ThirdCumulants, cholesky_root, whitened
 
 MOST_DIRECTIONS = 9
@@ -93,7 +93,7 @@ def layerwise(
     if not plan.last.sources:
         constant = plan.last.value({})[outputs]
         return constant, constant.new_zeros(*outputs.shape, outputs.shape[1])
-    together = min(fitting, IMAGES_TOGETHER[mean.device.type])
+    together = min(fitting, IMAGES_TOGETHER.get(mean.device.type, 1))
     parts = []
     with Progress("images", len(mean)) as progress:
         for start in range(0, len(mean), together):
@@ -136,7 +136,7 @@ def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
         skewed = min(w, MOST_DIRECTIONS) if before > layout.rank else 0
         factors = before * (3 * p + (2 * n * w if w > 1 else 0)) + 2 * layout.total * n
         matrices = layout.paired**2 * n * (2 + 2 * skewed)
-        own = n * w * (min(layout.rank, PAIRED) + w + 1) + squares
+        own = n * w * (min(layout.rank, SCORE_PAIRED) + w + 1) + squares
         needed = itemsize * (kept + live + factors + matrices + 4 * squares + own)
         if needed > worst.bytes:
             worst = Need(stage.name, needed)
@@ -246,7 +246,8 @@ def _window_covariance(layout: FactorLayout, factor: Tensor) -> Tensor:
 def _factor_after(joint: Joint, segment: Segment, layout: FactorLayout) -> Tensor:
     """The factor of what an affine part gives, (N, rows, p); the image has linear rows only."""
     given = {node: joint.factors[node] for node in segment.sources}
-    if len(set([x.shape[1] for x in given.values()])) == 1:  # noqa: C403
+    counts = [x.shape[1] for x in given.values()]
+    if min(counts) == max(counts):
         return segment.linears(given)
     linear = segment.linears({node: x[:, : layout.rank] for node, x in given.items()})
     others = {node: x[:, layout.rank :] for node, x in given.items() if x.shape[1] > layout.rank}

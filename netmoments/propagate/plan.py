@@ -192,7 +192,7 @@ def plan_of(model: NetworkModel, caller: str, otherwise: Otherwise | None = None
         model.require_derivatives()
         return _Planner(model.graph, model.network, model.image, caller, otherwise).plan()
 
-    if type(model.network) in LAYER_RULES:  # its plan holds the network itself, which it must not keep alive
+    if layer_rule(model.network) is not None:  # its plan holds the network itself, which it must not keep alive
         return made()
     return model.kept((otherwise, *LAYER_RULES.items()), made)
 
@@ -330,9 +330,24 @@ class _Planner:
         if found is None:
             self.affine[result] = _affine_layer(own.path, module, source, result, example, self.caller)
         else:
+            self._require_same_values(own.path, module, found, source, result)
             self.nonlinear[result] = RuledCall(found, (source,))
             self.names[result] = own.path
         return set(inside)
+
+    def _require_same_values(
+        self, path: str, module: nn.Module, rule: Nonlinearity, source: Node, result: Node
+    ) -> None:
+        """A rule must be that of the function which the layer computes, a hook on it included."""
+        for seen in (self.first, self.second):
+            with torch.no_grad():
+                values = rule.values(rule.gathered(seen[source].reshape(1, -1)))
+            wanted = seen[result].reshape(1, -1)
+            if values.shape != wanted.shape or not _near(values, wanted, wanted):
+                raise ValueError(
+                    f"{self.caller}: the rule registered for {path} ({type(module).__name__}) gives other values than "
+                    f"the layer; its `values` must be what the layer computes, with a forward hook if it has one"
+                )
 
     def _add_nonlinear(self, node: Node, found: RuledCall) -> None:
         self.nonlinear[node] = found

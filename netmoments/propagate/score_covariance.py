@@ -11,7 +11,7 @@ from netmoments.propagate.factors import FactorLayout, inner_product_weights, ra
 from netmoments.propagate.plan import Plan, Stage, added
 from netmoments.rules.base import Local
 
-PAIRED = 128
+SCORE_PAIRED = 128
 """Directions of the noise of which all pairs count in the scores' quadratic part; all of them if it has no more."""
 MIXED = 32
 """Random sums of the rows that are not linear, for their part in it."""
@@ -47,7 +47,7 @@ def curved_layer(
     """From the Gaussian moments of a layer's units, and their windows' means, factors and covariances."""
     beyond_linear = local.variance - local.linear_variance(covariance)
     rest = (beyond_linear - local.quadratic_variance(covariance)).clamp(min=0)
-    linear = factor[..., : min(layout.rank, PAIRED)]
+    linear = factor[..., : min(layout.rank, SCORE_PAIRED)]
     if factor.shape[-1] == layout.rank:
         directions = torch.nn.functional.pad(linear, (0, MIXED))
     else:

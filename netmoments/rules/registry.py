@@ -301,8 +301,8 @@ def register_rule(layer: type[nn.Module], rule: LayerRule) -> None:
 
 
 def layer_rule(module: nn.Module) -> LayerRule | None:
-    """The rule that was registered for a module's class."""
-    return LAYER_RULES.get(type(module))
+    """The rule that was registered for a module's class, or for the nearest of its bases."""
+    return next((LAYER_RULES[kind] for kind in type(module).__mro__ if kind in LAYER_RULES), None)
 
 
 def known_rules() -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+import netmoments as nm
 from netmoments.attacks.box import PixelSupport, Targeted
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.network import zoo
@@ -94,3 +96,14 @@ def test_bad_images_labels_and_targets(digits):
     assert len(attack(network, just_outside, labels)) == 3
     with pytest.raises(MemoryError):
         SparseSmooth(**QUICK, memory_budget=1000)(network, x, labels)
+
+
+def test_the_users_preprocessing_keeps_its_mode():
+    torch.manual_seed(0)
+    images = torch.rand(2, 1, 4, 4)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    preprocessing = nn.Sequential(nn.Dropout(0.5))
+    labels = network(images).argmax(1)
+    nm.attacks.SparseSmooth(iterations=2, polish=0, samples=4, preprocessing=preprocessing)(network, images, labels)
+    assert preprocessing.training
+    assert preprocessing[0].training

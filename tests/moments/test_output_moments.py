@@ -755,3 +755,20 @@ def test_bad_input(case):
     call, error, message = BAD[case]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_layer_too_wide_for_exact_pairs_is_not_called_exact():
+    torch.manual_seed(0)
+    noise = nm.Gaussian(torch.linspace(-1, 1, 3), std=0.5)
+    for width, method in ((2048, "exact"), (2049, "layerwise")):
+        network = nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 2)).eval()
+        assert nm.output_moments(network, noise).method == method
+
+
+def test_a_method_of_ones_own_can_be_a_control():
+    class Own(nm.Linear):
+        name = "own"
+
+    assert nm.Sampling(100, control=Own()).control.name == "own"
+    with pytest.raises(ValueError, match="control must be one of"):
+        nm.Sampling(100, control=nm.Layerwise())

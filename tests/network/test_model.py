@@ -460,13 +460,13 @@ def by_untying(net: Any) -> None:
 
 
 def by_a_rule(net: Any) -> None:
-    nm.register_rule(OwnRelu, lambda layer, example: nm.rules.PiecewiseLinear(*_leaky_parts(example)))
+    nm.register_rule(OwnRelu, lambda layer, example: nm.rules.PiecewiseLinear(*_relu_parts(example)))
 
 
-def _leaky_parts(example: Tensor) -> tuple[Tensor, ...]:
-    """A rule that is not what the layer computes: it must be used all the same."""
+def _relu_parts(example: Tensor) -> tuple[Tensor, ...]:
+    """max(x, 0): with it a layer that was known from samples only has formulas."""
     flat = torch.zeros_like(example).flatten()
-    return flat, flat + 0.5, flat.unsqueeze(0) + 1, flat.unsqueeze(0)
+    return flat, flat, flat.unsqueeze(0) + 1, flat.unsqueeze(0)
 
 
 OTHER = torch.linspace(0.5, 1.5, 24, dtype=torch.float64).reshape(6, 4)
@@ -673,3 +673,104 @@ def test_a_network_that_becomes_unfit_is_refused():
             nm.output_moments(net, NOISE, method)
     del net[1].forward
     assert_same(nm.output_moments(net, NOISE, "layerwise"), nm.output_moments(deep(), NOISE, "layerwise"))
+
+
+class _Recorded(nn.Module):
+    """Inside a profiler's record, whose operations have arguments that cannot be compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+    def forward(self, x):
+        with torch.profiler.record_function("layers"):
+            return self.layers(x)
+
+
+class _Delegating(nn.Module):
+    """A wrapper that looks like what it wraps, and scales its scores."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("network"), name)
+
+    def forward(self, x):
+        return 10 * self.network(x)
+
+
+class _Counted(nn.Module):
+    """An integer buffer decides, and one of NaN is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(2**24))
+        self.register_buffer("unset", torch.tensor(float("nan")))
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x)) * (1 + (self.count - 2**24))
+
+
+def _small_noise() -> nm.Gaussian:
+    return nm.Gaussian(torch.linspace(-1, 1, 4), std=0.3)
+
+
+@pytest.mark.parametrize("method", ["layerwise", "sketch", "two-stage", "linear", "sampling"])
+def test_a_profilers_record_is_no_obstacle(method):
+    torch.manual_seed(0)
+    network = _Recorded().eval()
+    plain = nm.output_moments(network.layers, _small_noise(), method)
+    torch.testing.assert_close(nm.output_moments(network, _small_noise(), method).mean, plain.mean)
+
+
+def test_a_wrapper_round_a_compiled_network_is_not_taken_off():
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    plain = nm.output_moments(inner, _small_noise(), "layerwise")
+    wrapped = nm.output_moments(_Delegating(inner).eval(), _small_noise(), "layerwise")
+    torch.testing.assert_close(wrapped.mean, 10 * plain.mean)
+    compiled = nm.output_moments(torch.compile(inner), _small_noise(), "layerwise")
+    torch.testing.assert_close(compiled.mean, plain.mean)
+
+
+def test_integer_buffers_are_compared_exactly_and_nan_is_nan(monkeypatch):
+    torch.manual_seed(0)
+    network = _Counted().eval()
+    before = nm.output_moments(network, _small_noise(), "layerwise")
+    network.count += 1  # float32 cannot tell the two apart
+    torch.testing.assert_close(nm.output_moments(network, _small_noise(), "layerwise").mean, 2 * before.mean)
+    computed = []
+    layerwise = nm.Layerwise.moments
+
+    def counted(self, request):
+        computed.append(self)
+        return layerwise(self, request)
+
+    monkeypatch.setattr(nm.Layerwise, "moments", counted)
+    nm.output_moments(network, _small_noise(), "layerwise")
+    assert len(computed) == 1
+
+
+def test_weights_that_are_not_made_yet_are_refused():
+    network = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.Linear(3, 2)).eval()
+    with pytest.raises(ValueError, match=r"lazy modules.*run it once first"):
+        nm.output_moments(network, _small_noise())
+    assert isinstance(network[0], nn.LazyLinear)
+    assert nn.parameter.is_lazy(network[0].weight)
+
+
+def test_an_example_that_is_refused_says_why():
+    network = nn.Sequential(nn.Linear(4, 3), _Random()).eval()
+    with pytest.raises(ValueError, match="not deterministic"):
+        nm.NetworkModel(network, torch.zeros(2, 4))
+
+
+class _Random(nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x)

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import netmoments as nm
 from netmoments.network.replica import replica
-from tests.closeness import assert_close
+from tests.closeness import assert_close, assert_within_standard_errors
 from tests.moments.problems import assert_same
 from tests.network.sharing import SHARING, Untouched, shared, unshared
 from tests.networks import FACTORIES, inputs, network, seeded
@@ -378,3 +378,57 @@ def test_random_numbers_of_other_threads_are_not_drawn_twice(name):
     found = [*net.drawn.numbers, float(torch.rand(()))]
     torch.manual_seed(5)
     assert found == [float(torch.rand(())) for _ in found]
+
+
+class _Pushes(nn.Module):
+    def __init__(self, stack: list) -> None:
+        super().__init__()
+        self.stack, self.linear = stack, nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.stack.append(x)
+        return torch.relu(self.linear(x))
+
+
+class _Pops(nn.Module):
+    def __init__(self, stack: list) -> None:
+        super().__init__()
+        self.stack, self.linear = stack, nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.linear(x + self.stack.pop())
+
+
+class _Slotted(nn.Module):
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.scale = 3.0
+
+    def forward(self, x):
+        return torch.relu(self.linear(x)) * self.scale
+
+
+def test_a_container_that_modules_share_is_shared_by_their_twins():
+    torch.manual_seed(0)
+    stack: list = []
+    network = nn.Sequential(_Pushes(stack), _Pops(stack)).double().eval()
+    noise = nm.Gaussian(torch.linspace(-1, 1, 4, dtype=torch.float64), std=0.2)
+    found = nm.output_moments(network, noise, "layerwise")
+    sampled = nm.monte_carlo(network, noise, 20_000, seed=1)
+    assert_within_standard_errors(sampled.mean, found.mean, sampled.mean_standard_error)
+    assert stack == []
+
+
+def test_slots_and_cycles_are_followed():
+    torch.manual_seed(0)
+    network = _Slotted().eval()
+    network.itself = {"cycle": None}
+    network.itself["cycle"] = network.itself
+    x = torch.ones(1, 4)
+    twin = replica(network)
+    assert torch.equal(twin(x), network(x))
+    assert twin.itself["cycle"] is twin.itself
+    assert twin.itself is not network.itself

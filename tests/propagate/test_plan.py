@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import netmoments as nm
 from netmoments.network.graph import shape_of
@@ -101,3 +101,29 @@ def test_a_network_is_planned_once_while_nothing_changes(monkeypatch):
     net[-1].bias.data = net[-1].bias.data.clone()  # the same, elsewhere: what was recorded would read the old place
     torch.testing.assert_close(mean(), before[0] + 2)
     assert len(made) == 4
+
+
+class _Doubled(nn.Module):
+    def forward(self, x):
+        return x + torch.sin(x)
+
+
+def test_a_rule_must_give_what_its_layer_gives(monkeypatch):
+    from netmoments.rules import registry
+
+    layer = _Doubled()
+    network = nn.Sequential(nn.Linear(3, 3), layer, nn.Linear(3, 2)).eval()
+    noise = nm.Gaussian(torch.zeros(3), std=0.3)
+
+    def another(module, example):
+        return nm.rules.Elementwise(torch.tanh, (3,), example)
+
+    monkeypatch.setitem(registry.LAYER_RULES, _Doubled, another)
+    with pytest.raises(ValueError, match="gives other values than the layer"):
+        nm.output_moments(network, noise, "layerwise")
+    monkeypatch.setitem(registry.LAYER_RULES, _Doubled, nm.rules.elementwise)
+    handle = layer.register_forward_hook(lambda module, inputs, output: 10 * output)
+    hooked = nm.output_moments(network, noise, "layerwise").mean
+    sampled = nm.monte_carlo(network, noise, 20_000, seed=1)
+    handle.remove()
+    assert bool(((hooked - sampled.mean).abs() <= 5 * sampled.mean_standard_error).all())
