@@ -262,7 +262,7 @@ class NetworkModel:
         """
         if torch.is_grad_enabled():
             return make()
-        tensors = self._tensors()
+        tensors = [*self.network.parameters(), *self.network.buffers()]
         addresses = [x.data_ptr() for x in tensors]
         versions = [0 if x.is_inference() else x._version for x in tensors]
         with _lock:
@@ -311,7 +311,7 @@ class NetworkModel:
             weights = self._weights()
             with _lock:
                 for made in known.made.values():
-                    if not _equal(made.weights, weights):
+                    if not all(map(torch.equal, made.weights, weights)) and not _equal(made.weights, weights):
                         known.made.clear()
                         return True
         return False
@@ -319,7 +319,7 @@ class NetworkModel:
     def _weights(self) -> list[Tensor]:
         """A copy of all parameters and buffers, end to end, for each dtype and device."""
         every: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for x in self._tensors():
+        for x in (*self.network.parameters(), *self.network.buffers()):
             every.setdefault((x.dtype, x.device), []).append(x.detach().flatten())
         return list(map(torch.cat, every.values()))
 

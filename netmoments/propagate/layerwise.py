@@ -67,7 +67,7 @@ class Joint:
     def after(self, plan: Plan, place: int, mean: Tensor, factor: Tensor) -> None:
         """The output of a layer joins, what is no longer needed leaves."""
         output = plan.stages[place].output
-        kept = [node for node in plan.needed_after(place) if node is not output]
+        kept = [node for node in plan.needed[place + 1] if node is not output]
         self.means = {node: self.means[node] for node in kept} | {output: mean}
         self.factors = {node: self.factors[node] for node in kept} | {output: factor}
 
@@ -129,7 +129,7 @@ def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
         n, w, p = stage.rule.units, stage.rule.width, stage.before.size
         squares = n * n if stage.rule.has_pairs else 0
         live = before = 0
-        for node in plan.needed_after(place - 1):
+        for node in plan.needed[place]:
             rows = layout.rank if node is plan.image else layout.total
             live += rows * plan.sizes[node]
             before = max(before, rows if node in stage.before.sources else 0)

@@ -142,18 +142,14 @@ class Plan:
     recordings: dict[Any, Any] = field(default_factory=dict)
     """Work on a GPU that was recorded, to be replayed; it lives as long as the plan."""
 
-    def needed_after(self, place: int) -> tuple[Node, ...]:
-        """The sources that stages after this one (or the scores) still use."""
-        return self._needed[place + 1]
-
     @cached_property
     def sizes(self) -> dict[Node, int]:
         """Numbers in the image and in the output of every stage."""
         return {node: shape_of(node).numel() for node in (self.image, *(stage.output for stage in self.stages))}
 
     @cached_property
-    def _needed(self) -> list[tuple[Node, ...]]:
-        """What `needed_after` gives, from before the first stage on."""
+    def needed(self) -> list[tuple[Node, ...]]:
+        """The sources that stages from this one on (or the scores) still use; last, what the scores alone do."""
         found = []
         for place in range(len(self.stages) + 1):
             later = [stage.before for stage in self.stages[place:]] + [self.last]
@@ -192,7 +188,9 @@ def plan_of(model: NetworkModel, caller: str, otherwise: Otherwise | None = None
         model.require_derivatives()
         return _Planner(model.graph, model.network, model.image, caller, otherwise).plan()
 
-    if layer_rule(model.network) is not None:  # its plan holds the network itself, which it must not keep alive
+    if (
+        LAYER_RULES and layer_rule(model.network) is not None
+    ):  # its plan holds the network itself, which it must not keep alive
         return made()
     return model.kept((otherwise, *LAYER_RULES.items()), made)
 

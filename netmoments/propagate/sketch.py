@@ -153,7 +153,7 @@ def _followed(plan: Plan, mean: Tensor, deviations: Tensor, outputs: Tensor) -> 
             layer = stage.rule.sketched(stage.before.values(means), stage.before.values(samples))
             means[stage.output], samples[stage.output] = layer.mean, layer.values
             layers.append(layer)
-            for node in set(means) - set(plan.needed_after(place)):
+            for node in set(means) - set(plan.needed[place + 1]):
                 del means[node], samples[node]
             progress.advance(1)
         scores = plan.last.values(means).gather(1, outputs)
