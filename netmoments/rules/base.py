@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from netmoments.memory import elements_together
+from netmoments.relu.triton.launch import ENABLED
 from netmoments.rules.sampled import (
     QuadraticForms,
     SampledUnits,
@@ -163,7 +164,7 @@ class Nonlinearity(ABC):
 
     def sketched(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
         """The layer in a sketch, from the mean (N, p) and samples (N, K, p) of its input."""
-        if self.has_kernels(mean, samples):
+        if ENABLED and self.has_kernels(mean, samples):
             return self.by_kernels(mean, samples)
         seen = self.observed(samples)
         moments = self.sketch_moments(mean, seen.covariance, samples.shape[1])

@@ -85,7 +85,7 @@ class Largest(Nonlinearity):
 
     def has_kernels(self, mean: Tensor, samples: Tensor) -> bool:
         fits = 1 < self.width <= sketch_launch.WIDEST
-        return sketch_launch.ENABLED and fits and sketch_launch.available(samples, mean)
+        return fits and sketch_launch.available(samples, mean)
 
     def by_kernels(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
         values, moments, quadratics = sketch_launch.largest_of_windows(

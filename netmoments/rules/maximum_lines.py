@@ -143,6 +143,7 @@ def _radial(t: Tensor, degrees: int) -> tuple[Tensor, Tensor]:
     return own.mul_(0.5).add_(0.5), next_one.abs_().sub_(1).mul_(-0.5 * average_radius(degrees))
 
 
+@cache
 def average_radius(degrees: int) -> float:
     """E χ_w."""
     return math.sqrt(2) * math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2))
@@ -224,6 +225,7 @@ def largest_of_contenders(
     return LargestMoments(*(x.unflatten(0, (images, units)) for x in parts))
 
 
+@cache
 def frames_for(units: int, probes: int) -> int:
     """How many frames of lines each of so many windows gets."""
     return min(max(1, FRAMES // units, probes // 64), MOST_FRAMES)

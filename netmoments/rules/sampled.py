@@ -8,6 +8,7 @@ of fourth moments).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ class QuadraticForms(NamedTuple):
     columns are not used."""
 
 
+@cache
 def paired(count: int) -> int:
     """How many of K samples, from the first and the last, are paired with each other: the work goes with the square."""
     return max(count // 2 if count < 8 else 3 * count // 8, 1)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from netmoments.precision import matmul
-from netmoments.relu.triton.launch import ENABLED as kernels_enabled
 from netmoments.relu.triton.launch import available as kernels_available
 from netmoments.rules import sketch_kernels as kernels
 from netmoments.rules.base import FLOOR
@@ -30,10 +29,6 @@ SCORES = 5
 """Scores whose forms are summed together, at most."""
 PRECISION = {torch.float32: "tf32x3", torch.float64: "ieee"}
 """Of products of matrices: float32 is split in three, which leaves its precision."""
-
-
-ENABLED = kernels_enabled
-"""Whether there is Triton at all."""
 
 
 def available(samples: Tensor, *others: Tensor) -> bool:
