@@ -14,7 +14,6 @@ from netmoments.rules.piecewise_linear import one_kink, relu
 def test_kernels_are_not_for_derivatives_wide_windows_or_many_samples(monkeypatch):
     monkeypatch.setattr(kernels, "PRESENT", True)
     monkeypatch.setattr(kernels, "INTERPRETED", True)
-    monkeypatch.setattr(sketch_launch, "ENABLED", True)
     rule, mean, samples = relu(3, torch.zeros(())), torch.zeros(1, 3), torch.zeros(1, 4, 3)
     assert rule.has_kernels(mean, samples)
     assert not rule.has_kernels(mean.clone().requires_grad_(), samples)
