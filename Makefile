@@ -9,9 +9,9 @@ READY  := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/netmoments report digits digits --sigma 0.05
 
-# One thread: the tensors are small, and threads that wait for one another take many times as long on a busy machine.
+# Two processes of one thread: the tensors are small, and threads that wait for one another take many times as long.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
