@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 .PHONY: demo test test-slow test-gpu lint golden bench bench-gpu bench-attacks bench-rivals clean
 
 demo: $(READY)
-	$(BIN)/netmoments report digits digits --sigma 0.05
+	OMP_NUM_THREADS=1 $(BIN)/netmoments report digits digits --sigma 0.05
 
 # Two processes of one thread: the tensors are small, and threads that wait for one another take many times as long.
 test: lint
