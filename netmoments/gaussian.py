@@ -222,7 +222,8 @@ class Gaussian:
 
     Args:
         mean: (..., n) or (..., C, H, W), float32 or float64. A mean of 1 or 2 dimensions is a vector or a batch of
-            vectors, one of 3 or 4 an image or a batch of images; anything else must say `event_ndim`.
+            vectors, one of 3 or 4 an image or a batch of images, one of more a batch of inputs. Where a network takes
+            another part of the dimensions as one input, its first run says so; `event_ndim` settles it.
         covariance: a number (the *variance* of every coordinate), a tensor of the mean's event shape (variances),
             a dense (..., n, n) matrix, `LowRank(factor, diagonal)`, or any `Covariance`. Batch dimensions are the
             mean's or absent; one variance an image has shape (batch..., 1, ..., 1).
@@ -240,6 +241,8 @@ class Gaussian:
     mean: Tensor
     covariance: Covariance
     event_ndim: int
+    event_given: bool
+    """Whether the caller said which dimensions are one input; if not, the network's first run may say otherwise."""
     event_shape: torch.Size
     """Shape of one input."""
     batch_shape: torch.Size
@@ -256,7 +259,7 @@ class Gaussian:
         std: Tensor | float | None = None,
         event_ndim: int | None = None,
     ) -> None:
-        mean = require_float_tensor("Gaussian", "mean", mean)
+        mean, given = require_float_tensor("Gaussian", "mean", mean), event_ndim is not None
         event_ndim = event_dimensions("Gaussian", "mean", mean, event_ndim)
         if mean.numel() == 0:
             raise ValueError(
@@ -272,7 +275,7 @@ class Gaussian:
             read_std(std, mean, event_ndim) if covariance is None else read_covariance(covariance, mean, event_ndim)
         )
         require_covariance_values(structure)
-        vars(self).update(vars(Gaussian._trusted(mean, structure, event_ndim)))
+        vars(self).update(vars(Gaussian._trusted(mean, structure, event_ndim)), event_given=given)
 
     @classmethod
     def _trusted(cls, mean: Tensor, covariance: Covariance, event_ndim: int) -> Gaussian:
@@ -284,6 +287,7 @@ class Gaussian:
             mean=mean,
             covariance=covariance,
             event_ndim=event_ndim,
+            event_given=True,
             event_shape=event,
             batch_shape=torch.broadcast_shapes(mean.shape[:split], covariance.batch_shape),
             size=event.numel(),
@@ -341,6 +345,28 @@ class Gaussian:
         deviation = self.covariance.draw((count, *self.batch_shape), generator)
         return (self.flat_mean + deviation).reshape(count, *self.batch_shape, *self.event_shape)
 
+    def readings(self) -> list[Gaussian]:
+        """The same numbers with other dimensions as one input, where the caller did not say which they are.
+
+        Only noise without batch dimensions of its own can be read otherwise: one variance for all, or one a coordinate.
+        """
+        found: list[Gaussian] = []
+        structure = self.covariance
+        if self.event_given or not isinstance(structure, Isotropic | Diagonal):
+            return found
+        for event_ndim in range(self.mean.dim(), 0, -1):
+            batch, event = _split(self.mean, event_ndim)
+            other: Covariance
+            if isinstance(structure, Isotropic) and not structure.batch_shape:
+                other = Isotropic(structure.variance, event.numel())
+            elif isinstance(structure, Diagonal) and structure.variance.numel() == self.mean.numel():
+                other = Diagonal(structure.variance.reshape(*batch, event.numel()))
+            else:
+                continue
+            if event_ndim != self.event_ndim:
+                found.append(Gaussian._trusted(self.mean, other, event_ndim))
+        return found
+
     def affine(self, matrix: Tensor, offset: Tensor | None = None) -> Gaussian:
         """The distribution of A x + c for A (..., p, n) and c (..., p), over vectors of length p.
 
@@ -386,15 +412,19 @@ def require_matrix_for(noise: Gaussian, caller: str, name: str, matrix: Any) -> 
 
 
 def event_dimensions(caller: str, name: str, value: Tensor, event_ndim: int | None) -> int:
-    """How many trailing dimensions make one input: 1 of (n,), (N, n); 3 of (C, H, W), (N, C, H, W); else as told."""
+    """How many trailing dimensions make one input: 1 of (n,), (N, n); 3 of (C, H, W), (N, C, H, W); else as told.
+
+    More dimensions are read as a batch of inputs, unless told otherwise.
+    """
     if event_ndim is None:
         if value.dim() in (1, 2):
             return 1
         if value.dim() in (3, 4):
             return 3
+        if value.dim() > 4:
+            return value.dim() - 1
         raise ValueError(
-            f"{caller}: {name} of {value.dim()} dimensions does not say which are one input (1 or 2 dimensions are "
-            f"read as (..., n), 3 or 4 as (..., C, H, W)), got {describe(value)}; pass event_ndim="
+            f"{caller}: {name} must have at least one dimension, got {describe(value)}"
         )
     if isinstance(event_ndim, bool) or not isinstance(event_ndim, int) or not 1 <= event_ndim <= value.dim():
         raise ValueError(

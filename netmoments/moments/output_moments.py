@@ -9,15 +9,16 @@ Methods are values, each with its own options:
 | `TwoStage(layer, bank)` | `"two-stage"` | linearized before and after one ReLU, as the paper does                   |
 | `Linear()`              | `"linear"`    | the delta method: linearized throughout                                   |
 | `Sampling(samples, …)`  | `"sampling"`  | Monte Carlo with standard errors, corrected by another method if asked    |
-| `Auto()`                | `"auto"`      | exact where the network is, else layerwise where that fits, else a sketch |
+| `Auto(tolerance, …)`    | `"auto"`      | exact where the network is, else controlled samples until it is met       |
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,13 +33,16 @@ from netmoments.gaussian import Gaussian
 from netmoments.linearize.bank import LinearizationBank
 from netmoments.linearize.two_stage import linearized, linearized_at, output_indices
 from netmoments.memory import DIRECTIONS, PIECE, directions_at_once, gigabytes, memory_limit
-from netmoments.moments.result import OutputMoments
+from netmoments.moments.joint_noise import joint_noise
+from netmoments.moments.result import MomentErrors, OutputMoments
+from netmoments.network.interface import Arguments
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.propagate.layerwise import layerwise, need_of
 from netmoments.propagate.plan import NoRule, plan_of
 from netmoments.propagate.sketch import PROBES, sketched
 from netmoments.rules.black_box import black_box
+from netmoments.sampling.adaptive import Adaptive, Goal, sampled_plainly, sampled_to_tolerance
 from netmoments.sampling.control_variates import (
     LinearSurrogate,
     Surrogate,
@@ -46,11 +50,18 @@ from netmoments.sampling.control_variates import (
     controlled_monte_carlo,
 )
 from netmoments.sampling.evaluation import random_seed
+from netmoments.sampling.fast_network import fast_network
 from netmoments.sampling.monte_carlo import SampledMoments, monte_carlo
 
 CALLER = "output_moments"
-MANY_SCORES, LARGEST = 100, 5
-"""Beyond so many scores a sketch follows the largest only, unless told which; and how many of them."""
+MANY_OUTPUTS = 100
+"""Beyond so many outputs there are no covariances unless they are asked for."""
+CHECK = 256
+"""Runs of the network that say how far a formula is off."""
+CHECK_SEED = 2**40
+"""Of these runs: not one that a user would take for samples of their own."""
+TOLERANCE = 0.01
+MOST_SAMPLES = 10**8
 
 Choice = int | Sequence[int] | Tensor | None
 """Which scores: indices, (k,) or (N, k); a number k for the k largest at each mean; None for all."""
@@ -58,48 +69,61 @@ Choice = int | Sequence[int] | Tensor | None
 
 def output_moments(
     network: Any,
-    noise: Gaussian,
+    noise: Gaussian | Mapping[str, Any] | Sequence[Any],
     method: Method | str = "auto",
     outputs: Choice = None,
     *,
+    tolerance: float | None = None,
+    samples: int | None = None,
+    seconds: float | None = None,
+    check: int | None = None,
+    covariance: bool | None = None,
+    key: str | int | None = None,
     memory_budget: int | None = None,
 ) -> OutputMoments:
-    """Mean, variance and covariance of a network's scores when its input is N(mean, covariance).
+    """Mean, variance and covariance of a network's outputs when its input is N(mean, covariance), with their errors.
 
     Args:
-        network: any module in eval mode, an exported program, a `NetworkModel`, or an `AffineReluAffine`, for which all
-            is exact. It is run, and never changed by this library.
-        noise: the input, with any batch dimensions.
-        method: a value such as `Sketch(probes=128)`, or a short name for one with its default options: "layerwise", the
-            joint covariance carried through every layer, the tightest; "sketch", for networks of any size; "two-stage",
-            as the paper does; "linear", the delta method; "sampling", Monte Carlo with standard errors. "auto" is exact
-            where the network is (Affine, ReLU, Affine), else "layerwise" where that fits the memory, else "sketch"; the
-            result says which, and why.
-        outputs: which scores: a list of indices, or a number k for the k largest at each mean; by default all (for a
-            sketch of more than 100, the 5 largest).
+        network: any module in eval mode that runs, an exported program, a `NetworkModel`, or an `AffineReluAffine`,
+            for which all is exact. It is run, and never changed by this library.
+        noise: the input, with any batch dimensions; for a network of several arguments a tuple or a dictionary of them,
+            with independent Gaussians among constants (tensors are repeated for each input where the network wants it).
+        method: "auto" is exact where the network is (Affine, ReLU, Affine), else as many samples as the tolerance
+            needs, with expected slopes as control, for any network. Others are values such as `Sketch(probes=128)`, or
+            short names: "layerwise", the joint covariance carried through every layer, the tightest formula; "sketch",
+            for networks of any size; "two-stage", as the paper does; "linear", the delta method; "sampling", Monte
+            Carlo with as many samples as told.
+        outputs: which outputs: a list of indices, or a number k for the k largest at each mean; by default all.
+        tolerance, samples, seconds: for "auto": the error of means in standard deviations of the output, variances to
+            √2 times that relative, averaged over the outputs (0.01: what ten thousand plain samples have); and limits,
+            by default 1/tolerance² samples an input, what plain sampling would take. What was reached is in the result.
+        check: runs of the network that a formula's answer is compared with, for its `error`; 256 by default, 0 for
+            none. Where the noise requires a gradient there is no check unless it is asked for.
+        covariance: whether to give all covariances; by default for up to 100 outputs.
+        key: which output, for a network that returns several tensors in a tuple or dictionary; by default all, and
+            `result[key]` is one of them.
         memory_budget: bytes that linearizations or covariances may take at a time, by default half of what is free. A
             sketch takes as many images at a time as fit, at least one: `probes` copies of the network's tensors.
 
-    Where the noise requires a gradient, the mean of the scores has one by "layerwise" and "sketch" (the covariance too
-    by "layerwise"), in it and in the network's weights.
+    Where the noise requires a gradient, "auto" is the formula that fits, and the mean of the outputs has one by
+    "layerwise" and "sketch" (the covariance too by "layerwise"), in it and in the network's weights.
 
     >>> from torch import nn
     >>> network = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)).eval()
     >>> output_moments(network, Gaussian(torch.zeros(2), std=0.1)).method
     'exact'
     """
-    chosen = method_named(method, CALLER)
+    start = time.perf_counter()
+    chosen = with_goal(method_named(method, CALLER), tolerance, samples, seconds)
+    if check is not None:
+        require_count(CALLER, "check", check, least=0)
     if isinstance(network, AffineReluAffine):
         return _of_affine_relu_affine(network, noise, chosen, outputs)
-    request = Request.read(network, noise, outputs, memory_budget, CALLER)
+    request = Request.read(network, noise, outputs, memory_budget, CALLER, key=key, covariance=covariance)
     flat = request.model.answer(partial(chosen.moments, request))
-    shaped: dict[str, Any] = {}  # one batch dimension back to those of the noise
-    for name, value in vars(flat).items():
-        if isinstance(value, Tensor):
-            shaped[name] = value.reshape((*noise.batch_shape, *value.shape[1:]))
-    if outputs is None and flat.mean.shape[-1] == request.model.outputs:
-        shaped["outputs"] = None
-    return dataclasses.replace(flat, **shaped)
+    if flat.error is None and check != 0 and (check is not None or not request.wants_gradient):
+        flat = checked(request, flat, CHECK if check is None else check)
+    return request.shaped(flat, seconds=time.perf_counter() - start)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,21 +137,69 @@ class Request:
     """The same with one batch dimension, N entries."""
     outputs: Choice
     memory_budget: int | None
+    covariance: bool | None = None
+    """Whether covariances are wanted; None for those of up to MANY_OUTPUTS outputs."""
 
     @classmethod
-    def read(cls, network: Any, noise: Any, outputs: Choice, memory_budget: int | None, caller: str) -> Request:
+    def read(
+        cls,
+        network: Any,
+        noise: Any,
+        outputs: Choice,
+        memory_budget: int | None,
+        caller: str,
+        *,
+        key: str | int | None = None,
+        covariance: bool | None = None,
+    ) -> Request:
         """Every argument checked once; the network looked at, or known from before."""
+        arguments = None
         if not isinstance(noise, Gaussian):
-            raise TypeError(f"{caller}: noise must be a netmoments.Gaussian, got {describe(noise)}")
+            noise, arguments = joint_noise(noise, caller)
+        model, noise = _fitting_model(network, noise, arguments, key, caller)
         flat = noise.flattened()
-        model = NetworkModel.of(network, flat.mean, caller)
         if memory_budget is not None:
             memory_limit(flat.device, memory_budget)
-        return cls(model, noise, flat, outputs, memory_budget)
+        return cls(model, noise, flat, outputs, memory_budget, covariance)
 
-    def indices(self, largest: int | None = None) -> Tensor:
-        """Indices (N, k) of the wanted scores; of all, or of the `largest` ones at each mean, where none were named."""
-        mean, outputs = self.flat.mean, largest if self.outputs is None else self.outputs
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether the noise requires a gradient, and gradients are on."""
+        wanted = self.flat.mean.requires_grad or self.flat.covariance.variances().requires_grad
+        return wanted and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+    def products(self, count: int) -> bool:
+        """Whether all covariances of so many outputs are wanted."""
+        return count <= MANY_OUTPUTS if self.covariance is None else self.covariance
+
+    def shaped(self, flat: OutputMoments, seconds: float) -> OutputMoments:
+        """A method's answer with the dimensions of the noise, and all outputs in the network's own shape."""
+        batch = self.noise.batch_shape
+        every = self.outputs is None and flat.mean.shape[-1] == self.model.outputs
+        parts = self.model.parts if every else ()
+        output = parts[0].shape if len(parts) == 1 else flat.mean.shape[1:]
+
+        def own(x: Tensor) -> Tensor:
+            return x.reshape((*batch, *output))
+
+        changed: dict[str, Any] = {"mean": own(flat.mean), "variance": own(flat.variance)}
+        for name in ("covariance", "outputs", "distance", "reached", "wins"):
+            value = getattr(flat, name)
+            if value is not None:
+                changed[name] = value.reshape((*batch, *value.shape[1:]))
+        if flat.error is not None:
+            matrix = flat.error.covariance
+            matrix = None if matrix is None else matrix.reshape((*batch, *matrix.shape[1:]))
+            changed["error"] = MomentErrors(own(flat.error.mean), own(flat.error.variance), matrix)
+        if every:
+            changed["outputs"] = None
+        return dataclasses.replace(
+            flat, **changed, seconds=seconds, output_ndim=len(output), parts=parts if len(parts) > 1 else ()
+        )
+
+    def indices(self) -> Tensor:
+        """Indices (N, k) of the wanted scores; of all where none were named."""
+        mean, outputs = self.flat.mean, self.outputs
         if outputs is None:
             return torch.arange(self.model.outputs, device=mean.device).expand(len(mean), -1)
         if not isinstance(outputs, int):
@@ -139,9 +211,7 @@ class Request:
     @contextmanager
     def following_gradients(self) -> Iterator[Gaussian]:
         """The flat noise as autograd may use it; inside, gradients are on exactly if the noise requires one."""
-        flat = self.flat
-        wanted = flat.mean.requires_grad or flat.covariance.variances().requires_grad
-        on = wanted and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        flat, on = self.flat, self.wants_gradient
         with torch.inference_mode(False), torch.set_grad_enabled(on):
             if flat.mean.is_inference():
                 covariance = flat.covariance.to(flat.device, copy=True)
@@ -154,6 +224,33 @@ class Request:
         if self.memory_budget is None:
             limit = min(limit, PIECE.get(self.flat.device.type, PIECE["cpu"])["matrices"])
         return max(1, limit // bytes_each)
+
+
+def _fitting_model(
+    network: Any, noise: Gaussian, arguments: Arguments | None, key: str | int | None, caller: str
+) -> tuple[NetworkModel, Gaussian]:
+    """The model for this noise; where the network cannot take it as it was read, for another reading that it can."""
+    tries: list[tuple[Gaussian, Arguments | None]] = [(noise, arguments)]
+    if arguments is None:
+        tries += [(other, None) for other in noise.readings()]
+    else:
+        tries.append((noise, dataclasses.replace(arguments, repeated=False)))
+    refusal: ValueError | None = None
+    for reading, called in tries:
+        try:
+            inputs = reading.flattened().mean
+            return NetworkModel.of_any(network, inputs, caller, arguments=called, key=key), reading
+        except ValueError as error:
+            if "cannot take an input" not in str(error) and "not a batch of two" not in str(error):
+                raise
+            refusal = refusal or error
+    assert refusal is not None
+    if noise.event_given or arguments is not None:
+        raise refusal
+    raise ValueError(
+        f"{refusal}; the mean of shape {tuple(noise.mean.shape)} was read as a batch {tuple(noise.batch_shape)} of "
+        f"inputs {tuple(noise.event_shape)}, and otherwise: say which with Gaussian(..., event_ndim=)"
+    ) from refusal
 
 
 def require_number_of_outputs(caller: str, outputs: int, count: int) -> None:
@@ -204,8 +301,7 @@ class Layerwise(Method):
 class Sketch(Method):
     """Formulas at every nonlinear layer, with the spread of `probes` samples; `seed` of these.
 
-    Operations without a rule are known from the samples. Of more than 100 scores the 5 largest are followed unless
-    indices are given.
+    Operations without a rule are known from the samples. Every output costs a backward pass.
     """
 
     probes: int = PROBES
@@ -219,7 +315,7 @@ class Sketch(Method):
     def moments(self, request: Request) -> OutputMoments:
         with request.following_gradients() as noise:
             plan = plan_of(request.model, CALLER, black_box)
-            indices = request.indices(LARGEST if request.model.outputs > MANY_SCORES else None).clone()
+            indices = request.indices().clone()
             options = {"probes": self.probes, "seed": self.seed, "memory_budget": request.memory_budget}
             found = sketched(plan, noise.mean, noise.covariance, indices, **options)  # type: ignore[arg-type]
         return _outcome(self.name, found.mean, found.covariance, outputs=indices)
@@ -317,7 +413,7 @@ class TwoStage(Method):
         return TwoStageSurrogate(flat, request.flat)
 
     def of_affine_relu_affine(self, network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
-        return _outcome("exact", network.mean(noise), network.covariance(noise))
+        return _exact(_outcome("exact", network.mean(noise), network.covariance(noise)))
 
 
 @dataclass(frozen=True)
@@ -366,14 +462,18 @@ class Sampling(Method):
 
     def moments(self, request: Request) -> OutputMoments:
         noise, indices = request.flat, request.indices()
-        scores = _chosen_scores(request, indices)
+        if self.control is None and not request.products(indices.shape[1]):
+            with request.following_gradients():
+                found = sampled_plainly(request.model, noise, indices, self.samples, seed=self.seed)
+            return _sampled(found, indices, "sampling", torch.float64)
+        scores = _ChosenScores(request, indices)
         if self.control is None:
             sampled = monte_carlo(scores, noise, self.samples, seed=self.seed)
         else:
             assert isinstance(self.control, Method)
             surrogate = self.control.surrogate(request, indices, self.seed)
             sampled = controlled_monte_carlo(scores, noise, surrogate, self.samples, seed=self.seed)
-        return _with_errors(sampled, indices)
+        return dataclasses.replace(_with_errors(sampled, indices), wins=scores.wins / self.samples)
 
     def of_affine_relu_affine(self, network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
         if self.control is not None:
@@ -383,23 +483,62 @@ class Sampling(Method):
 
 @dataclass(frozen=True)
 class Auto(Method):
-    """Exact where the network is (Affine, ReLU, Affine), else layerwise where that fits the memory, else a sketch."""
+    """Exact where the network is (Affine, ReLU, Affine), else as many samples as the tolerance needs.
 
+    `tolerance` is the error of means in standard deviations of the output, with variances to √2 times that relative,
+    averaged over the outputs; `samples` (of each input) and `seconds` are limits. Where the noise requires a gradient,
+    the answer is layerwise where that fits the memory, else a sketch.
+    """
+
+    tolerance: float = TOLERANCE
+    samples: int | None = None
+    seconds: float | None = None
+    seed: int = 0
     name: ClassVar[str] = "auto"
 
-    def moments(self, request: Request) -> OutputMoments:
-        name, reason = self.choice(request)
-        chosen = Sketch() if name == "sketch" else Layerwise()
-        return dataclasses.replace(chosen.moments(request), method=name, reason=reason)
+    def __post_init__(self) -> None:
+        for name in ("tolerance", "seconds"):
+            value = getattr(self, name)
+            good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+            if not good and not (name == "seconds" and value is None):
+                raise ValueError(f"{CALLER}: {name} must be a positive number, got {value!r}")
+        if self.samples is not None:
+            require_count("Auto", "samples", self.samples, least=20)
+        require_count("Auto", "seed", self.seed, least=0)
 
-    def choice(self, request: Request) -> tuple[str, str]:
-        """The method that is taken, or "exact" for a layerwise answer that is, and why, in words."""
+    def moments(self, request: Request) -> OutputMoments:
+        if request.wants_gradient or self._may_be_exact(request):
+            name, reason = self.formula(request)
+            if request.wants_gradient or name == "exact":
+                chosen = Sketch() if name == "sketch" else Layerwise()
+                found = dataclasses.replace(chosen.moments(request), method=name, reason=reason)
+                return _exact(found) if name == "exact" else found
+        indices = request.indices()
+        most = self.samples or min(MOST_SAMPLES, math.ceil(self.tolerance**-2))
+        goal = Goal(self.tolerance, most, self.seconds)
+        products = request.products(indices.shape[1])
+        chosen_outputs = None if request.outputs is None else indices
+        found = sampled_to_tolerance(
+            request.model, request.flat, chosen_outputs, goal, seed=self.seed, products=products
+        )
+        return dataclasses.replace(
+            _sampled(found, indices, "sampling", request.flat.dtype), tolerance=self.tolerance, reason=found.how
+        )
+
+    def _may_be_exact(self, request: Request) -> bool:
+        """Whether the network could have one piecewise linear layer at most: only then is its graph looked at."""
+        return len(request.model.relus) <= 1 and not request.model.smooth
+
+    def formula(self, request: Request) -> tuple[str, str]:
+        """The formula that fits, "exact" for a layerwise answer that is, and why, in words."""
         try:
             with request.following_gradients():
                 plan = plan_of(request.model, CALLER)
         except NoRule as error:
             what = str(error).removeprefix(f"{CALLER}: ").split(" as it is called")[0]
             return "sketch", f"there is {what}"
+        except ValueError:  # no fixed graph
+            return "sketch", "the network does not always do the same operations"
         noise = request.flat
         need = need_of(plan, noise.covariance.rank, noise.dtype.itemsize)
         limit = memory_limit(noise.device, request.memory_budget)
@@ -438,26 +577,99 @@ def method_named(method: Any, caller: str) -> Method:
     )
 
 
+def with_goal(method: Method, tolerance: float | None, samples: int | None, seconds: float | None) -> Method:
+    """The method with a tolerance and limits, which only "auto" has."""
+    given = {"tolerance": tolerance, "samples": samples, "seconds": seconds}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return method
+    if not isinstance(method, Auto):
+        raise ValueError(
+            f'{CALLER}: {next(iter(given))}= is for method="auto", got {method}; formulas are as exact as they are, '
+            f"and Sampling(samples) takes as many as it is told"
+        )
+    return dataclasses.replace(method, **given)  # type: ignore[arg-type]
+
+
+def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:
+    """A formula's answer with its error: how far it is from a few samples, and how far these may be off themselves.
+
+    With the difference b to samples whose standard error is s, √(b² + s²).
+    """
+    outputs = found.outputs if request.outputs is not None else None
+    products = found.covariance is not None
+    goal = Goal(tolerance=1e-12, samples=runs)
+    sampled = sampled_to_tolerance(request.model, request.flat, outputs, goal, seed=CHECK_SEED, products=products)
+    estimate = sampled.estimate
+
+    def error(formula: Tensor, value: Tensor, squared: Tensor) -> Tensor:
+        return ((formula.detach().double() - value) ** 2 + squared).sqrt().to(formula.dtype)
+
+    matrix = error(found.covariance, estimate.second, estimate.second_error) if found.covariance is not None else None
+    errors = MomentErrors(
+        error(found.mean, estimate.mean, estimate.mean_error),
+        error(found.variance, estimate.variance, estimate.variance_error),
+        matrix,
+    )
+    return dataclasses.replace(found, error=errors, samples=int(sampled.samples.double().mean()))
+
+
+def _exact(found: OutputMoments) -> OutputMoments:
+    """With errors of 0: exact to rounding."""
+    matrix = None if found.covariance is None else torch.zeros_like(found.covariance)
+    errors = MomentErrors(torch.zeros_like(found.mean), torch.zeros_like(found.variance), matrix)
+    return dataclasses.replace(found, error=errors)
+
+
+def _sampled(found: Adaptive, indices: Tensor, method: str, dtype: torch.dtype) -> OutputMoments:
+    estimate = found.estimate
+    products = estimate.second.dim() == 3
+    errors = MomentErrors(
+        estimate.mean_error.sqrt().to(dtype),
+        estimate.variance_error.sqrt().to(dtype),
+        estimate.second_error.sqrt().to(dtype) if products else None,
+    )
+    return OutputMoments(
+        estimate.mean.to(dtype),
+        estimate.variance.to(dtype),
+        estimate.second.to(dtype) if products else None,
+        method,
+        outputs=indices,
+        error=errors,
+        samples=int(found.samples.double().mean()),
+        reached=found.reached,
+        stopped=found.stopped,
+        wins=found.wins,
+    )
+
+
 def _outcome(method: str, mean: Tensor, covariance: Tensor, **others: Any) -> OutputMoments:
     return OutputMoments(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance, method=method, **others)
 
 
 def _with_errors(sampled: SampledMoments, outputs: Tensor | None) -> OutputMoments:
-    errors = {name: getattr(sampled, name) for name in ("mean", "variance", "covariance")}
-    errors |= {f"{name}_standard_error": getattr(sampled, f"{name}_standard_error") for name in tuple(errors)}
-    return OutputMoments(**errors, method="sampling", outputs=outputs)
+    errors = MomentErrors(
+        sampled.mean_standard_error, sampled.variance_standard_error, sampled.covariance_standard_error
+    )
+    return OutputMoments(
+        sampled.mean, sampled.variance, sampled.covariance, "sampling", outputs=outputs, error=errors,
+        samples=sampled.samples,
+    )  # fmt: skip
 
 
-def _chosen_scores(request: Request, indices: Tensor) -> Callable[[Tensor], Tensor]:
-    """The scores (N, k) of each of N images, for samples of all of them in turn."""
-    network, images = request.model.network, len(indices)
+class _ChosenScores:
+    """The scores (N, k) of each of N images, for samples of all of them in turn; and how often each was the largest."""
 
-    def chosen(x: Tensor) -> Tensor:
-        scores = network(x)
-        picked = scores.reshape(-1, images, scores.shape[1]).gather(2, indices.expand(len(x) // images, -1, -1))
+    def __init__(self, request: Request, indices: Tensor) -> None:
+        self.network, self.indices = fast_network(request.model), indices
+        self.wins = torch.zeros(indices.shape, dtype=torch.float64, device=indices.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scores = self.network.values(x)
+        images = len(self.indices)
+        picked = scores.reshape(-1, images, scores.shape[1]).gather(2, self.indices.expand(len(x) // images, -1, -1))
+        self.wins += torch.nn.functional.one_hot(picked.argmax(-1), picked.shape[-1]).sum(0)
         return picked.reshape(len(x), -1)
-
-    return chosen
 
 
 def _linearizations(request: Request, indices: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:

@@ -26,8 +26,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from netmoments.checks import describe, require_float_tensor
 from netmoments.network.exported import ExportedNetwork, exported_network
 from netmoments.network.graph import NetworkGraph, traced_graph
+from netmoments.network.interface import Arguments, FlatNetwork, OutputPart, needs_flattening, output_parts
 from netmoments.network.relu_calls import Relu, Trace, find_relu
-from netmoments.network.validate import examined
+from netmoments.network.validate import REFUSALS, examined, first_line
 from netmoments.precision import full_precision
 
 Found = TypeVar("Found")
@@ -54,6 +55,8 @@ class _Knowledge:
     trace: Trace
     operations: list[tuple[Any, ...]]
     """What a run of the network did when it was looked at."""
+    parts: tuple[OutputPart, ...] | None = None
+    """What its outputs are, if they are not scores (N, d) as they come."""
     graph: NetworkGraph | None = None
     graph_addresses: list[int] | None = None
     """Where the weights lay when the graph was recorded, if it holds some of them itself (see `graph`)."""
@@ -70,7 +73,7 @@ def network_of(network: Any, caller: str) -> nn.Module:
     callable with any batch, or a model's network.
     """
     if isinstance(network, NetworkModel):
-        network = network.network
+        network = network.given
     if isinstance(network, torch.export.ExportedProgram):
         network = exported_network(network)
     if isinstance(network, fx.GraphModule) and hasattr(network, "_guards_fn"):
@@ -128,6 +131,7 @@ class NetworkModel:
     Args:
         network: a module in eval mode, or an exported program.
         example: an input, or a batch (N, ...) of inputs: what the network can take.
+        key: which output, for a network that returns several in a tuple or a dictionary; all by default.
 
     >>> model = NetworkModel(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval(), torch.zeros(1, 3))
     >>> model.outputs, [relu.name for relu in model.relus]
@@ -135,6 +139,11 @@ class NetworkModel:
     """
 
     network: nn.Module
+    """What is computed with: inputs (N, ...) in, scores (N, d) out."""
+    given: nn.Module
+    """The user's network; the same, unless its inputs or outputs are of another form."""
+    parts: tuple[OutputPart, ...]
+    """What the d outputs are, by name and shape."""
     image: Tensor
     """An example of the input, (1, ...)."""
     relus: tuple[Relu, ...]
@@ -143,12 +152,18 @@ class NetworkModel:
     """How many scores the network has."""
     largest: int
     """Elements of the largest tensor that any call returns, for one image."""
+    smooth: tuple[str, ...]
+    """The smooth functions it calls, with the modules that do."""
+    differentiable: bool
+    """Whether the scores have a derivative in the input that is not zero everywhere."""
     most_images: int
     """How many images the network takes at a time; some exported programs have a bound."""
     _caller: str
+    _form: tuple[Arguments | None, str | int | None]
+    """How the network is called, and which of its outputs is meant."""
     _knowledge: _Knowledge
 
-    def __init__(self, network: Any, example: Tensor) -> None:
+    def __init__(self, network: Any, example: Tensor, *, key: str | int | None = None) -> None:
         caller = "NetworkModel"
         example = require_float_tensor(caller, "example", example)
         one, batch = example.unsqueeze(0), example
@@ -156,7 +171,7 @@ class NetworkModel:
         refusals = []
         for reading in readings:  # the network's first run says how the example is meant
             try:
-                vars(self).update(vars(NetworkModel.of(network, reading, caller)))
+                vars(self).update(vars(NetworkModel.of_any(network, reading, caller, key=key)))
                 return
             except ValueError as error:
                 refusals.append(error)
@@ -166,13 +181,43 @@ class NetworkModel:
     def of(cls, network: Any, inputs: Tensor, caller: str) -> NetworkModel:
         """The model of a network, or of a model's network, for a batch (N, ...) of inputs; errors name the caller."""
         model = cls.__new__(cls)
-        model.network = network_of(network, caller)
+        model.given = model.network = network_of(network, caller)
+        model._require_fitting(inputs, caller)
+        model.image, model._caller, model._form = inputs[:1].detach(), caller, (None, None)
+        model._learn()
+        return model
+
+    @classmethod
+    def of_any(
+        cls,
+        network: Any,
+        inputs: Tensor,
+        caller: str,
+        *,
+        arguments: Arguments | None = None,
+        key: str | int | None = None,
+    ) -> NetworkModel:
+        """The same for a network of any arguments and outputs, as a function of rows."""
+        model = cls.__new__(cls)
+        if isinstance(network, NetworkModel):
+            key = network._form[1] if key is None else key
+        model.given = network_of(network, caller)
+        flat = FlatNetwork(model.given, arguments, key)
+        model.network = flat
+        model._require_fitting(inputs, caller)
+        model.image, model._caller, model._form = inputs[:1].detach(), caller, (arguments, key)
+        model._learn()
+        return model
+
+    def _require_fitting(self, inputs: Tensor, caller: str) -> None:
+        """An error unless there is a batch of inputs with the network's dtype and device."""
         if inputs.dim() < 2 or inputs.numel() == 0:
             raise ValueError(
                 f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}"
             )
-        for name, parameter in model.network.named_parameters():
-            if parameter.is_floating_point() and parameter.dtype != inputs.dtype:
+        cast = self.network.dtype if isinstance(self.network, FlatNetwork) else None
+        for name, parameter in self.given.named_parameters():
+            if parameter.is_floating_point() and parameter.dtype not in (inputs.dtype, cast):
                 raise TypeError(
                     f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert one, "
                     f"e.g. network.to({inputs.dtype})"
@@ -182,28 +227,54 @@ class NetworkModel:
                     f"{caller}: the network is on {parameter.device} ({name}) but the input on {inputs.device}; move "
                     f"one, e.g. input.to({str(parameter.device)!r})"
                 )
-        model.image, model._caller = inputs[:1].detach(), caller
-        model._learn()
-        return model
 
     def _learn(self) -> None:
         """What is known of the network for such inputs, or is found now."""
-        key = self.image.shape, self.image.dtype, self.image.device
+        arguments, chosen = self._form
+        form = None if arguments is None else arguments.key, chosen
+        key = self.image.shape, self.image.dtype, self.image.device, form
         with _lock:
-            every = _known.setdefault(self.network, {})
+            every = _known.setdefault(self.given, {})
+            if key in every and every[key].parts is None:
+                self.network = self.given
+            elif key in every and self.network is self.given:
+                examined(self.network, self.image, self._caller)  # says that its outputs are no scores
             while key not in every:
                 before = [x._version for x in self._tensors() if not x.is_inference()]
                 try:
+                    parts = self._parts()
                     trace = examined(self.network, self.image, self._caller)
-                    every[key] = _Knowledge(trace, operations_of(self.network, self.image))
+                    every[key] = _Knowledge(trace, operations_of(self.network, self.image), parts)
                 except ValueError:  # while others train it, two runs may well differ
                     if before == [x._version for x in self._tensors() if not x.is_inference()]:
                         raise
             self._knowledge = every[key]
         trace = self._knowledge.trace
         self.relus, self.outputs, self.largest = trace.relus, trace.output.shape[1], trace.largest
-        bound = self.network.largest if isinstance(self.network, ExportedNetwork) else None
+        self.differentiable, self.smooth = trace.differentiable, trace.smooth
+        whole = OutputPart("", trace.output.shape[1:], 0)
+        self.parts = (whole,) if self._knowledge.parts is None else self._knowledge.parts
+        bound = self.given.largest if isinstance(self.given, ExportedNetwork) else None
         self.most_images = 2**31 if bound is None else bound
+
+    def _parts(self) -> tuple[OutputPart, ...] | None:
+        """What the outputs are; None, and the network as it was given, if they are scores (N, d) as they come."""
+        if not isinstance(self.network, FlatNetwork):
+            return None
+        try:
+            with full_precision():
+                parts = output_parts(self.network, self.image, self._caller)
+        except REFUSALS as error:
+            if str(error).startswith(f"{self._caller}: "):
+                raise
+            raise ValueError(
+                f"{self._caller}: the network cannot take an input of shape {tuple(self.image.shape[1:])}: "
+                f"{first_line(error)}"
+            ) from error
+        if needs_flattening(parts, self.network):
+            return parts
+        self.network = self.given
+        return None
 
     def relu(self, layer: int | str) -> Relu:
         """The ReLU that `layer` names: a number counted from either end, or a name."""
@@ -232,7 +303,7 @@ class NetworkModel:
                 f"forward is under torch.no_grad(), detaches the input, or rounds it; take that out, or use sampling"
             )
         with _lock:
-            new = trace.smooth and not any(known.warned for known in _known[self.network].values())
+            new = trace.smooth and not any(known.warned for known in _known[self.given].values())
             self._knowledge.warned |= bool(new)
         if new:
             warnings.warn(
@@ -302,7 +373,7 @@ class NetworkModel:
         known = self._knowledge
         if known.operations != operations_of(self.network, self.image):
             with _lock:
-                every = _known[self.network]
+                every = _known[self.given]
                 for key in [key for key, value in every.items() if value is known]:
                     del every[key]
             self._learn()

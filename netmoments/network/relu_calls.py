@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from netmoments.checks import describe
 from netmoments.network.exported import ExportedNetwork
+from netmoments.network.interface import FlatNetwork
 
 Call = Callable[..., Any]
 aten = torch.ops.aten
@@ -189,6 +190,8 @@ def _module_names(network: nn.Module, stack: list[str]) -> Iterator[None]:
 
     handles: list[Any] = []
     for name, module in network.named_modules():
+        if isinstance(network, FlatNetwork):
+            name = name.removeprefix("network").removeprefix(".")
         if not isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
             handles.append(module.register_forward_pre_hook(entering(name or "network")))
             handles.append(module.register_forward_hook(leaving, always_call=True))

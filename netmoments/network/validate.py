@@ -53,9 +53,9 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
     with full_precision():
         try:
             alone = trace(network, image)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise ValueError(
-                f"{caller}: the network cannot take an input of shape {tuple(image.shape[1:])}: {_first_line(error)}"
+                f"{caller}: the network cannot take an input of shape {tuple(image.shape[1:])}: {first_line(error)}"
             ) from error
         _require_scores(alone.output, image, caller)
         other = another_image(image)
@@ -66,9 +66,9 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
             pair = trace(network, torch.cat([image, other]))
             with torch.no_grad():
                 copies = network(image.repeat(COPIES, *(1,) * (image.dim() - 1)))
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise ValueError(
-                f"{caller}: the network takes one image but not a batch of two: {_first_line(error)}"
+                f"{caller}: the network takes one image but not a batch of two: {first_line(error)}"
             ) from error
     _require_deterministic(same_values(copies[:1].expand_as(copies), copies), caller)
     together = pair.output
@@ -102,10 +102,10 @@ def _has_derivative(network: nn.Module, images: Tensor) -> bool:
     return slope is not None and bool(slope.any())
 
 
-_REFUSALS = (RuntimeError, AssertionError, ValueError, IndexError, TypeError, AttributeError, KeyError)
+REFUSALS = (RuntimeError, AssertionError, ValueError, IndexError, TypeError, AttributeError, KeyError)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
