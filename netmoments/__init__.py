@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from netmoments.linearize.bank import LinearizationBank
     from netmoments.linearize.matrix_free import two_stage_maps
     from netmoments.linearize.two_stage import two_stage
-    from netmoments.moments.output_moments import Auto, Layerwise, Linear, Sampling, Sketch, TwoStage, output_moments
+    from netmoments.moments.methods import Auto, Layerwise, Linear, Sampling, Sketch, TwoStage
+    from netmoments.moments.output_moments import output_moments
     from netmoments.moments.result import OutputMoments
     from netmoments.moments.tightness import Tightness, tightness
     from netmoments.network import zoo
@@ -32,23 +33,23 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AffineReluAffine": "netmoments.affine_relu_affine",
-    "Auto": "netmoments.moments.output_moments",
+    "Auto": "netmoments.moments.methods",
     "Dense": "netmoments.covariances",
     "Diagonal": "netmoments.covariances",
     "ExpectedLogits": "netmoments.attacks.expected_logits",
     "Gaussian": "netmoments.gaussian",
     "Isotropic": "netmoments.covariances",
-    "Layerwise": "netmoments.moments.output_moments",
-    "Linear": "netmoments.moments.output_moments",
+    "Layerwise": "netmoments.moments.methods",
+    "Linear": "netmoments.moments.methods",
     "LinearizationBank": "netmoments.linearize.bank",
     "LowRank": "netmoments.covariances",
     "NetworkModel": "netmoments.network.model",
     "OutputMoments": "netmoments.moments.result",
     "SampledMoments": "netmoments.sampling.monte_carlo",
-    "Sampling": "netmoments.moments.output_moments",
-    "Sketch": "netmoments.moments.output_moments",
+    "Sampling": "netmoments.moments.methods",
+    "Sketch": "netmoments.moments.methods",
     "Tightness": "netmoments.moments.tightness",
-    "TwoStage": "netmoments.moments.output_moments",
+    "TwoStage": "netmoments.moments.methods",
     "load_network": "netmoments.network.loading",
     "monte_carlo": "netmoments.sampling.monte_carlo",
     "output_moments": "netmoments.moments.output_moments",

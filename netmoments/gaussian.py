@@ -259,7 +259,7 @@ class Gaussian:
         std: Tensor | float | None = None,
         event_ndim: int | None = None,
     ) -> None:
-        mean, given = require_float_tensor("Gaussian", "mean", mean), event_ndim is not None
+        mean, told = require_float_tensor("Gaussian", "mean", mean), event_ndim is not None
         event_ndim = event_dimensions("Gaussian", "mean", mean, event_ndim)
         if mean.numel() == 0:
             raise ValueError(
@@ -275,7 +275,7 @@ class Gaussian:
             read_std(std, mean, event_ndim) if covariance is None else read_covariance(covariance, mean, event_ndim)
         )
         require_covariance_values(structure)
-        vars(self).update(vars(Gaussian._trusted(mean, structure, event_ndim)), event_given=given)
+        vars(self).update(vars(Gaussian._trusted(mean, structure, event_ndim)), event_given=told)
 
     @classmethod
     def _trusted(cls, mean: Tensor, covariance: Covariance, event_ndim: int) -> Gaussian:

@@ -55,6 +55,12 @@ def full_precision() -> Iterator[None]:
                 backend.fp32_precision = precision
 
 
+def without_cudnn() -> Any:
+    """A block in which cuDNN is not used: its recurrent layers have no derivative in eval mode, torch's own have."""
+    cudnn: Any = torch.backends.cudnn
+    return cudnn.flags(enabled=False)
+
+
 Product = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -22,7 +22,8 @@ from netmoments.covariances import LowRank
 from netmoments.data.images import evenly_spread
 from netmoments.gaussian import Gaussian
 from netmoments.memory import memory_limit
-from netmoments.moments.output_moments import Method, Sampling, Sketch, method_named, output_moments
+from netmoments.moments.methods import Method, Sampling, Sketch, method_named
+from netmoments.moments.output_moments import output_moments
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.progress import silence
@@ -259,7 +260,7 @@ class _Image:
             mean, variance = RIVALS[way.method](network, self.noise, self.outputs.unsqueeze(0))
         else:
             seed = self.seed(purpose or f"{way.method} {way.size}")
-            found = output_moments(network, self.noise, way.of_the_library(seed), self.outputs.tolist())
+            found = output_moments(network, self.noise, way.of_the_library(seed), self.outputs.tolist(), check=0)
             mean, variance = found.mean, found.variance
         return mean.squeeze(0), variance.squeeze(0)
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import describe, require_float_tensor
+from netmoments.checks import describe, require_float_tensor, require_sigma
 from netmoments.covariances import Isotropic
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.two_stage import two_stage
-from netmoments.moments.output_moments import Layerwise, Method, Sketch, TwoStage, method_named
+from netmoments.moments.methods import Layerwise, Method, Sketch, TwoStage, method_named
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.precision import matvec
 from netmoments.propagate.layerwise import layerwise
@@ -106,15 +106,6 @@ class ExpectedLogits(nn.Module):
             return sketched(plan, images, covariance, outputs, **options).mean  # type: ignore[arg-type]
         plan = plan_of(model, CALLER)
         return layerwise(plan, images, covariance, outputs, self.memory_budget, CALLER)[0]
-
-
-def require_sigma(caller: str, sigma: float | Tensor) -> float | Tensor:
-    """A noise level above 0."""
-    if isinstance(sigma, bool) or not isinstance(sigma, int | float | Tensor):
-        raise TypeError(f"{caller}: sigma must be a number or a tensor, got {sigma!r}")
-    if not bool((torch.as_tensor(sigma) > 0).all()) or not bool(torch.isfinite(torch.as_tensor(sigma)).all()):
-        raise ValueError(f"{caller}: sigma must be a standard deviation above 0, got {sigma!r}")
-    return sigma
 
 
 def _with_reach(network: AffineReluAffine) -> tuple[AffineReluAffine, Tensor]:

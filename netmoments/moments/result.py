@@ -132,8 +132,8 @@ class OutputMoments:
         if self.covariance is None:
             if self.wins is None:
                 raise ValueError(
-                    f"class_probabilities: {self.mean.shape[-1]} outputs have no covariance; choose some with outputs=, "
-                    f"or pass covariance=True"
+                    f"class_probabilities: {self.mean.shape[-1]} outputs have no covariance; choose some with "
+                    f"outputs=, or pass covariance=True"
                 )
             return self.wins.double()
         fitted = winning_probabilities(self.mean.detach().double(), symmetric(self.covariance))

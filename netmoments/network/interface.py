@@ -127,10 +127,11 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 def output_parts(flat: FlatNetwork, image: Tensor, caller: str) -> tuple[OutputPart, ...]:
     """What the outputs are, from a run on copies of an image (1, ...) that leaves the network as it is."""
     with torch.inference_mode(False), torch.no_grad():
-        found = replica(flat).outputs(image.detach().repeat(ROWS, *(1,) * (image.dim() - 1)))
+        twin: Any = replica(flat)
+        found = twin.outputs(image.detach().repeat(ROWS, *(1,) * (image.dim() - 1)))
         if not found:
-            every = FlatNetwork(flat.network, flat.arguments, None)
-            names = [name for name, _ in replica(every).outputs(image.detach().clone())]
+            twin = replica(FlatNetwork(flat.network, flat.arguments, None))
+            names = [name for name, _ in twin.outputs(image.detach().clone())]
             if flat.key is None or not names:
                 raise ValueError(
                     f"{caller}: the network must return a floating-point tensor, or several in tuples or dictionaries, "

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from netmoments.checks import describe, require_finite
 from netmoments.network.relu_calls import Trace, trace, with_batch_known
 from netmoments.network.replica import replica
-from netmoments.precision import full_precision
+from netmoments.precision import full_precision, without_cudnn
 
 COPIES = 8
 """How often an image is put into one batch: a network that is random only now and then is caught among these."""
@@ -98,7 +98,11 @@ def _has_derivative(network: nn.Module, images: Tensor) -> bool:
         if not out.requires_grad:
             return False
         weights = torch.linspace(1, 2, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
-        (slope,) = torch.autograd.grad(out, x, weights, allow_unused=True)
+        try:
+            (slope,) = torch.autograd.grad(out, x, weights, allow_unused=True)
+        except RuntimeError:
+            with without_cudnn():
+                (slope,) = torch.autograd.grad(network(x.clone()), x, weights, allow_unused=True)
     return slope is not None and bool(slope.any())
 
 

@@ -59,8 +59,8 @@ class _Shapes:
     refused: bool = False
 
 
-KEPT = 2
-"""Shapes that are remembered: those of a batch's parts, and of its last."""
+KEPT = 4
+"""Shapes that are remembered: those of a batch's parts, and of its last; of samples and of their gradients."""
 
 _lock = threading.Lock()
 

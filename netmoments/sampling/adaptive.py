@@ -20,13 +20,19 @@ from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision, matmul
 from netmoments.progress import Progress
 from netmoments.sampling.evaluation import random_seed
-from netmoments.sampling.fast_network import fast_network
-from netmoments.sampling.pair_sums import FOLDS, PairEstimate, PairSums
+from netmoments.sampling.fast_network import FastNetwork, fast_network, half_network
+from netmoments.sampling.pair_sums import FOLDS, CorrectionSums, PairEstimate, PairSums
 
 PILOT = 64
 """Pairs of the first round."""
 GROWTH = 8
 """A round has at most so many times the pairs of all before: what few pairs say of a variance is not to be trusted."""
+MARGIN = 1.03
+"""More pairs than the errors so far ask for, so that another round is seldom needed."""
+ENOUGH = 0.75
+"""A round has the pairs that this share of its inputs still needs at most; the others go on."""
+HALF_SHARE = 0.5
+"""Of the tolerance: half precision is used if its correction is known to within this."""
 BLOCK = 512
 """Pairs of one input that are summed at a time on a CPU."""
 BACKWARD = 3
@@ -61,14 +67,15 @@ class Adaptive:
     """Points at which the network was differentiated."""
     stopped: str | None
     """What ended the sampling before the tolerance was met."""
+    remark: str = ""
 
     @property
     def how(self) -> str:
         """In words."""
         if self.points == 0:
-            return "independent samples, as the network has no derivative that would help"
+            return f"independent samples{self.remark}"
         where = "at the mean" if self.points == 1 else f"from gradients at {self.points} points"
-        return f"mirrored pairs of samples, controlled by expected slopes {where}"
+        return f"mirrored pairs of samples, controlled by expected slopes {where}{self.remark}"
 
 
 def relative_errors(estimate: PairEstimate) -> Tensor:
@@ -76,10 +83,10 @@ def relative_errors(estimate: PairEstimate) -> Tensor:
     and by √2, the larger of their averages over the outputs.
     """
     variance = estimate.variance
-    varies = variance > 0
-    safe = torch.where(varies, variance, 1.0)
-    mean = torch.where(varies, (estimate.mean_error / safe).sqrt(), 0.0).mean(-1)
-    second = torch.where(varies, estimate.variance_error.sqrt() / safe, 0.0).mean(-1)
+    mean, second = estimate.mean_error.sqrt(), estimate.variance_error.sqrt()
+    deviation = variance.clamp(min=0).sqrt()
+    mean = torch.where(mean > 0, mean / deviation, 0.0).mean(-1)
+    second = torch.where(second > 0, second / variance.clamp(min=0), 0.0).mean(-1)
     return torch.maximum(mean, second / math.sqrt(2))
 
 
@@ -108,98 +115,127 @@ class _Sampling:
     def __init__(self, model: NetworkModel, noise: Gaussian, outputs: Tensor | None, seed: int) -> None:
         self.model, self.outputs, self.seed = model, outputs, seed
         self.noise = Gaussian._trusted(noise.mean.detach(), noise.covariance.to(noise.dtype), noise.event_ndim)
-        self.fast = fast_network(model)
-        self.generator = torch.Generator(noise.device).manual_seed(seed)
+        self.fast, self.half = fast_network(model), half_network(model)
         self.slopes: Tensor | None = None
         self.known: Tensor | None = None
         self.points = 0
-        self.mirrored = self._may_differentiate()
+        self.mirrored = model.differentiable and not any(x.is_inference() for x in model.network.parameters())
+        self.remark = ""
 
     def until(self, goal: Goal, products: bool) -> Adaptive:
-        start, stopped = time.perf_counter(), None
-        entries = len(self.noise.mean)
-        every = torch.arange(entries, device=self.noise.device)
+        """Rounds of pairs until the goal is reached; in half precision if the first round says that it can be."""
+        start = time.perf_counter()
+        try:
+            return self._until(goal, products, start)
+        except _Overflow:
+            self.half, self.remark = None, ", in float32 as float16 overflowed"
+            return self._until(goal, products, start)
+
+    def _until(self, goal: Goal, products: bool, start: float) -> Adaptive:
+        stopped: str | None = None
+        self.generator = torch.Generator(self.noise.device).manual_seed(self.seed)
+        self.bad: Tensor | None = None
+        every = torch.arange(len(self.noise.mean), device=self.noise.device)
         most = max(FOLDS, goal.samples // 2 // FOLDS * FOLDS)
-        deviations = self._draw(every, min(PILOT, most))
-        first, second = self._values(every, deviations)
-        sums = PairSums(((first + second) / 2).mean(0).double(), products)
-        self._find_slopes(first, second, goal, products)
-        sums.add(every, first, second, self._lines(every, deviations))
-        del deviations, first, second
-        shown = 0
+        sums, correction = self._first_round(every, most, goal, products)
         with Progress("sampling", most) as progress:
+            shown = 0
             while True:
                 estimate = sums.estimate(self.known)
+                if correction is not None:
+                    estimate = correction.corrected(estimate, sums.centre)
                 reached = relative_errors(estimate).cpu()
-                share = (reached / goal.tolerance) ** 2
+                self._require_finite(int(sums.pairs.sum()))
                 done = sums.pairs
                 progress.advance(int(done.min()) - shown)
                 shown = int(done.min())
-                missing = (
-                    torch.where(share > 1, (share * 1.03).clamp(max=1 + GROWTH) * done, done).ceil().clamp(max=most)
-                )
-                missing = ((missing - done) / FOLDS).ceil().long() * FOLDS
-                missing = torch.minimum(missing, most - done)
-                active = (missing > 0).nonzero().squeeze(1)
+                missing = missing_pairs(reached, done, goal.tolerance, most)
+                active = missing.nonzero().squeeze(1)
                 if len(active) == 0:
-                    if bool((share > 1).any()):
+                    if bool((reached > goal.tolerance).any()):
                         stopped = f"the limit of {goal.samples:,} samples"
                     break
                 if goal.seconds is not None and time.perf_counter() - start > goal.seconds:
                     stopped = f"the limit of {goal.seconds:g} seconds"
                     break
-                wanted = missing[active]
-                pairs = int(torch.maximum(wanted.min(), wanted.max() // (4 * FOLDS) * FOLDS))
+                wanted = missing[active].sort().values
+                pairs = int(wanted[int(ENOUGH * (len(wanted) - 1))])
                 self._round(sums, active.to(self.noise.device), pairs, goal, start)
-        runs = 2 * sums.pairs + self.points
+        runs = 2 * sums.pairs + self.points + (0 if correction is None else 2 * correction.count)
         wins = sums.wins / sums.wins.sum(-1, keepdim=True)
-        return Adaptive(estimate, runs, wins, reached, self.points, stopped)
+        return Adaptive(estimate, runs, wins, reached, self.points, stopped, self.remark)
+
+    def _first_round(
+        self, every: Tensor, most: int, goal: Goal, products: bool
+    ) -> tuple[PairSums, CorrectionSums | None]:
+        """A few pairs of all entries, and what they decide: the slopes, and whether half precision will do."""
+        pairs = PILOT
+        if self.noise.device.type == "cuda":  # where they cost next to nothing
+            pairs = max(PILOT, min(8 * PILOT, 32 * PILOT // len(every)))
+        deviations = self._draw(every, min(pairs, most))
+        inputs = self._inputs(every, deviations)
+        values = self._values(self.fast, every, inputs)
+        centre = ((values[0] + values[1]) / 2).mean(0).double()
+        self._find_slopes(*values, goal, products)
+        correction = None
+        if self.half is not None:
+            low = self._values(self.half, every, inputs)
+            correction = CorrectionSums(centre, values, low, products)
+            left = relative_errors(correction.alone(centre, values, products))
+            if bool((left <= HALF_SHARE * goal.tolerance).all()):
+                values = low
+            else:
+                correction, self.half = None, None
+        sums = PairSums(centre, products)
+        sums.add(every, *values, self._lines(every, deviations))
+        return sums, correction
 
     def _round(self, sums: PairSums, active: Tensor, pairs: int, goal: Goal, start: float) -> None:
         """So many more pairs for the active entries, a block at a time."""
-        block = self._block(len(active))
+        network = self.half or self.fast
+        fitting = max(network.batch // (2 * len(active)), BLOCK // len(active) if active.device.type == "cpu" else 0)
+        block = max(FOLDS, fitting // FOLDS * FOLDS)
         for done in range(0, pairs, block):
             if goal.seconds is not None and time.perf_counter() - start > goal.seconds:
                 return
             deviations = self._draw(active, min(block, pairs - done))
-            first, second = self._values(active, deviations)
-            sums.add(active, first, second, self._lines(active, deviations))
-
-    def _block(self, entries: int) -> int:
-        """Pairs of each entry that go together: what fills the network's batch and is worth summing."""
-        on_cpu = self.noise.device.type == "cpu"
-        pairs = max(self.fast.batch // (2 * entries), BLOCK // entries if on_cpu else 0)
-        return max(FOLDS, pairs // FOLDS * FOLDS)
+            values = self._values(network, active, self._inputs(active, deviations))
+            sums.add(active, *values, self._lines(active, deviations))
 
     def _draw(self, active: Tensor, pairs: int) -> Tensor:
         """Deviations (p, A, n) from the means."""
         covariance = self.noise.covariance.entries(active)
         return covariance.draw((pairs, len(active)), self.generator)
 
-    def _values(self, active: Tensor, deviations: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs (p, A, d) at both samples of each pair."""
+    def _inputs(self, active: Tensor, deviations: Tensor) -> Tensor:
+        """Both inputs of each pair, (2, p, A, n): mirrored, or the second one drawn by itself."""
         mean = self.noise.flat_mean[active]
         other = -deviations if self.mirrored else self._draw(active, len(deviations))
-        inputs = torch.stack([mean + deviations, mean + other]).reshape(-1, *self.noise.event_shape)
-        values = self.fast.values(inputs).reshape(2, len(deviations), len(active), -1)
-        if self.outputs is not None:
-            chosen = self.outputs[active]
-            values = values.gather(3, chosen.expand(2, len(deviations), -1, -1))
-        self._require_finite(values, active)
-        return values[0], values[1]
+        return torch.stack([mean + deviations, mean + other])
 
-    def _require_finite(self, values: Tensor, active: Tensor) -> None:
-        finite = torch.isfinite(values)
-        if bool(finite.all()):
+    def _values(self, network: FastNetwork, active: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (p, A, d) at both inputs of each pair."""
+        values = network.values(inputs.reshape(-1, *self.noise.event_shape)).reshape(*inputs.shape[:3], -1)
+        if self.outputs is not None:
+            values = values.gather(3, self.outputs[active].expand(*inputs.shape[:2], -1, -1))
+        bad = ~torch.isfinite(values)
+        found = torch.stack([bad.any(-1).sum().expand(values.shape[-1]), bad.sum((0, 1, 2))])
+        self.bad = found if self.bad is None else self.bad + found
+        return values[0].to(self.noise.dtype), values[1].to(self.noise.dtype)
+
+    def _require_finite(self, pairs: int) -> None:
+        """An error that says how many samples gave no numbers, and which outputs; or another try in float32."""
+        assert self.bad is not None
+        if not bool(self.bad[0, 0]):
             return
-        bad = ~finite
-        samples = int(bad.any(-1).sum())
-        where = bad.any(0).any(0).any(0).nonzero().squeeze(1).tolist()
+        if self.half is not None:
+            raise _Overflow
+        where = self.bad[1].nonzero().squeeze(1).tolist()
         named = ", ".join(map(str, where[:4])) + (", …" if len(where) > 4 else "")
         raise ValueError(
-            f"output_moments: {samples} of {bad.shape[0] * bad.shape[1] * bad.shape[2]} samples gave NaN or infinite "
-            f"outputs (output {named}); moments do not exist there: use less noise, clamp the network's input, or "
-            f"choose other outputs="
+            f"output_moments: {int(self.bad[0, 0])} of {2 * pairs} samples gave NaN or infinite outputs (output "
+            f"{named}), so that there are no moments; use less noise, clamp the network's input, or choose other "
+            f"outputs="
         )
 
     def _lines(self, active: Tensor, deviations: Tensor) -> Tensor | None:
@@ -207,10 +243,6 @@ class _Sampling:
         if self.slopes is None:
             return None
         return matmul(deviations.movedim(0, 1), self.slopes[active].mT).movedim(0, 1)
-
-    def _may_differentiate(self) -> bool:
-        differentiable = self.model.differentiable
-        return differentiable and not any(x.is_inference() for x in self.model.network.parameters())
 
     def _find_slopes(self, first: Tensor, second: Tensor, goal: Goal, products: bool) -> None:
         """Expected slopes S (E, d, n), from gradients at points of their own, if they are worth their cost.
@@ -233,7 +265,8 @@ class _Sampling:
         if points == 0 or self.noise.size * outputs * len(self.noise.mean) > SLOPE_NUMBERS:
             return
         try:
-            slopes = self._expected_slopes(points if points == 1 else points // 2 * 2)
+            points = points if points == 1 else points // 2 * 2
+            slopes = self._expected_slopes(points, outputs)
         except RuntimeError:
             return
         if not bool(torch.isfinite(slopes).all()):
@@ -243,7 +276,7 @@ class _Sampling:
         known = push.push(slopes.double()) if products else push.push_diagonal(slopes.double())
         self.known = known.expand(len(slopes), *known.shape[1:])
 
-    def _expected_slopes(self, points: int) -> Tensor:
+    def _expected_slopes(self, points: int, outputs: int) -> Tensor:
         """The average gradient (E, d, n) over points of the noise, mirrored ones; at the mean itself for one point."""
         noise, generator = self.noise, torch.Generator(self.noise.device)
         generator.manual_seed(random_seed(self.seed, "slopes", 0))
@@ -254,23 +287,41 @@ class _Sampling:
         else:
             half = noise.covariance.draw((points // 2, entries), generator)
             inputs = torch.cat([mean + half, mean - half])
-        together = max(1, directions_at_once(noise.device, self.model.largest, noise.dtype.itemsize, None) // points)
+        each = points * (outputs if noise.device.type == "cuda" else 1)
+        together = max(1, directions_at_once(noise.device, self.model.largest, noise.dtype.itemsize, None) // each)
         parts = []
         for some in torch.arange(entries, device=noise.device).split(together):
             parts.append(self._gradients(inputs[:, some], some).mean(1))
         return torch.cat(parts)
 
     def _gradients(self, inputs: Tensor, entries: Tensor) -> Tensor:
-        """Gradients (A, K, d, n) of the outputs at K points (K, A, n) of each of A entries."""
+        """Gradients (A, K, d, n) of the outputs at K points (K, A, n) of each of A entries.
+
+        One output at a time with one run for all, or on a GPU all at once, each with a run of its own.
+        """
         points = len(inputs)
+        rows = inputs.reshape(-1, *self.noise.event_shape).detach()
+        chosen = None if self.outputs is None else self.outputs[entries].repeat(points, 1)
+        count = self.model.outputs if chosen is None else chosen.shape[1]
+        if rows.device.type == "cuda":
+            each = torch.arange(count, device=rows.device).repeat_interleave(len(rows)).unsqueeze(1)
+            each = each if chosen is None else chosen.repeat(count, 1).gather(1, each)
+            slopes = self.fast.gradients(rows.repeat(count, *(1,) * (rows.dim() - 1)), each)
+            return slopes.reshape(count, points, len(entries), -1).movedim((0, 1, 2), (2, 1, 0))
         with torch.enable_grad():
-            x = inputs.reshape(-1, *self.noise.event_shape).detach().requires_grad_()
+            x = rows.requires_grad_()
             values = self.fast(x)
-            if self.outputs is not None:
-                values = values.gather(1, self.outputs[entries].repeat(points, 1))
-            found = []
-            for output in range(values.shape[1]):
-                more = output + 1 < values.shape[1]
-                (slope,) = torch.autograd.grad(values[:, output].sum(), x, retain_graph=more)
-                found.append(slope.reshape(points, len(entries), -1))
-        return torch.stack(found, 2).movedim(0, 1)
+            values = values if chosen is None else values.gather(1, chosen)
+            found = [torch.autograd.grad(values[:, k].sum(), x, retain_graph=k + 1 < count)[0] for k in range(count)]
+        return torch.stack([slope.reshape(points, len(entries), -1) for slope in found], 2).movedim(0, 1)
+
+
+class _Overflow(Exception):
+    """Half precision gave something that is not a number."""
+
+
+def missing_pairs(reached: Tensor, done: Tensor, tolerance: float, most: int) -> Tensor:
+    """How many more pairs each input needs, multiples of FOLDS: errors fall as 1/√pairs."""
+    share = (reached.double() / tolerance) ** 2
+    wanted = torch.where(share > 1, (MARGIN * share).clamp(max=1 + GROWTH) * done, done.double()).clamp(max=most)
+    return torch.minimum(((wanted - done) / FOLDS).ceil().long() * FOLDS, most - done)

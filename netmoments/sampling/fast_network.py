@@ -8,6 +8,7 @@ measured when it is first sampled, and kept with what is known of it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,13 +21,15 @@ from torch import Tensor, nn
 from netmoments.network.model import NetworkModel
 from netmoments.network.replica import TensorSlots, replica
 from netmoments.network.validate import same_values
-from netmoments.precision import full_precision
+from netmoments.precision import full_precision, without_cudnn
 from netmoments.propagate.replay import replayed
 
 LEAST_BATCH, MOST_BATCH = 8, 512
 """Inputs at a time on a CPU: more than the largest never paid, and a batch should end before a second is over."""
 PATIENCE = 0.25
 """Seconds: no larger batch is tried once a batch takes this long."""
+FASTER = 0.9
+"""Of the time of float32: half precision must be below it to be used."""
 GPU_BYTES = 2**31
 """What the largest tensor of a batch may take on a GPU."""
 
@@ -47,6 +50,8 @@ class FastNetwork:
     dtype: torch.dtype
     layout: torch.memory_format
     batch: int
+    cost: float
+    """Seconds that an input took when the batch was chosen."""
     recordings: dict[Any, Any] | None = None
     """Of runs on a GPU, by shape."""
 
@@ -68,9 +73,30 @@ class FastNetwork:
             return torch.cat([self._batch(part) for part in inputs.split(self.batch)])
 
     def _batch(self, inputs: Tensor) -> Tensor:
+        """On a GPU from a recording, of a number of inputs that is a power of two, so that few are needed."""
         if self.recordings is None:
             return self(inputs)
-        return replayed(self.recordings, lambda x: (self(x),), inputs)[0]
+        count = len(inputs)
+        missing = 2 ** (count - 1).bit_length() - count
+        if missing > 0:
+            inputs = torch.cat([inputs, inputs[:1].expand(missing, *inputs.shape[1:])])
+        return replayed(self.recordings, lambda x: (self(x),), inputs)[0][:count]
+
+    def gradients(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """The gradient (N, ...) of one output of each input, the output by its index (N, 1)."""
+
+        def work(x: Tensor, which: Tensor) -> tuple[Tensor, ...]:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                return torch.autograd.grad(self(x).gather(1, which).sum(), x)
+
+        if self.recordings is None:
+            return work(inputs, outputs)[0]
+        try:
+            return replayed(self.recordings, work, inputs, outputs)[0]
+        except RuntimeError:
+            with without_cudnn():
+                return work(inputs, outputs)[0]
 
 
 def fast_network(model: NetworkModel) -> FastNetwork:
@@ -79,10 +105,20 @@ def fast_network(model: NetworkModel) -> FastNetwork:
         return model.kept("fast network", lambda: _tuned(model, model.image.dtype))
 
 
-def low_precision_network(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
-    """The same in half precision: not the network's values, so whoever uses it must correct them."""
+def half_network(model: NetworkModel) -> FastNetwork | None:
+    """The same in float16, where it is faster: not the network's values, so whoever uses it must correct them."""
+    if model.image.device.type != "cuda" or model.image.dtype != torch.float32:
+        return None
+
+    def made() -> FastNetwork | None:
+        try:
+            half = _tuned(model, torch.float16)
+        except RuntimeError:  # an operation that float16 does not have
+            return None
+        return half if half.cost < FASTER * fast_network(model).cost else None
+
     with torch.no_grad():
-        return model.kept(("fast network", dtype), lambda: _tuned(model, dtype))
+        return model.kept("half network", made)
 
 
 def _tuned(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
@@ -93,23 +129,24 @@ def _tuned(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
         if image.dim() == 4:
             twins[torch.channels_last] = _copy(model, image, dtype, torch.channels_last)
         if image.device.type == "cuda":
-            largest = model.largest * dtype.itemsize
-            batch = 2 ** int(max(3, min(14, (GPU_BYTES // max(1, largest)).bit_length() - 1)))
-            batch = min(batch, model.most_images)
-            made = [FastNetwork(run, dtype, layout, batch, {}) for layout, run in twins.items()]
-            return min(made, key=lambda one: _seconds(one, image, min(batch, 1024)))
+            fitting = GPU_BYTES // max(1, model.largest * dtype.itemsize)
+            batch = min(2 ** max(3, min(14, fitting.bit_length() - 1)), model.most_images)
+            tried = min(batch, 2048)
+            made = [FastNetwork(run, dtype, layout, batch, math.inf, {}) for layout, run in twins.items()]
+            timed = [replace(one, cost=_seconds(one, image, tried) / tried) for one in made]
+            return min(timed, key=lambda one: one.cost)
         start = min(LEAST_BATCH, model.most_images)
-        made = [FastNetwork(run, dtype, layout, start) for layout, run in twins.items()]
+        made = [FastNetwork(run, dtype, layout, start, math.inf) for layout, run in twins.items()]
         chosen = min(made, key=lambda one: _seconds(one, image, min(64, model.most_images)))
-        best, least, size = start, float("inf"), start
+        size = start
         while size <= min(MOST_BATCH, model.most_images):
             seconds = _seconds(chosen, image, size)
-            if seconds / size < 0.98 * least:
-                best, least = size, seconds / size
+            if seconds / size < 0.98 * chosen.cost:
+                chosen = replace(chosen, batch=size, cost=seconds / size)
             if seconds > PATIENCE:
                 break
             size *= 2
-        return replace(chosen, batch=best)
+        return chosen
 
 
 def _seconds(network: FastNetwork, image: Tensor, count: int) -> float:
@@ -154,10 +191,19 @@ def _with_own_weights(
             _replace(twin, {id(norm) for _, norm in pairs})
     slots = TensorSlots(twin)
     own = image.dtype
+    exact = {id(x) for module in twin.modules() if type(module) in _NORMS for x in _own_tensors(module)}
     slots.fill(
-        {name: _laid_out(x.detach(), dtype if x.dtype == own else x.dtype, layout) for name, x in slots.tensors.items()}
+        {
+            name: _laid_out(x.detach(), dtype if x.dtype == own and id(x) not in exact else x.dtype, layout)
+            for name, x in slots.tensors.items()
+        }
     )
     return twin
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    """Its parameters and buffers: those of a batch normalisation stay exact, as its variances can be tiny or huge."""
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def _laid_out(x: Tensor, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
@@ -198,25 +244,21 @@ def _may_fold(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED) and module._parameters.get("weight") is not None
 
 
-def _fold(layer: nn.Module, norm: nn.Module) -> None:
+def _fold(layer: Any, norm: Any) -> None:
     """γ(Wx + b − μ)/√(v + ε) + β as one layer: W and b of each output channel scaled, in float64."""
-    mean, variance = norm.running_mean.double(), norm.running_var.double()  # type: ignore[union-attr, operator]
-    scale = (variance + norm.eps).rsqrt()  # type: ignore[operator]
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
     if norm.weight is not None:
-        scale = scale * norm.weight.detach().double()  # type: ignore[operator]
-    shift = -mean * scale
+        scale = scale * norm.weight.detach().double()
+    shift = -norm.running_mean.double() * scale
     if norm.bias is not None:
-        shift = shift + norm.bias.detach().double()  # type: ignore[operator]
+        shift = shift + norm.bias.detach().double()
     weight = layer.weight.detach()
-    assert isinstance(weight, Tensor)
-    if type(layer) in _TRANSPOSED:
-        groups = layer.groups
-        grouped = weight.double().unflatten(0, (groups, -1))  # type: ignore[arg-type]
-        by_channel = scale.reshape(groups, 1, -1, *(1,) * (weight.dim() - 2))  # type: ignore[arg-type, misc]
-        folded = (grouped * by_channel).flatten(0, 1)
+    if type(layer) in _TRANSPOSED:  # (in, out / groups, ...)
+        by_channel = scale.reshape(layer.groups, 1, -1, *(1,) * (weight.dim() - 2))
+        folded = (weight.double().unflatten(0, (layer.groups, -1)) * by_channel).flatten(0, 1)
     else:
         folded = weight.double() * scale.reshape(-1, *(1,) * (weight.dim() - 1))
-    bias = shift if layer.bias is None else shift + layer.bias.detach().double() * scale  # type: ignore[operator]
+    bias = shift if layer.bias is None else shift + layer.bias.detach().double() * scale
     layer._parameters["weight"] = nn.Parameter(folded.to(weight.dtype), requires_grad=False)
     layer._parameters["bias"] = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
 

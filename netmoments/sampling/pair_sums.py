@@ -61,6 +61,7 @@ class PairSums:
         )
         self.counts = centre.new_zeros(entries, FOLDS)
         self.wins = centre.new_zeros(entries, outputs)
+        self._ones = centre.new_ones(1)
 
     def add(self, entries: Tensor, first: Tensor, second: Tensor, line: Tensor | None) -> None:
         """Count in values (p, A, d) of both samples of p pairs, a multiple of FOLDS, for A of the entries.
@@ -69,42 +70,43 @@ class PairSums:
         """
         pairs, outputs = first.shape[0], first.shape[-1]
         for values in (first, second):
-            winners = values.argmax(-1).mT
-            self.wins[entries] += values.new_zeros(len(entries), outputs).scatter_add_(
-                1, winners, values.new_ones(1, 1).expand_as(winners)
-            )
+            winners = values.argmax(-1) + outputs * entries
+            self.wins.view(-1).index_add_(0, winners.flatten(), self._ones[:1].expand(winners.numel()))
         dtype = torch.float64 if self.products else first.dtype  # a float32 product is exact enough; sums are not
         centre = self.centre[entries].to(first.dtype)
         first, second = ((x - centre).movedim(0, 1).to(dtype).unflatten(1, (FOLDS, -1)) for x in (first, second))
         even, odd = (first + second) / 2, (first - second) / 2
         self.pairs[entries.cpu()] += pairs
-        self.counts[entries] += pairs / FOLDS
-        self.even[entries] += even.sum(2, dtype=torch.float64)
         even_even = self._product(even, even)
-        self.even_even[entries] += even_even
-        self.target[entries] += self._product(odd, odd) + even_even
+        found = {
+            "counts": even.new_full((len(entries), FOLDS), pairs / FOLDS, dtype=torch.float64),
+            "even": even.sum(2, dtype=torch.float64),
+            "even_even": even_even,
+            "target": self._product(odd, odd) + even_even,
+        }
         if self.products:
             both, odd_square, even_square = odd * even, odd**2, even**2
-            self.target_target[entries] += (
+            found["target_target"] = (
                 self._product(odd_square, odd_square)
                 + 2 * self._product(both, both)
                 + self._product(even_square, even_square)
             )
         else:
             target = odd**2 + even**2
-            self.target_target[entries] += self._product(target, target)
-        if line is None:
-            return
-        line = line.movedim(0, 1).to(dtype).unflatten(1, (FOLDS, -1))
-        square = line**2
-        self.even_line[entries] += (even * square).sum(2, dtype=torch.float64)
-        self.line[entries] += self._product(line, line)
-        self.line_line[entries] += self._product(square, square)
-        if self.products:
-            odd_line, even_line = odd * line, even * line
-            self.target_line[entries] += self._product(odd_line, odd_line) + self._product(even_line, even_line)
-        else:
-            self.target_line[entries] += self._product(target, square)
+            found["target_target"] = self._product(target, target)
+        if line is not None:
+            line = line.movedim(0, 1).to(dtype).unflatten(1, (FOLDS, -1))
+            square = line**2
+            found["even_line"] = (even * square).sum(2, dtype=torch.float64)
+            found["line"] = self._product(line, line)
+            found["line_line"] = self._product(square, square)
+            if self.products:
+                odd_line, even_line = odd * line, even * line
+                found["target_line"] = self._product(odd_line, odd_line) + self._product(even_line, even_line)
+            else:
+                found["target_line"] = self._product(target, square)
+        for name, value in found.items():
+            getattr(self, name).index_add_(0, entries, value)
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         return a.mT @ b if self.products else (a * b).sum(2, dtype=torch.float64)
@@ -161,3 +163,55 @@ def _controlled(
     squares = square - 2 * slope * centred_cross + slope**2 * centred_square
     mean = residual.sum(1) / total
     return mean, (squares.sum(1) / total - mean**2).clamp(min=0) / (total - 1)
+
+
+class CorrectionSums:
+    """How far pairs of values in low precision are from exact ones on the same noise: sums of the differences of e and
+    t, and of their squares, for E inputs.
+
+    With these, estimates from many pairs in low precision become unbiased ones of the exact values (two-level Monte
+    Carlo, Giles, "Multilevel Monte Carlo path simulation", 2008): E e = E e' + E(e − e'), E t = E t' + E(t − t').
+    """
+
+    def __init__(
+        self, centre: Tensor, exact: tuple[Tensor, Tensor], low: tuple[Tensor, Tensor], products: bool
+    ) -> None:
+        """From values (p, E, d) of both samples of p pairs."""
+        (even, target), (low_even, low_target) = (_even_and_target(centre, values, products) for values in (exact, low))
+        self.count = len(even)
+        self.even, self.even_error = _mean_and_error(even - low_even)
+        self.target, self.target_error = _mean_and_error(target - low_target)
+
+    def alone(self, centre: Tensor, exact: tuple[Tensor, Tensor], products: bool) -> PairEstimate:
+        """The moments of these pairs with the errors of the correction only."""
+        even, target = _even_and_target(centre, exact, products)
+        return PairEstimate(even.mean(0), target.mean(0), self.even_error, self.target_error)
+
+    def corrected(self, found: PairEstimate, centre: Tensor) -> PairEstimate:
+        """An estimate from low precision, corrected; Cov = E t − (μ − a)(μ − a)ᵀ, where μ changes too."""
+        before, change = found.mean - centre, self.even
+        if found.second.dim() == 3:
+            mixed = before.unsqueeze(-1) * change.unsqueeze(-2)
+            moved = mixed + mixed.mT + change.unsqueeze(-1) * change.unsqueeze(-2)
+        else:
+            moved = 2 * before * change + change**2
+        return PairEstimate(
+            found.mean + change,
+            found.second + self.target - moved,
+            found.mean_error + self.even_error,
+            found.second_error + self.target_error,
+        )
+
+
+def _even_and_target(centre: Tensor, values: tuple[Tensor, Tensor], products: bool) -> tuple[Tensor, Tensor]:
+    """e and t of pairs of values (p, E, d), in float64."""
+    first, second = (x.double() - centre for x in values)
+    even, odd = (first + second) / 2, (first - second) / 2
+    if not products:
+        return even, odd**2 + even**2
+    return even, odd.unsqueeze(-1) * odd.unsqueeze(-2) + even.unsqueeze(-1) * even.unsqueeze(-2)
+
+
+def _mean_and_error(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over the first dimension, and its squared standard error."""
+    return x.mean(0), x.var(0) / len(x)

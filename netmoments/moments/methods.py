@@ -1,0 +1,453 @@
+"""Ways to moments, as values: each has its own options, and answers a request.
+
+| method                  | short name    | what it does                                                              |
+| ----------------------- | ------------- | ------------------------------------------------------------------------- |
+| `Layerwise()`           | `"layerwise"` | the joint distribution of all tensors, layer by layer: the tightest       |
+| `Sketch(probes, seed)`  | `"sketch"`    | formulas with the spread of a few samples: networks of any size           |
+| `TwoStage(layer, bank)` | `"two-stage"` | linearized before and after one ReLU, as the paper does                   |
+| `Linear()`              | `"linear"`    | the delta method: linearized throughout                                   |
+| `Sampling(samples, …)`  | `"sampling"`  | Monte Carlo with standard errors, corrected by another method if asked    |
+| `Auto(tolerance, …)`    | `"auto"`      | exact where the network is, else controlled samples until it is met       |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from netmoments.affine_relu_affine import AffineReluAffine
+from netmoments.checks import describe, require_count
+from netmoments.gaussian import Gaussian
+from netmoments.linearize.bank import LinearizationBank
+from netmoments.linearize.two_stage import linearized, linearized_at
+from netmoments.memory import DIRECTIONS, directions_at_once, gigabytes, memory_limit
+from netmoments.moments.request import CALLER, Request
+from netmoments.moments.result import MomentErrors, OutputMoments
+from netmoments.propagate.layerwise import layerwise, need_of
+from netmoments.propagate.plan import NoRule, plan_of
+from netmoments.propagate.sketch import PROBES, sketched
+from netmoments.rules.black_box import black_box
+from netmoments.sampling.adaptive import Adaptive, Goal, sampled_plainly, sampled_to_tolerance
+from netmoments.sampling.control_variates import (
+    LinearSurrogate,
+    Surrogate,
+    TwoStageSurrogate,
+    controlled_monte_carlo,
+)
+from netmoments.sampling.evaluation import random_seed
+from netmoments.sampling.fast_network import fast_network
+from netmoments.sampling.monte_carlo import SampledMoments, monte_carlo
+
+TOLERANCE = 0.01
+MOST_SAMPLES = 10**8
+"""Of each input, however small the tolerance."""
+
+
+class Method(ABC):
+    """A way to moments. Methods are frozen dataclasses: their options are their fields."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def moments(self, request: Request) -> OutputMoments:
+        """The moments (N, k) of every entry of the flat noise."""
+
+    def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
+        """A function like the network with known moments, for sampling with this seed to be corrected with."""
+        raise ValueError(
+            f"{CALLER}: control must be one of {', '.join(CONTROLS)}, or None, got {self}; the others have no "
+            f"surrogate that samples could be compared with"
+        )
+
+    def of_affine_relu_affine(self, network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
+        """The moments of a network that is linearized already."""
+        raise ValueError(
+            f'{CALLER}: an AffineReluAffine is exact with method="auto" or "two-stage"; or take plain "sampling"'
+        )
+
+
+@dataclass(frozen=True)
+class Layerwise(Method):
+    """The joint distribution of all tensors, as Gaussians with third cumulants, carried through every layer."""
+
+    name: ClassVar[str] = "layerwise"
+
+    def moments(self, request: Request) -> OutputMoments:
+        with request.following_gradients() as noise:
+            plan, indices = plan_of(request.model, CALLER), request.indices().clone()
+            budget = request.memory_budget
+            mean, covariance = layerwise(plan, noise.mean, noise.covariance, indices, budget, CALLER)
+        return _outcome(self.name, mean, covariance, outputs=indices)
+
+
+@dataclass(frozen=True)
+class Sketch(Method):
+    """Formulas at every nonlinear layer, with the spread of `probes` samples; `seed` of these.
+
+    Operations without a rule are known from the samples. Every output costs a backward pass.
+    """
+
+    probes: int = PROBES
+    seed: int = 0
+    name: ClassVar[str] = "sketch"
+
+    def __post_init__(self) -> None:
+        require_count("sketch", "probes", self.probes, least=2)
+        require_count("sketch", "seed", self.seed, least=0)
+
+    def moments(self, request: Request) -> OutputMoments:
+        with request.following_gradients() as noise:
+            plan = plan_of(request.model, CALLER, black_box)
+            indices = request.indices().clone()
+            options = {"probes": self.probes, "seed": self.seed, "memory_budget": request.memory_budget}
+            found = sketched(plan, noise.mean, noise.covariance, indices, **options)  # type: ignore[arg-type]
+        return _outcome(self.name, found.mean, found.covariance, outputs=indices)
+
+    def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
+        """The expected slopes; from probes that are not among the samples."""
+        with torch.inference_mode(False), torch.no_grad():
+            plan, noise, own = (
+                plan_of(request.model, CALLER, black_box),
+                request.flat,
+                random_seed(seed, "sketch", self.seed),
+            )
+            found = sketched(
+                plan, noise.mean, noise.covariance, indices,
+                probes=self.probes, seed=own, memory_budget=request.memory_budget,
+            )  # fmt: skip
+        return LinearSurrogate(found.slopes, request.flat)
+
+
+@dataclass(frozen=True)
+class TwoStage(Method):
+    """Linearized before and after one ReLU at the noise's mean, with that ReLU exact: the paper's method.
+
+    `layer` is the ReLU, by place in the order of calls (the last by default) or by name, see `relus`. With a `bank` of
+    linearizations made beforehand, each input is answered from the nearest point. Entries of the noise that share a
+    mean by `mean.expand(...)` share its linearization: several noise levels of one image, say.
+    """
+
+    layer: int | str = -1
+    bank: LinearizationBank | None = None
+    name: ClassVar[str] = "two-stage"
+
+    def __post_init__(self) -> None:
+        if self.bank is not None and not isinstance(self.bank, LinearizationBank):
+            raise TypeError(f"TwoStage: bank must be a netmoments.LinearizationBank, got {describe(self.bank)}")
+        if self.bank is not None and self.layer != -1:
+            raise ValueError(f"TwoStage: a bank has its own ReLU; leave out layer, got {self.layer!r}")
+
+    def moments(self, request: Request) -> OutputMoments:
+        noise, indices = request.flat, request.indices()
+        if self.bank is None:
+            answers, others = self._linearizations(request, indices), {"cut": request.model.relu(self.layer).name}
+        else:
+            answers, others = self._nearest(self.bank, request, indices)
+        means, covariances, order = [], [], []
+        for network, entries in answers:
+            mean, covariance = network.moments(noise.entries(entries))
+            means.append(mean)
+            covariances.append(covariance)
+            order.append(entries)
+        back = torch.cat(order).argsort()
+        return _outcome(self.name, torch.cat(means)[back], torch.cat(covariances)[back], outputs=indices, **others)
+
+    def _linearizations(self, request: Request, indices: Tensor) -> Iterator[tuple[AffineReluAffine, Tensor]]:
+        """Linearizations at the means, some at a time, with the entries of the noise that each is for."""
+        model, noise = request.model, request.flat
+        origin, first = _shared_means(request.noise, indices)
+        points, chosen = noise.mean[first].detach(), indices[first]
+        units = model.relu(self.layer).shape.numel()
+        each = units * noise.size + indices.shape[1] * (units + noise.size)
+        together = request.fitting(each * noise.dtype.itemsize)
+        for start in range(0, len(points), together):
+            span = slice(start, start + together)
+            group = linearized_at(model, points[span], self.layer, chosen[span], request.memory_budget)
+            count = len(group.c1)
+            mine = ((origin >= start) & (origin < start + count)).nonzero().squeeze(1)
+            mine = mine[origin[mine].argsort(stable=True)]
+            levels = (origin[mine] - start).bincount(minlength=count).unique()
+            if len(levels) == 1:  # as many entries for each: all their first ones together, all their second, …
+                for entries in mine.reshape(count, -1).unbind(1):
+                    yield group, entries
+            else:
+                for number in range(count):
+                    yield group.entries(number), mine[origin[mine] == start + number]
+
+    def _nearest(
+        self, bank: LinearizationBank, request: Request, indices: Tensor
+    ) -> tuple[Iterator[tuple[AffineReluAffine, Tensor]], dict[str, Any]]:
+        """The bank's linearizations with the entries that each is nearest to, and what the result says of it."""
+        of_bank = bank.networks.B.shape[-2]
+        if of_bank != request.model.outputs:
+            raise ValueError(
+                f"{CALLER}: the bank is of another network: its linearizations have {of_bank} scores, the network "
+                f"{request.model.outputs}"
+            )
+        nearest, distance = bank.nearest(request.flat.mean)
+        pairs = ((bank.member(int(number)), (nearest == number).nonzero().squeeze(1)) for number in nearest.unique())
+        answers = ((network.outputs(indices[entries]), entries) for network, entries in pairs)
+        return answers, {"cut": bank.relu, "distance": distance}
+
+    def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
+        """The linearization itself, whose moments are exact."""
+        points = request.flat.mean.detach()
+        flat = linearized_at(request.model, points, self.layer, indices, request.memory_budget)
+        return TwoStageSurrogate(flat, request.flat)
+
+    def of_affine_relu_affine(self, network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
+        return _exact(_outcome("exact", network.mean(noise), network.covariance(noise)))
+
+
+@dataclass(frozen=True)
+class Linear(Method):
+    """The delta method: E g ≈ g(mean), Cov g ≈ J Σ Jᵀ with the Jacobian J at the mean."""
+
+    name: ClassVar[str] = "linear"
+
+    def moments(self, request: Request) -> OutputMoments:
+        indices, means, covariances = request.indices(), [], []
+        for mean, jacobian, span in _linearizations(request, indices):
+            means.append(mean)
+            covariances.append(request.flat.covariance.entries(span).push(jacobian))
+        return _outcome(self.name, torch.cat(means), torch.cat(covariances), outputs=indices)
+
+    def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
+        """The derivative at the mean."""
+        slopes = torch.cat([jacobian for _, jacobian, _ in _linearizations(request, indices)])
+        return LinearSurrogate(slopes, request.flat)
+
+
+@dataclass(frozen=True)
+class Sampling(Method):
+    """Monte Carlo on the network itself, with standard errors.
+
+    `control` is the method that gives a control variate: `Sketch()`, `TwoStage()` or `Linear()`, or their short names.
+    The estimates stay unbiased, and their errors become smaller the better the two agree.
+    """
+
+    samples: int = 10_000
+    control: Method | str | None = None
+    seed: int = 0
+    name: ClassVar[str] = "sampling"
+
+    def __post_init__(self) -> None:
+        require_count("Sampling", "samples", self.samples, least=2)
+        require_count("Sampling", "seed", self.seed, least=0)
+        control = SHORT_NAMES.get(self.control) if isinstance(self.control, str) else self.control
+        if isinstance(control, Method) and type(control).surrogate is not Method.surrogate:
+            object.__setattr__(self, "control", control)
+        elif self.control is not None:
+            raise ValueError(
+                f"{CALLER}: control must be one of {', '.join(CONTROLS)}, or None, or a method with options such as "
+                f"netmoments.Sketch(), got {self.control!r}"
+            )
+
+    def moments(self, request: Request) -> OutputMoments:
+        noise, indices = request.flat, request.indices()
+        if self.control is None and not request.products(indices.shape[1]):
+            with request.following_gradients():
+                found = sampled_plainly(request.model, noise, indices, self.samples, seed=self.seed)
+            return _sampled(found, indices, "sampling", torch.float64)
+        scores = _ChosenScores(request, indices)
+        if self.control is None:
+            sampled = monte_carlo(scores, noise, self.samples, seed=self.seed)
+        else:
+            assert isinstance(self.control, Method)
+            surrogate = self.control.surrogate(request, indices, self.seed)
+            sampled = controlled_monte_carlo(scores, noise, surrogate, self.samples, seed=self.seed)
+        return dataclasses.replace(_with_errors(sampled, indices), wins=scores.wins / self.samples)
+
+    def of_affine_relu_affine(self, network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
+        if self.control is not None:
+            return super().of_affine_relu_affine(network, noise)
+        return _with_errors(monte_carlo(network, noise, self.samples, seed=self.seed), None)
+
+
+@dataclass(frozen=True)
+class Auto(Method):
+    """Exact where the network is (Affine, ReLU, Affine), else as many samples as the tolerance needs.
+
+    `tolerance` is the error of means in standard deviations of the output, with variances to √2 times that relative,
+    averaged over the outputs; `samples` (of each input) and `seconds` are limits. Where the noise requires a gradient,
+    the answer is layerwise where that fits the memory, else a sketch.
+    """
+
+    tolerance: float = TOLERANCE
+    samples: int | None = None
+    seconds: float | None = None
+    seed: int = 0
+    name: ClassVar[str] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("tolerance", "seconds"):
+            value = getattr(self, name)
+            good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+            if not good and not (name == "seconds" and value is None):
+                raise ValueError(f"{CALLER}: {name} must be a positive number, got {value!r}")
+        if self.samples is not None:
+            require_count("Auto", "samples", self.samples, least=20)
+        require_count("Auto", "seed", self.seed, least=0)
+
+    def moments(self, request: Request) -> OutputMoments:
+        if request.wants_gradient or self._may_be_exact(request):
+            name, reason = self.formula(request)
+            if request.wants_gradient or name == "exact":
+                chosen = Sketch() if name == "sketch" else Layerwise()
+                computed = dataclasses.replace(chosen.moments(request), method=name, reason=reason)
+                return _exact(computed) if name == "exact" else computed
+        indices = request.indices()
+        most = self.samples or min(MOST_SAMPLES, math.ceil(self.tolerance**-2))
+        goal = Goal(self.tolerance, most, self.seconds)
+        products = request.products(indices.shape[1])
+        chosen_outputs = None if request.outputs is None else indices
+        found = sampled_to_tolerance(
+            request.model, request.flat, chosen_outputs, goal, seed=self.seed, products=products
+        )
+        return dataclasses.replace(
+            _sampled(found, indices, "sampling", request.flat.dtype), tolerance=self.tolerance, reason=found.how
+        )
+
+    def _may_be_exact(self, request: Request) -> bool:
+        """Whether the network could have one piecewise linear layer at most: only then is its graph looked at."""
+        return len(request.model.relus) <= 1 and not request.model.smooth
+
+    def formula(self, request: Request) -> tuple[str, str]:
+        """The formula that fits, "exact" for a layerwise answer that is, and why, in words."""
+        try:
+            with request.following_gradients():
+                plan = plan_of(request.model, CALLER)
+        except NoRule as error:
+            what = str(error).removeprefix(f"{CALLER}: ").split(" as it is called")[0]
+            return "sketch", f"there is {what}"
+        except ValueError:  # no fixed graph
+            return "sketch", "the network does not always do the same operations"
+        noise = request.flat
+        need = need_of(plan, noise.covariance.rank, noise.dtype.itemsize)
+        limit = memory_limit(noise.device, request.memory_budget)
+        if not plan.last.sources:
+            return "exact", "the scores do not depend on the input"
+        size = f"{gigabytes(need.bytes)} (at {need.layer}) of the {gigabytes(limit)} there are for it"
+        if need.bytes > limit:
+            return "sketch", f"the joint covariance of all layers would take {size}"
+        if not plan.stages:
+            return "exact", "the network is affine"
+        if len(plan.stages) == 1 and plan.stages[0].rule.is_exact and plan.stages[0].rule.has_pairs:
+            return "exact", f"the only nonlinear layer is {plan.stages[0].name}, which is piecewise linear"
+        return "layerwise", f"the joint covariance of all layers takes {size}"
+
+    def of_affine_relu_affine(self, network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
+        return TwoStage().of_affine_relu_affine(network, noise)
+
+
+SHORT_NAMES: dict[str, Method] = {
+    method.name: method for method in (Auto(), Layerwise(), Sketch(), TwoStage(), Linear(), Sampling())
+}
+CONTROLS = ("two-stage", "linear", "sketch")
+
+
+def method_named(method: Any, caller: str) -> Method:
+    """A method as given, or the one that a short name stands for, with its default options."""
+    if isinstance(method, Method):
+        return method
+    if isinstance(method, str) and method in SHORT_NAMES:
+        return SHORT_NAMES[method]
+    if isinstance(method, type) and issubclass(method, Method):
+        raise TypeError(f"{caller}: method must be a value, got the class {method.__name__}; write {method.__name__}()")
+    raise ValueError(
+        f"{caller}: method must be one of {', '.join(SHORT_NAMES)}, or a method with options such as "
+        f"netmoments.Sketch(probes=128), got {method!r}"
+    )
+
+
+def _exact(found: OutputMoments) -> OutputMoments:
+    """With errors of 0: exact to rounding."""
+    matrix = None if found.covariance is None else torch.zeros_like(found.covariance)
+    errors = MomentErrors(torch.zeros_like(found.mean), torch.zeros_like(found.variance), matrix)
+    return dataclasses.replace(found, error=errors)
+
+
+def _sampled(found: Adaptive, indices: Tensor, method: str, dtype: torch.dtype) -> OutputMoments:
+    estimate = found.estimate
+    products = estimate.second.dim() == 3
+    errors = MomentErrors(
+        estimate.mean_error.sqrt().to(dtype),
+        estimate.variance_error.sqrt().to(dtype),
+        estimate.second_error.sqrt().to(dtype) if products else None,
+    )
+    return OutputMoments(
+        estimate.mean.to(dtype),
+        estimate.variance.to(dtype),
+        estimate.second.to(dtype) if products else None,
+        method,
+        outputs=indices,
+        error=errors,
+        samples=int(found.samples.double().mean()),
+        reached=found.reached,
+        stopped=found.stopped,
+        wins=found.wins,
+    )
+
+
+def _outcome(method: str, mean: Tensor, covariance: Tensor, **others: Any) -> OutputMoments:
+    return OutputMoments(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance, method=method, **others)
+
+
+def _with_errors(sampled: SampledMoments, outputs: Tensor | None) -> OutputMoments:
+    errors = MomentErrors(
+        sampled.mean_standard_error, sampled.variance_standard_error, sampled.covariance_standard_error
+    )
+    return OutputMoments(
+        sampled.mean, sampled.variance, sampled.covariance, "sampling", outputs=outputs, error=errors,
+        samples=sampled.samples,
+    )  # fmt: skip
+
+
+class _ChosenScores:
+    """The scores (N, k) of each of N images, for samples of all of them in turn; and how often each was the largest."""
+
+    def __init__(self, request: Request, indices: Tensor) -> None:
+        self.network, self.indices = fast_network(request.model), indices
+        self.wins = torch.zeros(indices.shape, dtype=torch.float64, device=indices.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scores = self.network.values(x)
+        images = len(self.indices)
+        picked = scores.reshape(-1, images, scores.shape[1]).gather(2, self.indices.expand(len(x) // images, -1, -1))
+        self.wins += torch.nn.functional.one_hot(picked.argmax(-1), picked.shape[-1]).sum(0)
+        return picked.reshape(len(x), -1)
+
+
+def _linearizations(request: Request, indices: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
+    """Scores (·, k) and Jacobians (·, k, n) at the means, some at a time, with the entries they are for."""
+    model, noise = request.model, request.flat
+    model.require_linearizable()
+    itemsize, budget = noise.dtype.itemsize, request.memory_budget
+    together = max(1, directions_at_once(noise.device, model.largest, itemsize, budget) // DIRECTIONS)
+    together = min(together, request.fitting(indices.shape[1] * noise.size * itemsize))
+    working = directions_at_once(noise.device, model.largest * together, itemsize, budget)
+    for start in range(0, len(noise.mean), together):
+        span = slice(start, start + together)
+        yield (*linearized(model.network, noise.mean[span], indices[span], working), span)
+
+
+def _shared_means(noise: Gaussian, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """For every entry of the flattened noise a number, 0, 1, …: one for those of an expanded mean and equal scores.
+
+    And the first entry that has each number.
+    """
+    mean = noise.mean
+    own = [1 if mean.stride(dim) == 0 else mean.shape[dim] for dim in range(mean.dim() - noise.event_ndim)]
+    numbers = torch.arange(math.prod(own), device=noise.device).reshape(own)
+    each = numbers.expand(noise.batch_shape).reshape(-1, 1)
+    found, origin = torch.cat([each, indices], 1).unique(dim=0, return_inverse=True)
+    places = torch.arange(len(origin), device=origin.device)
+    first = places.new_full((len(found),), len(origin)).scatter_reduce_(0, origin, places, "amin")
+    return origin, first

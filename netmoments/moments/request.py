@@ -1,0 +1,263 @@
+"""What a caller asks for, checked once: a model of the network, the noise as one Gaussian, and which outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from netmoments.checks import describe
+from netmoments.covariances import Covariance
+from netmoments.gaussian import Gaussian
+from netmoments.linearize.two_stage import output_indices
+from netmoments.memory import PIECE, memory_limit
+from netmoments.moments.result import MomentErrors, OutputMoments
+from netmoments.network.interface import Arguments, NoisyArgument
+from netmoments.network.model import NetworkModel
+from netmoments.precision import full_precision
+
+CALLER = "output_moments"
+MANY_OUTPUTS = 100
+"""Beyond so many outputs there are no covariances unless they are asked for."""
+
+Choice = int | Sequence[int] | Tensor | None
+"""Which scores: indices, (k,) or (N, k); a number k for the k largest at each mean; None for all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a caller wants to know, checked: the moments of chosen scores of a network, for every entry of the noise."""
+
+    model: NetworkModel
+    noise: Gaussian
+    """As it was given, with any batch dimensions."""
+    flat: Gaussian
+    """The same with one batch dimension, N entries."""
+    outputs: Choice
+    memory_budget: int | None
+    covariance: bool | None = None
+    """Whether covariances are wanted; None for those of up to MANY_OUTPUTS outputs."""
+
+    @classmethod
+    def read(
+        cls,
+        network: Any,
+        noise: Any,
+        outputs: Choice,
+        memory_budget: int | None,
+        caller: str,
+        *,
+        key: str | int | None = None,
+        covariance: bool | None = None,
+    ) -> Request:
+        """Every argument checked once; the network looked at, or known from before."""
+        arguments = None
+        if not isinstance(noise, Gaussian):
+            noise, arguments = joint_noise(noise, caller)
+        model, noise = _fitting_model(network, noise, arguments, key, caller)
+        flat = noise.flattened()
+        if memory_budget is not None:
+            memory_limit(flat.device, memory_budget)
+        return cls(model, noise, flat, outputs, memory_budget, covariance)
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether the noise requires a gradient, and gradients are on."""
+        wanted = self.flat.mean.requires_grad or self.flat.covariance.variances().requires_grad
+        return wanted and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+    def products(self, count: int) -> bool:
+        """Whether all covariances of so many outputs are wanted."""
+        return count <= MANY_OUTPUTS if self.covariance is None else self.covariance
+
+    def shaped(self, flat: OutputMoments, seconds: float) -> OutputMoments:
+        """A method's answer with the dimensions of the noise, and all outputs in the network's own shape."""
+        batch = self.noise.batch_shape
+        every = self.outputs is None and flat.mean.shape[-1] == self.model.outputs
+        parts = self.model.parts if every else ()
+        output = parts[0].shape if len(parts) == 1 else flat.mean.shape[1:]
+
+        def own(x: Tensor) -> Tensor:
+            return x.reshape((*batch, *output))
+
+        changed: dict[str, Any] = {"mean": own(flat.mean), "variance": own(flat.variance)}
+        for name in ("covariance", "outputs", "distance", "reached", "wins"):
+            value = getattr(flat, name)
+            if value is not None:
+                changed[name] = value.reshape((*batch, *value.shape[1:]))
+        if flat.error is not None:
+            matrix = flat.error.covariance
+            matrix = None if matrix is None else matrix.reshape((*batch, *matrix.shape[1:]))
+            changed["error"] = MomentErrors(own(flat.error.mean), own(flat.error.variance), matrix)
+        if every:
+            changed["outputs"] = None
+        return dataclasses.replace(
+            flat, **changed, seconds=seconds, output_ndim=len(output), parts=parts if len(parts) > 1 else ()
+        )
+
+    def indices(self) -> Tensor:
+        """Indices (N, k) of the wanted scores; of all where none were named."""
+        mean, outputs = self.flat.mean, self.outputs
+        if outputs is None:
+            return torch.arange(self.model.outputs, device=mean.device).expand(len(mean), -1)
+        if not isinstance(outputs, int):
+            return output_indices(outputs, len(mean), self.model.outputs, CALLER).to(mean.device)
+        require_number_of_outputs(CALLER, outputs, self.model.outputs)
+        with torch.no_grad(), full_precision():
+            return torch.cat([self.model.network(part.clone()).topk(outputs, 1).indices for part in mean.split(64)])
+
+    @contextmanager
+    def following_gradients(self) -> Iterator[Gaussian]:
+        """The flat noise as autograd may use it; inside, gradients are on exactly if the noise requires one."""
+        flat, on = self.flat, self.wants_gradient
+        with torch.inference_mode(False), torch.set_grad_enabled(on):
+            if flat.mean.is_inference():
+                covariance = flat.covariance.to(flat.device, copy=True)
+                flat = Gaussian._trusted(flat.mean.clone(), covariance, flat.event_ndim)
+            yield flat
+
+    def fitting(self, bytes_each: int) -> int:
+        """How many Jacobians, of so many bytes each, are held at a time."""
+        limit = memory_limit(self.flat.device, self.memory_budget)
+        if self.memory_budget is None:
+            limit = min(limit, PIECE.get(self.flat.device.type, PIECE["cpu"])["matrices"])
+        return max(1, limit // bytes_each)
+
+
+def _fitting_model(
+    network: Any, noise: Gaussian, arguments: Arguments | None, key: str | int | None, caller: str
+) -> tuple[NetworkModel, Gaussian]:
+    """The model for this noise; where the network cannot take it as it was read, for another reading that it can."""
+    tries: list[tuple[Gaussian, Arguments | None]] = [(noise, arguments)]
+    if arguments is None:
+        tries += [(other, None) for other in noise.readings()]
+    else:
+        tries.append((noise, dataclasses.replace(arguments, repeated=False)))
+    refusal: ValueError | None = None
+    for reading, called in tries:
+        try:
+            inputs = reading.flattened().mean
+            return NetworkModel.of_any(network, inputs, caller, arguments=called, key=key), reading
+        except ValueError as error:
+            if "cannot take an input" not in str(error) and "not a batch of two" not in str(error):
+                raise
+            refusal = refusal or error
+    assert refusal is not None
+    if noise.event_given or arguments is not None:
+        raise refusal
+    raise ValueError(
+        f"{refusal}; the mean of shape {tuple(noise.mean.shape)} was read as a batch {tuple(noise.batch_shape)} of "
+        f"inputs {tuple(noise.event_shape)}, and otherwise: say which with Gaussian(..., event_ndim=)"
+    ) from refusal
+
+
+def require_number_of_outputs(caller: str, outputs: int, count: int) -> None:
+    if isinstance(outputs, bool) or not 1 <= outputs <= count:
+        raise ValueError(
+            f"{caller}: outputs must be from 1 to the network's {count} scores, or a list of indices, got {outputs}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(Covariance):
+    """Independent parts, one after the other: a block-diagonal covariance with a structure for each block."""
+
+    parts: tuple[Covariance, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    @property
+    def rank(self) -> int:
+        return sum(part.rank for part in self.parts)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.broadcast_shapes(*(part.batch_shape for part in self.parts))
+
+    @property
+    def normals(self) -> int:
+        return sum(part.normals for part in self.parts)
+
+    @property
+    def _kept_dimensions(self) -> dict[str, int]:
+        return {}
+
+    def _each(self, change: Callable[[Tensor, int], Tensor]) -> Self:
+        return type(self)(tuple(part._each(change) for part in self.parts))
+
+    def flattened(self, batch: torch.Size) -> Self:
+        return type(self)(tuple(part.flattened(batch) for part in self.parts))
+
+    def entries(self, index: Tensor | slice | int) -> Self:
+        return type(self)(tuple(part.entries(index) for part in self.parts))
+
+    def variances(self) -> Tensor:
+        return _side_by_side([part.variances() for part in self.parts], 1)
+
+    def times(self, matrix: Tensor) -> Tensor:
+        columns = matrix.split([part.size for part in self.parts], -1)
+        return _side_by_side([part.times(some) for part, some in zip(self.parts, columns, strict=True)], 2)
+
+    def root(self) -> Tensor:
+        roots = [part.root() for part in self.parts]
+        made = roots[0].new_zeros(*self.batch_shape, self.size, self.rank)
+        row = column = 0
+        for own in roots:
+            made[..., row : row + own.shape[-2], column : column + own.shape[-1]] = own
+            row, column = row + own.shape[-2], column + own.shape[-1]
+        return made
+
+    def coloured(self, white: Tensor) -> Tensor:
+        parts = white.split([part.normals for part in self.parts], -1)
+        return torch.cat([part.coloured(some) for part, some in zip(self.parts, parts, strict=True)], -1)
+
+
+def _side_by_side(parts: list[Tensor], kept: int) -> Tensor:
+    """Tensors with equal batches, but for `kept` dimensions, joined along the last."""
+    batch = torch.broadcast_shapes(*(part.shape[: part.dim() - kept] for part in parts))
+    return torch.cat([part.expand(*batch, *part.shape[part.dim() - kept :]) for part in parts], -1)
+
+
+def joint_noise(given: Any, caller: str) -> tuple[Gaussian, Arguments]:
+    """A tuple or dictionary of Gaussians and constants as one Gaussian of rows, and the call it is for.
+
+    The Gaussians are independent; their batches must be the same, or absent.
+    """
+    if isinstance(given, Mapping):
+        named = {str(name): value for name, value in given.items()}
+    elif isinstance(given, tuple | list):
+        named = {str(place): value for place, value in enumerate(given)}
+    else:
+        raise TypeError(
+            f"{caller}: noise must be a netmoments.Gaussian, or a tuple or dictionary of the network's arguments with "
+            f"Gaussians among them, got {describe(given)}"
+        )
+    noisy = {name: value for name, value in named.items() if isinstance(value, Gaussian)}
+    if not noisy:
+        raise ValueError(f"{caller}: none of the network's arguments is a netmoments.Gaussian, got {', '.join(named)}")
+    first = next(iter(noisy.values()))
+    for name, value in noisy.items():
+        if (value.dtype, value.device) != (first.dtype, first.device):
+            raise TypeError(
+                f"{caller}: all noisy arguments must have one dtype and device, got {first.dtype} on {first.device} "
+                f"and {value.dtype} on {value.device} ({name}); convert one with .to()"
+            )
+    try:
+        batch = torch.broadcast_shapes(*(value.batch_shape for value in noisy.values()))
+    except RuntimeError:
+        shapes = ", ".join(f"{name} {tuple(value.batch_shape)}" for name, value in noisy.items())
+        raise ValueError(f"{caller}: the noisy arguments must have the same batch shape, got {shapes}") from None
+    means, structure, start = [], dict(named), 0
+    for name, value in noisy.items():
+        means.append(value.flat_mean.expand(*batch, value.size))
+        structure[name] = NoisyArgument(start, value.event_shape)
+        start += value.size
+    noise = Gaussian._trusted(torch.cat(means, -1), Blocks(tuple(value.covariance for value in noisy.values())), 1)
+    return noise, Arguments(structure if isinstance(given, Mapping) else tuple(structure.values()))
