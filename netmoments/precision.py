@@ -55,10 +55,16 @@ def full_precision() -> Iterator[None]:
                 backend.fp32_precision = precision
 
 
-def without_cudnn() -> Any:
+@contextmanager
+def without_cudnn() -> Iterator[None]:
     """A block in which cuDNN is not used: its recurrent layers have no derivative in eval mode, torch's own have."""
     cudnn: Any = torch.backends.cudnn
-    return cudnn.flags(enabled=False)
+    before = cudnn.enabled
+    cudnn.enabled = False
+    try:
+        yield
+    finally:
+        cudnn.enabled = before
 
 
 Product = Callable[[Tensor, Tensor], Tensor]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +19,19 @@ from torch import Tensor
 from netmoments.gaussian import Gaussian
 from netmoments.memory import directions_at_once
 from netmoments.network.model import NetworkModel
-from netmoments.precision import full_precision, matmul
+from netmoments.precision import full_precision
 from netmoments.progress import Progress
 from netmoments.sampling.evaluation import random_seed
 from netmoments.sampling.fast_network import FastNetwork, fast_network, half_network
-from netmoments.sampling.pair_sums import FOLDS, CorrectionSums, PairEstimate, PairSums
+from netmoments.sampling.pair_sums import (
+    FOLDS,
+    CorrectionSums,
+    PairEstimate,
+    PairSums,
+    block_sums,
+    corrected,
+    estimated,
+)
 
 PILOT = 64
 """Pairs of the first round."""
@@ -35,6 +45,8 @@ HALF_SHARE = 0.5
 """Of the tolerance: half precision is used if its correction is known to within this."""
 BLOCK = 512
 """Pairs of one input that are summed at a time on a CPU."""
+GPU_ROWS = 4096
+"""Inputs that go through the network together on a GPU, for one input; more for several."""
 BACKWARD = 3
 """What one output's gradient costs, in runs of the network."""
 MOST_POINTS = 16
@@ -115,9 +127,11 @@ class _Sampling:
     def __init__(self, model: NetworkModel, noise: Gaussian, outputs: Tensor | None, seed: int) -> None:
         self.model, self.outputs, self.seed = model, outputs, seed
         self.noise = Gaussian._trusted(noise.mean.detach(), noise.covariance.to(noise.dtype), noise.event_ndim)
+        self.mean = self.noise.flat_mean
         self.fast, self.half = fast_network(model), half_network(model)
         self.slopes: Tensor | None = None
         self.known: Tensor | None = None
+        self.correction: CorrectionSums | None = None
         self.points = 0
         self.mirrored = model.differentiable and not any(x.is_inference() for x in model.network.parameters())
         self.remark = ""
@@ -128,121 +142,166 @@ class _Sampling:
         try:
             return self._until(goal, products, start)
         except _Overflow:
-            self.half, self.remark = None, ", in float32 as float16 overflowed"
+            self.half, self.correction, self.remark = None, None, ", in float32 as float16 overflowed"
             return self._until(goal, products, start)
 
     def _until(self, goal: Goal, products: bool, start: float) -> Adaptive:
         stopped: str | None = None
         self.generator = torch.Generator(self.noise.device).manual_seed(self.seed)
         self.bad: Tensor | None = None
-        every = torch.arange(len(self.noise.mean), device=self.noise.device)
         most = max(FOLDS, goal.samples // 2 // FOLDS * FOLDS)
-        sums, correction = self._first_round(every, most, goal, products)
+        sums = self._first_round(most, goal, products)
         with Progress("sampling", most) as progress:
             shown = 0
             while True:
-                estimate = sums.estimate(self.known)
-                if correction is not None:
-                    estimate = correction.corrected(estimate, sums.centre)
-                reached = relative_errors(estimate).cpu()
+                estimate, errors = self._estimate(sums)
+                reached = errors.cpu()
                 self._require_finite(int(sums.pairs.sum()))
                 done = sums.pairs
                 progress.advance(int(done.min()) - shown)
                 shown = int(done.min())
                 missing = missing_pairs(reached, done, goal.tolerance, most)
-                active = missing.nonzero().squeeze(1)
-                if len(active) == 0:
+                if not bool(missing.any()):
                     if bool((reached > goal.tolerance).any()):
                         stopped = f"the limit of {goal.samples:,} samples"
                     break
                 if goal.seconds is not None and time.perf_counter() - start > goal.seconds:
                     stopped = f"the limit of {goal.seconds:g} seconds"
                     break
-                wanted = missing[active].sort().values
-                pairs = int(wanted[int(ENOUGH * (len(wanted) - 1))])
-                self._round(sums, active.to(self.noise.device), pairs, goal, start)
-        runs = 2 * sums.pairs + self.points + (0 if correction is None else 2 * correction.count)
+                self._round(sums, missing, goal, start)
+        runs = 2 * sums.pairs + self.points + (0 if self.correction is None else 2 * self.correction.count)
         wins = sums.wins / sums.wins.sum(-1, keepdim=True)
         return Adaptive(estimate, runs, wins, reached, self.points, stopped, self.remark)
 
-    def _first_round(
-        self, every: Tensor, most: int, goal: Goal, products: bool
-    ) -> tuple[PairSums, CorrectionSums | None]:
+    def _first_round(self, most: int, goal: Goal, products: bool) -> PairSums:
         """A few pairs of all entries, and what they decide: the slopes, and whether half precision will do."""
+        every = torch.arange(len(self.mean), device=self.noise.device)
         pairs = PILOT
         if self.noise.device.type == "cuda":  # where they cost next to nothing
             pairs = max(PILOT, min(8 * PILOT, 32 * PILOT // len(every)))
-        deviations = self._draw(every, min(pairs, most))
-        inputs = self._inputs(every, deviations)
-        values = self._values(self.fast, every, inputs)
+        deviations, others = self._draw(every, min(pairs, most))
+        values = self._values(self.fast, self.mean, deviations, others, self.outputs)
         centre = ((values[0] + values[1]) / 2).mean(0).double()
-        self._find_slopes(*values, goal, products)
-        correction = None
+        self._find_slopes(values[0], values[1], goal, products)
         if self.half is not None:
-            low = self._values(self.half, every, inputs)
+            low = self._values(self.half, self.mean, deviations, others, self.outputs)
             correction = CorrectionSums(centre, values, low, products)
             left = relative_errors(correction.alone(centre, values, products))
             if bool((left <= HALF_SHARE * goal.tolerance).all()):
-                values = low
+                values, self.correction = low, correction
             else:
-                correction, self.half = None, None
+                self.half = None
         sums = PairSums(centre, products)
-        sums.add(every, *values, self._lines(every, deviations))
-        return sums, correction
+        self._count_bad(torch.stack(values))
+        line = None if self.slopes is None else _lines(deviations, self.slopes)
+        sums.add(every, len(deviations), *block_sums(*values, line, centre, products))
+        return sums
 
-    def _round(self, sums: PairSums, active: Tensor, pairs: int, goal: Goal, start: float) -> None:
-        """So many more pairs for the active entries, a block at a time."""
-        network = self.half or self.fast
-        fitting = max(network.batch // (2 * len(active)), BLOCK // len(active) if active.device.type == "cpu" else 0)
-        block = max(FOLDS, fitting // FOLDS * FOLDS)
+    def _round(self, sums: PairSums, missing: Tensor, goal: Goal, start: float) -> None:
+        """So many more pairs for the entries that miss some, a block at a time."""
+        network, on_gpu = self.half or self.fast, self.noise.device.type == "cuda"
+        active = missing.nonzero().squeeze(1)
+        entries = len(active)
+        if on_gpu:  # few different shapes, so that work can be recorded: half of the entries, a quarter, …
+            entries = -(-len(missing) // 2 ** int(math.log2(len(missing) / entries)))
+            active = missing.argsort(descending=True, stable=True)[:entries].sort().values
+            block = max(FOLDS, min(network.batch, max(GPU_ROWS, len(missing) * GPU_ROWS // 4)) // (2 * entries))
+        else:
+            block = max(network.batch // (2 * entries), BLOCK // entries)
+        block = max(FOLDS, block // FOLDS * FOLDS)
+        wanted = missing[active].sort().values
+        pairs = int(wanted[int(ENOUGH * (len(wanted) - 1))])
+        if on_gpu:
+            pairs = -(-pairs // block) * block
+        chosen = active.to(self.noise.device)
+        work = self._block_work(network, sums.products)
+        own = [self.mean[chosen], sums.centre[chosen]]
+        own += [x[chosen] for x in (self.slopes, self.outputs) if x is not None]
         for done in range(0, pairs, block):
             if goal.seconds is not None and time.perf_counter() - start > goal.seconds:
                 return
-            deviations = self._draw(active, min(block, pairs - done))
-            values = self._values(network, active, self._inputs(active, deviations))
-            sums.add(active, *values, self._lines(active, deviations))
+            count = min(block, pairs - done)
+            drawn = [x for x in self._draw(chosen, count) if x is not None]
+            found, wins, bad = network.replayed(self._kind("block", sums.products), work, *own, *drawn)
+            self.bad = bad if self.bad is None else self.bad + bad
+            sums.add(chosen, count, found, wins)
 
-    def _draw(self, active: Tensor, pairs: int) -> Tensor:
-        """Deviations (p, A, n) from the means."""
+    def _block_work(self, network: FastNetwork, products: bool) -> Callable[..., tuple[Tensor, ...]]:
+        """The sums of a block of pairs, their winners, and what is no number, from tensors only (see `replayed`)."""
+        controlled, choice, mirrored = self.slopes is not None, self.outputs is not None, self.mirrored
+
+        def work(mean: Tensor, centre: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            given = list(rest)
+            slopes = given.pop(0) if controlled else None
+            outputs = given.pop(0) if choice else None
+            deviations, others = given[0], None if mirrored else given[1]
+            first, second = self._values(network, mean, deviations, others, outputs)
+            line = None if slopes is None else _lines(deviations, slopes)
+            found, wins = block_sums(first, second, line, centre, products)
+            return found, wins, _not_finite(torch.stack([first, second]))
+
+        return work
+
+    def _kind(self, name: str, products: bool) -> tuple[Any, ...]:
+        """What else recorded work depends on."""
+        controls = self.slopes is not None, self.outputs is not None, self.mirrored, self.correction is not None
+        return name, products, *controls
+
+    def _estimate(self, sums: PairSums) -> tuple[PairEstimate, Tensor]:
+        """The estimates so far, and the tolerance they meet."""
+        correction, products = self.correction, sums.products
+        extra = [] if self.known is None else [self.known]
+        if correction is not None:
+            extra += [correction.even, correction.even_error, correction.target, correction.target_error]
+
+        def work(totals: Tensor, centre: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            given = list(rest)
+            known = given.pop(0) if self.known is not None else None
+            mean, second, mean_error, second_error = estimated(totals, known, products)
+            found = PairEstimate(centre + mean, second, mean_error, second_error)
+            if given:
+                found = corrected(found, centre, *given)
+            return found.mean, found.second, found.mean_error, found.second_error, relative_errors(found)
+
+        kind = self._kind("estimate", products)
+        *found, errors = self.fast.replayed(kind, work, sums.sums, sums.centre, *extra)
+        return PairEstimate(*found), errors
+
+    def _draw(self, active: Tensor, pairs: int) -> tuple[Tensor, Tensor | None]:
+        """Deviations (p, A, n) from the means: of the first sample of a pair; of the second, if it is not mirrored."""
         covariance = self.noise.covariance.entries(active)
-        return covariance.draw((pairs, len(active)), self.generator)
+        shape = (pairs, len(active))
+        first = covariance.draw(shape, self.generator)
+        return first, None if self.mirrored else covariance.draw(shape, self.generator)
 
-    def _inputs(self, active: Tensor, deviations: Tensor) -> Tensor:
-        """Both inputs of each pair, (2, p, A, n): mirrored, or the second one drawn by itself."""
-        mean = self.noise.flat_mean[active]
-        other = -deviations if self.mirrored else self._draw(active, len(deviations))
-        return torch.stack([mean + deviations, mean + other])
-
-    def _values(self, network: FastNetwork, active: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _values(
+        self, network: FastNetwork, mean: Tensor, deviations: Tensor, others: Tensor | None, outputs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Outputs (p, A, d) at both inputs of each pair."""
+        inputs = torch.stack([mean + deviations, mean - deviations if others is None else mean + others])
         values = network.values(inputs.reshape(-1, *self.noise.event_shape)).reshape(*inputs.shape[:3], -1)
-        if self.outputs is not None:
-            values = values.gather(3, self.outputs[active].expand(*inputs.shape[:2], -1, -1))
-        bad = ~torch.isfinite(values)
-        found = torch.stack([bad.any(-1).sum().expand(values.shape[-1]), bad.sum((0, 1, 2))])
-        self.bad = found if self.bad is None else self.bad + found
+        if outputs is not None:
+            values = values.gather(3, outputs.expand(*inputs.shape[:2], -1, -1))
         return values[0].to(self.noise.dtype), values[1].to(self.noise.dtype)
+
+    def _count_bad(self, values: Tensor) -> None:
+        found = _not_finite(values)
+        self.bad = found if self.bad is None else self.bad + found
 
     def _require_finite(self, pairs: int) -> None:
         """An error that says how many samples gave no numbers, and which outputs; or another try in float32."""
         assert self.bad is not None
-        if not bool(self.bad[0, 0]):
+        if not bool(self.bad[0]):
             return
         if self.half is not None:
             raise _Overflow
-        where = self.bad[1].nonzero().squeeze(1).tolist()
+        where = self.bad[1:].nonzero().squeeze(1).tolist()
         named = ", ".join(map(str, where[:4])) + (", …" if len(where) > 4 else "")
         raise ValueError(
-            f"output_moments: {int(self.bad[0, 0])} of {2 * pairs} samples gave NaN or infinite outputs (output "
+            f"output_moments: {int(self.bad[0])} of {2 * pairs} samples gave NaN or infinite outputs (output "
             f"{named}), so that there are no moments; use less noise, clamp the network's input, or choose other "
             f"outputs="
         )
-
-    def _lines(self, active: Tensor, deviations: Tensor) -> Tensor | None:
-        """The control ℓ = S δ, (p, A, d)."""
-        if self.slopes is None:
-            return None
-        return matmul(deviations.movedim(0, 1), self.slopes[active].mT).movedim(0, 1)
 
     def _find_slopes(self, first: Tensor, second: Tensor, goal: Goal, products: bool) -> None:
         """Expected slopes S (E, d, n), from gradients at points of their own, if they are worth their cost.
@@ -314,6 +373,18 @@ class _Sampling:
             values = values if chosen is None else values.gather(1, chosen)
             found = [torch.autograd.grad(values[:, k].sum(), x, retain_graph=k + 1 < count)[0] for k in range(count)]
         return torch.stack([slope.reshape(points, len(entries), -1) for slope in found], 2).movedim(0, 1)
+
+
+def _lines(deviations: Tensor, slopes: Tensor) -> Tensor:
+    """The control ℓ = S δ, (p, A, d), of deviations (p, A, n) with slopes (A, d, n)."""
+    return torch.matmul(deviations.movedim(0, 1), slopes.mT).movedim(0, 1)
+
+
+def _not_finite(values: Tensor) -> Tensor:
+    """How many samples (..., d) are not finite, and how often each of the d outputs is not, (1 + d)."""
+    bad = ~torch.isfinite(values)
+    each = bad.flatten(0, -2).sum(0)
+    return torch.cat([bad.any(-1).sum().reshape(1), each])
 
 
 class _Overflow(Exception):

@@ -52,8 +52,8 @@ class FastNetwork:
     batch: int
     cost: float
     """Seconds that an input took when the batch was chosen."""
-    recordings: dict[Any, Any] | None = None
-    """Of runs on a GPU, by shape."""
+    recordings: dict[Any, dict[Any, Any]] | None = None
+    """Of work on a GPU, by kind and shapes."""
 
     def prepared(self, inputs: Tensor) -> Tensor:
         """Inputs in the dtype and layout that the copy likes."""
@@ -74,13 +74,19 @@ class FastNetwork:
 
     def _batch(self, inputs: Tensor) -> Tensor:
         """On a GPU from a recording, of a number of inputs that is a power of two, so that few are needed."""
-        if self.recordings is None:
+        if self.recordings is None or torch.cuda.is_current_stream_capturing():
             return self(inputs)
         count = len(inputs)
         missing = 2 ** (count - 1).bit_length() - count
         if missing > 0:
             inputs = torch.cat([inputs, inputs[:1].expand(missing, *inputs.shape[1:])])
-        return replayed(self.recordings, lambda x: (self(x),), inputs)[0][:count]
+        return self.replayed("values", lambda x: (self(x),), inputs)[0][:count]
+
+    def replayed(self, kind: Any, work: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        """`work(*inputs)`, on a GPU from a recording if there is one of this kind for such inputs."""
+        if self.recordings is None:
+            return work(*inputs)
+        return replayed(self.recordings.setdefault(kind, {}), work, *inputs)
 
     def gradients(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         """The gradient (N, ...) of one output of each input, the output by its index (N, 1)."""
@@ -90,10 +96,8 @@ class FastNetwork:
                 x = x.detach().requires_grad_()
                 return torch.autograd.grad(self(x).gather(1, which).sum(), x)
 
-        if self.recordings is None:
-            return work(inputs, outputs)[0]
         try:
-            return replayed(self.recordings, work, inputs, outputs)[0]
+            return self.replayed("gradients", work, inputs, outputs)[0]
         except RuntimeError:
             with without_cudnn():
                 return work(inputs, outputs)[0]

@@ -18,6 +18,7 @@ what is left, follows from sums over the pairs of each fold, so that memory does
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -45,122 +46,140 @@ class PairEstimate:
 
 
 class PairSums:
-    """Sums over pairs for E inputs of d outputs, in float64, by fold; of all products of outputs or of squares only."""
+    """Sums over pairs for E inputs of d outputs, in float64, by fold: (E, FOLDS, m), see `block_sums` for the m numbers.
+
+    With `products` of all pairs of outputs, d² of them, else of squares only.
+    """
 
     def __init__(self, centre: Tensor, products: bool) -> None:
         entries, outputs = centre.shape
-        self.centre = centre  # float64, of values that the samples' dtype has
+        self.centre = centre
+        """About which all sums are, (E, d): float64, of values that the samples' dtype has."""
         self.products = products
         self.pairs = torch.zeros(entries, dtype=torch.int64)
-        one = centre.new_zeros(entries, FOLDS, outputs)
-        two = centre.new_zeros(entries, FOLDS, outputs, outputs) if products else one
-        self.even, self.even_line = one, torch.zeros_like(one)
-        names = ("even_even", "target", "line", "target_target", "target_line", "line_line")
-        self.even_even, self.target, self.line, self.target_target, self.target_line, self.line_line = (
-            torch.zeros_like(two) for _ in names
-        )
-        self.counts = centre.new_zeros(entries, FOLDS)
+        numbers = 1 + 2 * outputs + 6 * (outputs**2 if products else outputs)
+        self.sums = centre.new_zeros(entries, FOLDS, numbers)
         self.wins = centre.new_zeros(entries, outputs)
-        self._ones = centre.new_ones(1)
 
-    def add(self, entries: Tensor, first: Tensor, second: Tensor, line: Tensor | None) -> None:
-        """Count in values (p, A, d) of both samples of p pairs, a multiple of FOLDS, for A of the entries.
-
-        `line` is ℓ of the first samples, −ℓ being that of the second.
-        """
-        pairs, outputs = first.shape[0], first.shape[-1]
-        for values in (first, second):
-            winners = values.argmax(-1) + outputs * entries
-            self.wins.view(-1).index_add_(0, winners.flatten(), self._ones[:1].expand(winners.numel()))
-        dtype = torch.float64 if self.products else first.dtype  # a float32 product is exact enough; sums are not
-        centre = self.centre[entries].to(first.dtype)
-        first, second = ((x - centre).movedim(0, 1).to(dtype).unflatten(1, (FOLDS, -1)) for x in (first, second))
-        even, odd = (first + second) / 2, (first - second) / 2
+    def add(self, entries: Tensor, pairs: int, sums: Tensor, wins: Tensor) -> None:
+        """Count in sums (A, FOLDS, m) and wins (A, d) of so many more pairs of A of the entries."""
         self.pairs[entries.cpu()] += pairs
-        even_even = self._product(even, even)
-        found = {
-            "counts": even.new_full((len(entries), FOLDS), pairs / FOLDS, dtype=torch.float64),
-            "even": even.sum(2, dtype=torch.float64),
-            "even_even": even_even,
-            "target": self._product(odd, odd) + even_even,
-        }
-        if self.products:
-            both, odd_square, even_square = odd * even, odd**2, even**2
-            found["target_target"] = (
-                self._product(odd_square, odd_square)
-                + 2 * self._product(both, both)
-                + self._product(even_square, even_square)
-            )
-        else:
-            target = odd**2 + even**2
-            found["target_target"] = self._product(target, target)
-        if line is not None:
-            line = line.movedim(0, 1).to(dtype).unflatten(1, (FOLDS, -1))
-            square = line**2
-            found["even_line"] = (even * square).sum(2, dtype=torch.float64)
-            found["line"] = self._product(line, line)
-            found["line_line"] = self._product(square, square)
-            if self.products:
-                odd_line, even_line = odd * line, even * line
-                found["target_line"] = self._product(odd_line, odd_line) + self._product(even_line, even_line)
-            else:
-                found["target_line"] = self._product(target, square)
-        for name, value in found.items():
-            getattr(self, name).index_add_(0, entries, value)
-
-    def _product(self, a: Tensor, b: Tensor) -> Tensor:
-        return a.mT @ b if self.products else (a * b).sum(2, dtype=torch.float64)
+        self.sums.index_add_(0, entries, sums)
+        self.wins.index_add_(0, entries, wins)
 
     def estimate(self, known: Tensor | None) -> PairEstimate:
         """The estimates; `known` is R, the covariance or the variances of ℓ, None where there was no control."""
-        count = self.counts.sum(1)[:, None]
-        own = known if known is None or not self.products else known.diagonal(dim1=-2, dim2=-1)
-        mean, mean_error = _controlled(
-            self.counts, self.even, self._own(self.even_even), self.even_line, self._own(self.line),
-            self._own(self.line_line), own,
-        )  # fmt: skip
-        second, second_error = _controlled(
-            self.counts, self.target, self.target_target, self.target_line, self.line, self.line_line, known
-        )
-        total, squares = self.even.sum(1), self.even_even.sum(1)
-        pairs = (count * (count - 1)).reshape(-1, *(1,) * (squares.dim() - 1))
-        product = total.unsqueeze(-1) * total.unsqueeze(-2) if self.products else total**2
-        second = second - (product - squares) / pairs
-        spread = squares / count.reshape(-1, *(1,) * (squares.dim() - 1))
-        each = self._own(spread.unsqueeze(1)).squeeze(1)
-        both = each.unsqueeze(-1) * each.unsqueeze(-2) if self.products else each**2
-        second_error = second_error + (both + spread**2) / pairs
+        mean, second, mean_error, second_error = estimated(self.sums, known, self.products)
         return PairEstimate(self.centre + mean, second, mean_error, second_error)
 
-    def _own(self, x: Tensor) -> Tensor:
-        """The part of each output with itself."""
-        return x.diagonal(dim1=-2, dim2=-1) if self.products else x
+
+def block_sums(
+    first: Tensor, second: Tensor, line: Tensor | None, centre: Tensor, products: bool
+) -> tuple[Tensor, Tensor]:
+    """Sums (A, FOLDS, m) of p pairs, a multiple of FOLDS, and how often each output was the largest, (A, d).
+
+    From values (p, A, d) of both samples, `line` being ℓ of the first ones (and −ℓ that of the second), and the centre
+    (A, d). The m numbers are Σ of 1, e, e ℓ²; then of e eᵀ, t, ℓ ℓᵀ, t², t ℓℓᵀ, (ℓℓᵀ)², elementwise for the matrices.
+    """
+    outputs = first.shape[-1]
+    winners = torch.cat([first, second]).argmax(-1).mT
+    wins = torch.zeros(first.shape[1], outputs, dtype=torch.float64, device=first.device)
+    wins.scatter_add_(1, winners, torch.ones_like(winners, dtype=torch.float64))
+    dtype = torch.float64 if products else first.dtype  # a float32 product is exact enough; sums are not
+    centre = centre.to(first.dtype)
+    first, second = ((x - centre).movedim(0, 1).to(dtype).unflatten(1, (FOLDS, -1)) for x in (first, second))
+    even, odd = (first + second) / 2, (first - second) / 2
+
+    def total(a: Tensor, b: Tensor) -> Tensor:
+        return (a.mT @ b).flatten(2) if products else (a * b).sum(2, dtype=torch.float64)
+
+    even_even = total(even, even)
+    target = total(odd, odd) + even_even
+    if products:
+        both, odd_square, even_square = odd * even, odd**2, even**2
+        target_target = total(odd_square, odd_square) + 2 * total(both, both) + total(even_square, even_square)
+    else:
+        squares = odd**2 + even**2
+        target_target = total(squares, squares)
+    if line is None:
+        nothing = torch.zeros_like(target)
+        even_line, of_line = nothing[..., :outputs], [nothing, target_target, nothing, nothing]
+    else:
+        line = line.movedim(0, 1).to(dtype).unflatten(1, (FOLDS, -1))
+        square = line**2
+        if products:
+            odd_line, even_line = odd * line, even * line
+            target_line = total(odd_line, odd_line) + total(even_line, even_line)
+        else:
+            target_line = total(squares, square)
+        even_line = (even * square).sum(2, dtype=torch.float64)
+        of_line = [total(line, line), target_target, target_line, total(square, square)]
+    count = torch.full_like(target[..., :1], even.shape[2])
+    means = [even.sum(2, dtype=torch.float64), even_line]
+    return torch.cat([count, *means, even_even, target, *of_line], -1), wins
+
+
+def estimated(sums: Tensor, known: Tensor | None, products: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean − centre (E, d), covariance or variance, and their squared errors, from sums (E, FOLDS, m).
+
+    Means and products go through the same regression, side by side.
+    """
+    numbers = sums.shape[-1] - 1
+    # numbers = 2d + 6d² or 8d
+    outputs = round((math.sqrt(1 + 6 * numbers) - 1) / 6) if products else numbers // 8
+    sizes = [1, outputs, outputs] + 6 * [outputs**2 if products else outputs]
+    counts, even, even_line, even_even, target, line, target_target, target_line, line_line = sums.split(sizes, -1)
+    step = outputs + 1 if products else 1  # of each output with itself, among all products
+
+    def beside(mean: Tensor, product: Tensor) -> Tensor:
+        return torch.cat([mean, product], -1)
+
+    def own(product: Tensor) -> Tensor:
+        return product[..., ::step]
+
+    if known is not None:
+        flat = known.reshape(len(known), -1)
+        known = beside(own(flat), flat)
+    value, error = _controlled(
+        counts, beside(even, target), beside(own(even_even), target_target), beside(even_line, target_line),
+        beside(own(line), line), beside(own(line_line), line_line), known,
+    )  # fmt: skip
+    mean, second = value[:, :outputs], value[:, outputs:]
+    mean_error, second_error = error[:, :outputs], error[:, outputs:]
+    # what an estimated mean costs: (μ − a)(μ − a)ᵀ from pairs of different pairs
+    count, total, squares = counts.sum(1), even.sum(1), even_even.sum(1)
+    different = count * (count - 1)
+    product = (total.unsqueeze(-1) * total.unsqueeze(-2)).flatten(1) if products else total**2
+    spread = squares / count
+    each = own(spread)
+    both = (each.unsqueeze(-1) * each.unsqueeze(-2)).flatten(1) if products else each**2
+    second = second - (product - squares) / different
+    second_error = second_error + (both + spread**2) / different
+    shape = (-1, outputs, outputs) if products else (-1, outputs)
+    return mean, second.reshape(shape), mean_error, second_error.reshape(shape)
 
 
 def _controlled(
     counts: Tensor, target: Tensor, square: Tensor, cross: Tensor, line: Tensor, line_line: Tensor, known: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The mean of a target t with the control u − known, and its squared error, from sums over folds (E, F, ...).
+    """The mean of a target t with the control u − known, and its squared error, from sums over folds (E, F, k).
 
     In fold k the residual is r = t − γ(u − known) with γ = Cov(t, u)/Var(u) on the other folds; the estimate is the
     mean of all r, its squared error their variance divided by how many there are.
     """
-    counts = counts.reshape(*counts.shape, *(1,) * (target.dim() - 2))
     total = counts.sum(1)
     if known is None:
         mean = target.sum(1) / total
         return mean, (square.sum(1) / total - mean**2).clamp(min=0) / (total - 1)
-    others = [x.sum(1, keepdim=True) - x for x in (counts, target, cross, line, line_line)]
-    n, t, tu, u, uu = others
-    covariance, variance = tu / n - t * u / n**2, uu / n - (u / n) ** 2
+    n, t, tu, u, uu = (x.sum(1, keepdim=True) - x for x in (counts, target, cross, line, line_line))
     known = known.unsqueeze(1)
+    covariance, variance = tu / n - t * u / n**2, uu / n - (u / n) ** 2
     varies = variance > 1e-12 * known**2
     slope = torch.where(varies, covariance / torch.where(varies, variance, 1.0), 0.0)
     residual = target - slope * (line - counts * known)
     # Σ (t − γ(u − R))²
-    centred_cross = cross - known * target
     centred_square = line_line - 2 * known * line + counts * known**2
-    squares = square - 2 * slope * centred_cross + slope**2 * centred_square
+    squares = square - 2 * slope * (cross - known * target) + slope**2 * centred_square
     mean = residual.sum(1) / total
     return mean, (squares.sum(1) / total - mean**2).clamp(min=0) / (total - 1)
 
@@ -187,20 +206,21 @@ class CorrectionSums:
         even, target = _even_and_target(centre, exact, products)
         return PairEstimate(even.mean(0), target.mean(0), self.even_error, self.target_error)
 
-    def corrected(self, found: PairEstimate, centre: Tensor) -> PairEstimate:
-        """An estimate from low precision, corrected; Cov = E t − (μ − a)(μ − a)ᵀ, where μ changes too."""
-        before, change = found.mean - centre, self.even
-        if found.second.dim() == 3:
-            mixed = before.unsqueeze(-1) * change.unsqueeze(-2)
-            moved = mixed + mixed.mT + change.unsqueeze(-1) * change.unsqueeze(-2)
-        else:
-            moved = 2 * before * change + change**2
-        return PairEstimate(
-            found.mean + change,
-            found.second + self.target - moved,
-            found.mean_error + self.even_error,
-            found.second_error + self.target_error,
-        )
+
+def corrected(
+    found: PairEstimate, centre: Tensor, even: Tensor, even_error: Tensor, target: Tensor, target_error: Tensor
+) -> PairEstimate:
+    """An estimate from low precision, corrected; Cov = E t − (μ − a)(μ − a)ᵀ, where μ changes too."""
+    before = found.mean - centre
+    if found.second.dim() == 3:
+        mixed = before.unsqueeze(-1) * even.unsqueeze(-2)
+        moved = mixed + mixed.mT + even.unsqueeze(-1) * even.unsqueeze(-2)
+    else:
+        moved = 2 * before * even + even**2
+    return PairEstimate(
+        found.mean + even, found.second + target - moved, found.mean_error + even_error,
+        found.second_error + target_error,
+    )  # fmt: skip
 
 
 def _even_and_target(centre: Tensor, values: tuple[Tensor, Tensor], products: bool) -> tuple[Tensor, Tensor]:
