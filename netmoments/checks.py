@@ -82,3 +82,12 @@ def require_count(caller: str, name: str, value: Any, *, least: int) -> None:
     """A whole number of at least `least`, else a ValueError naming the argument."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{caller}: {name} must be an integer of at least {least}, got {value!r}")
+
+
+def require_sigma(caller: str, sigma: float | Tensor) -> float | Tensor:
+    """A noise level above 0."""
+    if isinstance(sigma, bool) or not isinstance(sigma, int | float | Tensor):
+        raise TypeError(f"{caller}: sigma must be a number or a tensor, got {sigma!r}")
+    if not bool((torch.as_tensor(sigma) > 0).all()) or not bool(torch.isfinite(torch.as_tensor(sigma)).all()):
+        raise ValueError(f"{caller}: sigma must be a standard deviation above 0, got {sigma!r}")
+    return sigma

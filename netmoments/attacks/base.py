@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from netmoments.attacks.evaluation import Bounds, Success, noisy_scores
-from netmoments.attacks.margins import ClassPairs, fooled_margin
+from netmoments.attacks.margins import ClassPairs, Formula, LinearizedScores, fooled_margin
 from netmoments.attacks.result import AttackResult, SkippedImage, joined
 from netmoments.checks import describe, require_finite, require_float_tensor
 from netmoments.linearize.two_stage import linearized_at
@@ -27,6 +27,22 @@ TOLERANCE = 1e-6
 """By which images may leave the bounds."""
 
 Preprocessing = Callable[[Tensor], Tensor]
+Parts = TypeVar("Parts")
+
+
+def entries(value: Parts, index: Tensor | tuple[Tensor, Tensor]) -> Parts:
+    """A dataclass about some of its images: every tensor (N, ...) indexed, those of dataclasses inside it too.
+
+    By two indices, of images and of their problems, both (N, 1), tensors (N, R, ...) become (N, 1, ...).
+    """
+    changed: dict[str, Any] = {}
+    for field in fields(value):  # type: ignore[arg-type]
+        own = getattr(value, field.name)
+        if isinstance(own, Tensor):
+            changed[field.name] = own[index]
+        elif is_dataclass(own):
+            changed[field.name] = entries(own, index)
+    return replace(value, **changed)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,23 +58,6 @@ class Subjects:
     places: Tensor
     """Which of the given images they are, (N,)."""
 
-    def take(self, index: Tensor) -> Subjects:
-        targets = None if self.targets is None else self.targets[index]
-        images, labels, scores, places = (x[index] for x in (self.images, self.labels, self.scores, self.places))
-        return Subjects(self.model, images, labels, targets, scores, places)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    @property
-    def network(self) -> nn.Module:
-        return self.model.network
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        channels, height, width = self.images.shape[1:]
-        return channels, height, width
-
     def followed(self, rivals: int) -> Tensor:
         """The classes whose expected scores are computed, (N, F).
 
@@ -67,7 +66,7 @@ class Subjects:
         """
         classes = self.scores.shape[1]
         if classes <= FOLLOWED:
-            return torch.arange(classes, device=self.scores.device).expand(len(self), -1)
+            return torch.arange(classes, device=self.scores.device).expand(len(self.scores), -1)
         if self.targets is None:
             return torch.cat([self.labels.unsqueeze(1), self.rivals(rivals)], 1)
         first = torch.stack([self.labels, self.targets], 1)
@@ -89,7 +88,7 @@ class Subjects:
             smaller = self.rivals(rivals).unsqueeze(2)
             return ClassPairs(self.labels.reshape(-1, 1, 1).expand_as(smaller), smaller)
         followed = self.followed(rivals)
-        others = followed[followed != self.targets.unsqueeze(1)].reshape(len(self), 1, -1)
+        others = followed[followed != self.targets.unsqueeze(1)].reshape(len(self.images), 1, -1)
         return ClassPairs(others, self.targets.reshape(-1, 1, 1).expand_as(others))
 
 
@@ -126,7 +125,7 @@ def read_subjects(
     everyone = Subjects(model, images, labels, targets, scores, torch.arange(len(images), device=images.device))
     wrong = (predicted != labels).nonzero().flatten().tolist()
     skipped = tuple([SkippedImage(place, int(labels[place]), int(predicted[place])) for place in wrong])
-    return everyone.take((predicted == labels).nonzero().flatten()), skipped
+    return entries(everyone, (predicted == labels).nonzero().flatten()), skipped
 
 
 def _read_images(caller: str, images: Any, bounds: Bounds | None) -> Tensor:
@@ -151,7 +150,7 @@ def read_bounds(caller: str, bounds: Any) -> Bounds | None:
     if bounds is None:
         return None
     try:
-        low, high = (float(end) for end in bounds)
+        low, high = map(float, bounds)
     except (TypeError, ValueError):
         raise ValueError(f"{caller}: bounds must be two numbers (lowest, highest) or None, got {bounds!r}") from None
     if not low < high or abs(low) == float("inf") or abs(high) == float("inf"):
@@ -262,7 +261,7 @@ class Attack(ABC):
     memory_budget: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bounds", read_bounds(self._name, self.bounds))
+        object.__setattr__(self, "bounds", read_bounds(type(self).__name__, self.bounds))
         for name, least in (("rivals", 1), ("polish", 0), ("samples", 2), ("seed", 0)):
             self._require_count(name, least)
 
@@ -277,16 +276,17 @@ class Attack(ABC):
         """
         with torch.inference_mode(False):
             subjects, skipped = read_subjects(
-                self._name, network, images, labels, targets, self.bounds, self.preprocessing
+                type(self).__name__, network, images, labels, targets, self.bounds, self.preprocessing
             )
-            if not len(subjects):
+            count = len(subjects.images)
+            if not count:
                 return self._nothing(subjects, skipped)
             parts, size = [], self._group(subjects)
-            with Progress("attacking", len(subjects)) as progress:
-                for start in range(0, len(subjects), size):
-                    group = subjects.take(torch.arange(start, min(start + size, len(subjects))))
+            with Progress("attacking", count) as progress:
+                for start in range(0, count, size):
+                    group = entries(subjects, torch.arange(start, min(start + size, count)))
                     parts.append(self._judged(group, self._solved(group), skipped))
-                    progress.advance(len(group))
+                    progress.advance(len(group.images))
             return parts[0] if len(parts) == 1 else joined(parts)
 
     def _near_enough(self, success: Success, share: float, errors: float) -> Tensor:
@@ -302,10 +302,6 @@ class Attack(ABC):
         """Whether the network is fooled as was asked, as far as samples can tell, (N,)."""
 
     @property
-    def _name(self) -> str:
-        return type(self).__name__
-
-    @property
     def grey_level(self) -> float:
         """One of 255 steps between the bounds; 1/255 without bounds."""
         low, high = self.bounds or (0.0, 1.0)
@@ -314,12 +310,12 @@ class Attack(ABC):
     def _require_count(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{self._name}: {name} must be a whole number of at least {least}, got {value!r}")
+            raise ValueError(f"{type(self).__name__}: {name} must be a whole number of at least {least}, got {value!r}")
 
     def _require_positive(self, name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ValueError(
-                f"{self._name}: {name} must be a number above 0, in the units of the images, got {value!r}"
+                f"{type(self).__name__}: {name} must be a number above 0, in the units of the images, got {value!r}"
             )
 
     def _group(self, subjects: Subjects) -> int:
@@ -329,10 +325,11 @@ class Attack(ABC):
         limit = memory_limit(subjects.images.device, self.memory_budget)
         return max(1, min(limit // each, TOGETHER.get(subjects.images.device.type, TOGETHER["cpu"])))
 
-    def _linearized(self, subjects: Subjects) -> Any:
-        """At the images, the followed classes only."""
-        followed = subjects.followed(self.rivals)
-        return linearized_at(subjects.model, subjects.images, self.layer, followed, self.memory_budget)
+    def _formula(self, subjects: Subjects, free: Tensor | None = None) -> Formula:
+        """The network linearized at the images, the followed classes only; `free` (N, m) are what μ may change."""
+        images, followed = subjects.images, subjects.followed(self.rivals)
+        linearized = linearized_at(subjects.model, images, self.layer, followed, self.memory_budget)
+        return Formula(images, followed, linearized, LinearizedScores.of(linearized, images, free))
 
     def _box(self, subjects: Subjects) -> tuple[Tensor, Tensor]:
         """What μ may be so that M + μ keeps the bounds, (N, n)."""
@@ -345,7 +342,7 @@ class Attack(ABC):
         centres = subjects.images + solved.mu
         margins, total = [], torch.zeros_like(subjects.scores)
         answers = torch.zeros_like(subjects.scores, dtype=torch.int64)
-        noise = (subjects.network, centres, solved.sigma, subjects.places, self.samples, self.seed)
+        noise = (subjects.model.network, centres, solved.sigma, subjects.places, self.samples, self.seed)
         for scores in noisy_scores(*noise):
             total += scores.sum(0)
             margins.append(fooled_margin(scores, subjects.labels, subjects.targets))
@@ -361,7 +358,7 @@ class Attack(ABC):
         sampled = self._sampled(subjects, solved)
         success = Success.of(sampled.margins < 0)
         return AttackResult(
-            attack=self._name,
+            attack=type(self).__name__,
             places=subjects.places,
             images=subjects.images,
             labels=subjects.labels,
@@ -374,7 +371,7 @@ class Attack(ABC):
             fooled=self._as_asked(success, sampled),
             bounds=self.bounds,
             zero=1e-3 * self.grey_level,
-            **{name: getattr(solved, name) for name in Solved.__dataclass_fields__},
+            **vars(solved),
         )
 
     def _nothing(self, subjects: Subjects, skipped: tuple[SkippedImage, ...]) -> AttackResult:
@@ -383,7 +380,7 @@ class Attack(ABC):
         number, yes = subjects.images.new_zeros(0), whole.bool()
         none = Success(number.double(), number.double(), number.double(), self.samples)
         return AttackResult(
-            attack=self._name, places=whole, images=subjects.images, labels=subjects.labels,
+            attack=type(self).__name__, places=whole, images=subjects.images, labels=subjects.labels,
             targets=subjects.targets, skipped=skipped, mu=subjects.images, sigma=number, towards=whole,
             gamma=number, margin=number, network_margin=number, success=none,
             success_clipped=None if self.bounds is None else none, answers=whole, feasible=yes, fooled=yes,

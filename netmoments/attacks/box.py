@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from netmoments.attacks.base import Attack, Sampled, Solved, Subjects
+from netmoments.attacks.base import Attack, Sampled, Solved, Subjects, entries
 from netmoments.attacks.evaluation import Success, noisy_scores
-from netmoments.attacks.expected_margins import Formula
-from netmoments.attacks.margins import Margins, NetworkMargins, fooled_margin
+from netmoments.attacks.margins import ClassPairs, Margins, NetworkMargins, fooled_margin
 from netmoments.attacks.result import AttackResult
 from netmoments.checks import describe
 from netmoments.progress import Progress
@@ -48,12 +47,6 @@ class Corner:
     sigma: Tensor
     margin: Tensor
     gap: Tensor
-
-    def of_rival(self, chosen: Tensor) -> Corner:
-        """One of the R problems of each image, (N,), with R = 1."""
-        images = torch.arange(len(chosen), device=chosen.device)
-        parts = (self.shift, self.sigma, self.margin, self.gap)
-        return Corner(*(part[images, chosen].unsqueeze(1) for part in parts))
 
     def where(self, kept: Tensor, other: Corner) -> Corner:
         """This for the images that are kept, (N,), the other for the rest."""
@@ -146,7 +139,7 @@ class BoxAttack(Attack):
         self._require_positive("beta", self.reach)
         self._require_positive("largest_sigma", self.most_noise)
         if not isinstance(self.wanted, int | float) or not 0 < self.wanted <= 1:
-            raise ValueError(f"{self._name}: wanted must be a share of samples in (0, 1], got {self.wanted!r}")
+            raise ValueError(f"{type(self).__name__}: wanted must be a share of samples in (0, 1], got {self.wanted!r}")
         self._require_count("iterations", 1)
 
     @property
@@ -162,13 +155,14 @@ class BoxAttack(Attack):
     def _solved(self, subjects: Subjects) -> Solved:
         pairs = subjects.class_pairs(self.rivals)
         free, box = self._free_box(subjects)
-        formula = Formula(self._linearized(subjects), subjects, subjects.followed(self.rivals), free)
+        formula = self._formula(subjects, free)
         sigma = (box.most / 2).unsqueeze(1).expand(-1, pairs.larger.shape[1])
         start = torch.zeros_like(box.lower).unsqueeze(1).expand(-1, pairs.larger.shape[1], -1)
         found = descend_in_box(formula.margins(pairs), box, start, sigma, self.iterations)
-        chosen = found.margin.argmin(1)
-        pairs, corner = pairs.of_rival(chosen), found.of_rival(chosen)
-        own = NetworkMargins(subjects.network, subjects.images, *pairs, free)
+        every = torch.arange(len(found.margin), device=found.margin.device).unsqueeze(1)
+        rival = every, found.margin.argmin(1, keepdim=True)
+        pairs, corner = ClassPairs(pairs.larger[rival], pairs.smaller[rival]), entries(found, rival)
+        own = NetworkMargins(subjects.model.network, subjects.images, *pairs, free)
         corner, taken = self._followed_on(subjects, own, box, corner)
         expected = formula.margins(pairs)
         at_rest = [margins.at(start[:, :1], sigma[:, :1]).amax(-1) for margins in (expected, own)]
@@ -190,7 +184,7 @@ class BoxAttack(Attack):
 
         def share(found: Corner) -> Tensor:
             centres, sigma = own.shifted(found.shift).squeeze(1), found.sigma.squeeze(1)
-            seen = noisy_scores(subjects.network, centres, sigma, subjects.places, self.samples, self.seed + 1)
+            seen = noisy_scores(subjects.model.network, centres, sigma, subjects.places, self.samples, self.seed + 1)
             fooled = [fooled_margin(scores, subjects.labels, subjects.targets) < 0 for scores in seen]
             return torch.cat(fooled).double().mean(0)
 
@@ -212,7 +206,7 @@ class BoxAttack(Attack):
 
     def _whole_box(self, subjects: Subjects) -> Box:
         lower, upper = self._box(subjects)
-        most = lower.new_full((len(subjects),), self.most_noise)
+        most = lower.new_full((len(lower),), self.most_noise)
         return Box(lower.clamp(min=-self.reach), upper.clamp(max=self.reach), SMALLEST * most, most)
 
 

@@ -21,16 +21,49 @@ wherever the margins are affine between μ* and the best one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from netmoments.attacks.evaluation import LARGEST_SQUARE, adjoint_differences, forward_differences, total_variation
 from netmoments.attacks.margins import Margins
 from netmoments.progress import Progress
+
+LARGEST_SQUARE = 8.0
+"""‖D‖² is below this for images of any size: a pixel is in at most two differences of each direction."""
+
+
+def forward_differences(image: Tensor) -> Tensor:
+    """D μ: right neighbour less pixel, and lower neighbour less pixel; 0 in the last column, and in the last row.
+
+    >>> forward_differences(torch.tensor([[1.0, 3.0], [4.0, 8.0]]))
+    tensor([[[2., 0.],
+             [4., 0.]],
+    <BLANKLINE>
+            [[3., 5.],
+             [0., 0.]]])
+    """
+    differences = image.new_zeros(2, *image.shape)
+    torch.sub(image[..., 1:], image[..., :-1], out=differences[0, ..., :-1])
+    torch.sub(image[..., 1:, :], image[..., :-1, :], out=differences[1, ..., :-1, :])
+    return differences
+
+
+def adjoint_differences(pair: Tensor) -> Tensor:
+    """Dᵀ p, for which ⟨D μ, p⟩ = ⟨μ, Dᵀ p⟩."""
+    across, down = pair[0], pair[1]
+    image = torch.zeros_like(across)
+    image[..., :-1] -= across[..., :-1]
+    image[..., 1:] += across[..., :-1]
+    image[..., :-1, :] -= down[..., :-1, :]
+    image[..., 1:, :] += down[..., :-1, :]
+    return image
+
+
+def total_variation(image: Tensor) -> Tensor:
+    """Σ √(dx² + dy²) over the pixels and channels of (..., C, H, W), the paper's Ω; shape (...)."""
+    return forward_differences(image).pow(2).sum(0).sqrt().sum((-3, -2, -1))
 
 
 def shrink_into_box(value: Tensor, threshold: Tensor | float, lower: Tensor, upper: Tensor) -> Tensor:
@@ -69,8 +102,6 @@ ENDS = (1.0, 1.05, 1.2, 1.5, 2.0)
 """Multiples t of a shift that are tried, in order, until one is feasible; in a box a larger one need not be."""
 HALVINGS = 16
 
-Shape = tuple[int, int, int]
-
 
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -90,7 +121,7 @@ class Problem:
     gamma: Tensor
     lower: Tensor
     upper: Tensor
-    shape: Shape
+    shape: tuple[int, ...]
     memory: float = 0.0
 
     @cached_property
@@ -98,10 +129,6 @@ class Problem:
         """The shortest and the longest distance that steps are scaled by, (N, 1)."""
         width = (self.upper - self.lower).amax(-1, keepdim=True)
         return 1e-3 * torch.where(torch.isinf(width), SHORTEST, width), 4 * width
-
-    @property
-    def box(self) -> tuple[Tensor, Tensor]:
-        return self.lower.unsqueeze(1), self.upper.unsqueeze(1)
 
     def excess(self, shift: Tensor) -> Tensor:
         """The largest margin + γ, (N, R): at most 0 where the shift is feasible."""
@@ -114,7 +141,7 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Iterate:
-    """Where the method is: μ (N, R, m), p (2, N, R, C, H, W), λ (N, R, K).
+    """Where the method is: μ (N, R, m), p (N, R, 2, C, H, W), λ (N, R, K).
 
     `kept` (N, R, m) is the cheapest feasible μ seen on the way; μ itself where there was none.
     """
@@ -128,23 +155,13 @@ class Iterate:
     def start(cls, problem: Problem) -> Iterate:
         n, r, _ = problem.gamma.shape
         shift = problem.lower.new_zeros(n, r, problem.lower.shape[-1])
-        return cls(shift, shift.new_zeros(2, n, r, *problem.shape), torch.zeros_like(problem.gamma), shift)
-
-    def of_rival(self, chosen: Tensor) -> Iterate:
-        """Where it is in one of the R problems of each image, (N,), with R = 1."""
-        images = torch.arange(len(chosen), device=chosen.device)
-        shift, multipliers, kept = (x[images, chosen].unsqueeze(1) for x in (self.shift, self.multipliers, self.kept))
-        return Iterate(shift, self.pair[:, images, chosen].unsqueeze(2), multipliers, kept)
-
-    def entries(self, images: Tensor) -> Iterate:
-        """Where it is for some of the images."""
-        return Iterate(self.shift[images], self.pair[:, images], self.multipliers[images], self.kept[images])
+        return cls(shift, shift.new_zeros(n, r, 2, *problem.shape), torch.zeros_like(problem.gamma), shift)
 
     def updated(self, images: Tensor, other: Iterate) -> Iterate:
         """The other for these images, this for the rest."""
         return Iterate(
             self.shift.index_copy(0, images, other.shift),
-            self.pair.index_copy(1, images, other.pair),
+            self.pair.index_copy(0, images, other.pair),
             self.multipliers.index_copy(0, images, other.multipliers),
             self.kept.index_copy(0, images, other.kept),
         )
@@ -184,8 +201,8 @@ def _together(gradients: Tensor, squares: Tensor) -> Tensor | float:
 def descend(problem: Problem, start: Iterate, iterations: int, smoother: float = SMOOTHER) -> Iterate:
     """The iteration, with σ·`smoother` at first and σ from the middle on; 1 keeps σ throughout, to go on from a
     solution."""
-    lower, upper = problem.box
-    shift, pair, multipliers = start.shift, start.pair, start.multipliers
+    lower, upper = problem.lower.unsqueeze(1), problem.upper.unsqueeze(1)
+    shift, pair, multipliers = start.shift, start.pair.movedim(2, 0).contiguous(), start.multipliers
     kept, cost, gradients = shift, torch.full_like(shift[..., 0], torch.inf), None
     with Progress("sparse and smooth", iterations) as progress:
         for step in range(iterations):
@@ -209,7 +226,8 @@ def descend(problem: Problem, start: Iterate, iterations: int, smoother: float =
             pair = into_unit_discs(pair + dual * forward_differences(ahead))
             shift = moved
             progress.advance(1)
-    return Iterate(shift, pair, multipliers, torch.where(torch.isinf(cost).unsqueeze(-1), shift, kept))
+    kept = torch.where(torch.isinf(cost).unsqueeze(-1), shift, kept)
+    return Iterate(shift, pair.movedim(0, 2), multipliers, kept)
 
 
 def _cheaper(problem: Problem, best: tuple[Tensor, Tensor], shift: Tensor, holds: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,8 +264,7 @@ def _ranked(problem: Problem, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def stretched(problem: Problem, shift: Tensor, t: Tensor) -> Tensor:
     """clip(tμ) for shifts (N, R, m) and t (N, R)."""
-    lower, upper = problem.box
-    return torch.clamp(t.unsqueeze(-1) * shift, min=lower, max=upper)
+    return torch.clamp(t.unsqueeze(-1) * shift, min=problem.lower.unsqueeze(1), max=problem.upper.unsqueeze(1))
 
 
 def edge(problem: Problem, shift: Tensor) -> Tensor:
@@ -261,22 +278,17 @@ def edge(problem: Problem, shift: Tensor) -> Tensor:
         high = torch.where(torch.isinf(high) & holds(torch.full_like(high, end)), end, high)
         if bool(torch.isfinite(high).all()):
             break
-    t = smallest(holds, torch.zeros_like(high), high.nan_to_num(posinf=ENDS[-1]))
-    return torch.where(torch.isfinite(high), t, 1.0)
+    feasible, low, high = torch.isfinite(high), torch.zeros_like(high), high.nan_to_num(posinf=ENDS[-1])
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        true = holds(middle)
+        high, low = torch.where(true, middle, high), torch.where(true, low, middle)
+    return torch.where(feasible, high, 1.0)
 
 
 def scaled_to_edge(problem: Problem, shift: Tensor) -> Tensor:
     """clip(tμ) with that t."""
     return stretched(problem, shift, edge(problem, shift))
-
-
-def smallest(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """By halving: the end of the interval at which `holds` is true, if it is true at `high`."""
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        true = holds(middle)
-        high, low = torch.where(true, middle, high), torch.where(true, low, middle)
-    return high
 
 
 ITERATIONS = 400
@@ -300,14 +312,17 @@ def lower_bound(problem: Problem, solution: Iterate) -> Tensor:
     scales = Scales.at(problem, solution.shift, here.value, gradients)
     rest = here.value + problem.gamma - (gradients @ solution.shift.unsqueeze(-1)).squeeze(-1)
     cost = problem.objective(solution.shift).unsqueeze(-1)
-    lower, upper = torch.maximum(problem.box[0], -cost), torch.minimum(problem.box[1], cost)
+    lower, upper = torch.maximum(problem.lower.unsqueeze(1), -cost), torch.minimum(problem.upper.unsqueeze(1), cost)
     stride, dual = scales.stride.unsqueeze(-1), scales.dual.reshape(*scales.dual.shape, 1, 1, 1)
-    shift, pair, multipliers = solution.shift, solution.pair, solution.multipliers
+    shift, pair, multipliers = solution.shift, solution.pair.movedim(2, 0).contiguous(), solution.multipliers
     best = torch.zeros_like(scales.stride)
     for step in range(ITERATIONS + 1):
         slope = (multipliers.unsqueeze(-2) @ gradients).squeeze(-2) + adjoint_differences(pair).flatten(-3)
         if step % EVERY == 0:
-            best = torch.maximum(best, _bound(multipliers, rest, slope, lower, upper))
+            level = (multipliers * rest).sum(-1)
+            as_they_are = level + least_in_box(slope, lower, upper).sum(-1)
+            scaled_down = level / slope.abs().amax(-1).clamp(min=1)
+            best = torch.maximum(best, torch.maximum(as_they_are, scaled_down))
         moved = shrink_into_box(shift - stride * slope, stride, lower, upper)
         ahead = 2 * moved - shift
         pair = into_unit_discs(pair + dual * forward_differences(ahead.unflatten(-1, problem.shape)))
@@ -315,10 +330,3 @@ def lower_bound(problem: Problem, solution: Iterate) -> Tensor:
         multipliers = torch.relu(multipliers + scales.penalty * h)
         shift = moved
     return best
-
-
-def _bound(multipliers: Tensor, rest: Tensor, slope: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-    """The better of the bound with multipliers as they are and scaled down."""
-    level = (multipliers * rest).sum(-1)
-    as_they_are = level + least_in_box(slope, lower, upper).sum(-1)
-    return torch.maximum(as_they_are, level / slope.abs().amax(-1).clamp(min=1))

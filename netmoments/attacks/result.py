@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.attacks.evaluation import Bounds, Success, structural_similarity, total_variation
+from netmoments.attacks.evaluation import Bounds, Success, structural_similarity
+from netmoments.attacks.primal_dual import total_variation
 from netmoments.gaussian import Gaussian
 
 

@@ -14,12 +14,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.attacks.base import Attack, Sampled, Solved, Subjects
+from netmoments.attacks.base import Attack, Sampled, Solved, Subjects, entries
 from netmoments.attacks.evaluation import Success, noisy_scores
-from netmoments.attacks.expected_logits import require_sigma
-from netmoments.attacks.expected_margins import Formula
-from netmoments.attacks.margins import ClassPairs, Margins, NetworkMargins, contrast, fooled_margin, picked
+from netmoments.attacks.margins import (
+    ClassPairs,
+    ExpectedMargins,
+    Formula,
+    Margins,
+    NetworkMargins,
+    contrast,
+    fooled_margin,
+)
 from netmoments.attacks.primal_dual import Iterate, Problem, descend, edge, finished, lower_bound, stretched
+from netmoments.checks import require_sigma
 
 CONFIDENCE = 0.95
 TURNS = 4
@@ -57,14 +64,14 @@ class SparseSmooth(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_sigma(self._name, self.noise_level)
-        if self.confidence is not None and self.gamma is not None:
-            raise ValueError(f"{self._name}: give confidence= (a share of samples) or gamma= (a margin), got both")
-        share, gamma = self.share, self.gamma
+        caller, share, gamma = type(self).__name__, self.share, self.gamma
+        require_sigma(caller, self.noise_level)
+        if self.confidence is not None and gamma is not None:
+            raise ValueError(f"{caller}: give confidence= (a share of samples) or gamma= (a margin), got both")
         if share is not None and (isinstance(share, bool | str) or not 0 < share < 1):
-            raise ValueError(f"{self._name}: confidence must be between 0 and 1, got {share!r}")
+            raise ValueError(f"{caller}: confidence must be between 0 and 1, got {share!r}")
         if gamma is not None and (isinstance(gamma, bool | str) or not 0 <= gamma < torch.inf):
-            raise ValueError(f"{self._name}: gamma must be a margin of at least 0, got {gamma!r}")
+            raise ValueError(f"{caller}: gamma must be a margin of at least 0, got {gamma!r}")
         self._require_count("iterations", 1)
 
     @property
@@ -80,53 +87,46 @@ class SparseSmooth(Attack):
         return CONFIDENCE if self.confidence is None else self.confidence
 
     @property
-    def _steps_each(self) -> int:
-        """On the network for every rival, before the cheapest is chosen."""
-        return max(1, self.polish // 2)
-
-    @property
     def _asked_gamma(self) -> float:
         return 0.0 if self.gamma is None else float(self.gamma)
 
     def _solved(self, subjects: Subjects) -> Solved:
-        pairs = subjects.class_pairs(self.rivals)
-        formula = Formula(self._linearized(subjects), subjects, subjects.followed(self.rivals))
-        problem, solution = self._for_every_rival(formula, pairs)
-        chosen = cheapest(problem, solution)
-        pairs, solution = pairs.of_rival(chosen), solution.of_rival(chosen)
-        problem = replace(problem, gamma=picked(problem.gamma, chosen))
+        pairs, formula = subjects.class_pairs(self.rivals), self._formula(subjects)
+        problem, solution, taken = self._for_every_rival(subjects, formula, pairs)
+        rival = cheapest(problem, solution)
+        pairs, solution = ClassPairs(pairs.larger[rival], pairs.smaller[rival]), entries(solution, rival)
+        expected, gamma = formula.margins(pairs), problem.gamma[rival]
         if self.polish:
-            own = NetworkMargins(subjects.network, subjects.images, *pairs)
-            problem, solution, more = self._calibrated(subjects, replace(problem, margins=own), solution)
+            own = NetworkMargins(subjects.model.network, subjects.images, *pairs)
+            problem = replace(problem, margins=own, gamma=gamma)
+            problem, solution, more = self._calibrated(subjects, problem, solution)
         else:
-            problem = replace(problem, margins=formula.margins(pairs))
-            problem, solution, more = self._widened(formula, pairs, problem, solution)
-        return self._gathered(problem, solution, formula.margins(pairs), pairs.smaller[:, 0, 0], more)
+            problem = replace(problem, margins=expected, gamma=gamma)
+            problem, solution, more = self._widened(formula, expected, problem, solution)
+        return self._gathered(problem, solution, expected, pairs.smaller[:, 0, 0], taken + more)
 
-    def _for_every_rival(self, formula: Formula, pairs: ClassPairs) -> tuple[Problem, Iterate]:
-        """The problems by the formula, all rivals, solved; and from there those of the network."""
-        subjects = formula.subjects
-        sigma = subjects.images.new_full((len(subjects),), self.noise_level)
-        lower, upper = self._box(subjects)
-        gamma = self._expected_gamma(formula, pairs, sigma, lower.new_zeros(len(lower), pairs.larger.shape[1], 1))
-        problem = Problem(formula.margins(pairs), sigma, gamma, lower, upper, subjects.shape)
+    def _for_every_rival(self, subjects: Subjects, formula: Formula, pairs: ClassPairs) -> tuple[Problem, Iterate, int]:
+        """The problems by the formula, all rivals, solved; and from there those of the network, and the steps on it."""
+        margins, images = formula.margins(pairs), subjects.images
+        sigma = images.new_full((len(images),), self.noise_level)
+        gamma = self._expected_gamma(formula, margins, sigma, images.new_zeros(*pairs.larger.shape[:2], 1))
+        problem = Problem(margins, sigma, gamma, *self._box(subjects), images.shape[1:])
         solution = finished(problem, descend(problem, Iterate.start(problem), self.iterations))
         if not self.polish:
-            return problem, solution
-        own = NetworkMargins(subjects.network, subjects.images, *pairs)
+            return problem, solution, 0
+        own, steps = NetworkMargins(subjects.model.network, images, *pairs), max(1, self.polish // 2)
         problem = replace(problem, margins=own, memory=MEMORY)
-        return problem, finished(problem, descend(problem, solution, self._steps_each, smoother=1.0))
+        return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), steps
 
     def _gathered(
         self, problem: Problem, solution: Iterate, expected: Margins, towards: Tensor, more: Tensor
     ) -> Solved:
-        """What was found for the rival that was chosen, R = 1, after `more` steps with it alone."""
+        """What was found for the rival that was chosen, R = 1, in `more` steps (N,) after the first on the formula."""
         shift, sigma = solution.shift, problem.sigma
         objective = problem.objective(shift).squeeze(1)
         bound = lower_bound(problem, solution).squeeze(1)
         feasible = problem.excess(shift).squeeze(1) <= 0
         gap = ((objective - bound) / objective.clamp(min=torch.finfo(objective.dtype).tiny)).clamp(min=0)
-        own_steps = self._steps_each + more if self.polish else torch.zeros_like(more)
         return Solved(
             mu=shift.squeeze(1).unflatten(1, problem.shape),
             sigma=sigma,
@@ -134,8 +134,8 @@ class SparseSmooth(Attack):
             gamma=problem.gamma.amax((1, 2)),
             margin=expected.at(shift, sigma.unsqueeze(1)).amax(-1).squeeze(1),
             feasible=feasible,
-            polished=own_steps,
-            iterations=self.iterations + (own_steps if self.polish else more),
+            polished=more if self.polish else torch.zeros_like(more),
+            iterations=self.iterations + more,
             gap=torch.where(feasible, gap, 1.0),
         )
 
@@ -149,22 +149,22 @@ class SparseSmooth(Attack):
         error = sampled.margins.std(0) / len(sampled.margins) ** 0.5
         return sampled.mean_margin - 2 * 2**0.5 * error <= -self._asked_gamma
 
-    def _expected_gamma(self, formula: Formula, pairs: ClassPairs, sigma: Tensor, shift: Tensor) -> Tensor:
+    def _expected_gamma(self, formula: Formula, margins: ExpectedMargins, sigma: Tensor, shift: Tensor) -> Tensor:
         """γ (N, R, K): as given, or so many deviations of each margin, at shifts, that the share is below 0."""
         if self.share is None:
-            return torch.full_like(pairs.larger, self._asked_gamma, dtype=shift.dtype)
+            return torch.full_like(margins.offset, self._asked_gamma)
         deviations = torch.special.ndtri(torch.tensor(self.share, dtype=torch.float64)).to(shift)
-        return deviations * formula.deviations(pairs, sigma, shift)
+        return deviations * formula.deviations(margins, sigma, shift)
 
     def _widened(
-        self, formula: Formula, pairs: ClassPairs, problem: Problem, solution: Iterate
+        self, formula: Formula, margins: ExpectedMargins, problem: Problem, solution: Iterate
     ) -> tuple[Problem, Iterate, Tensor]:
         """By the formula alone: γ from the margin's spread where the noise is now, and the problem solved again."""
         steps = 0 if self.share is None else self.iterations // 2
-        taken = torch.full_like(formula.subjects.labels, steps)
+        taken = torch.full_like(formula.followed[:, 0], steps)
         if not steps:
             return problem, solution, taken
-        gamma = self._expected_gamma(formula, pairs, problem.sigma, solution.shift)
+        gamma = self._expected_gamma(formula, margins, problem.sigma, solution.shift)
         problem = replace(problem, gamma=gamma)
         return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), taken
 
@@ -175,9 +175,9 @@ class SparseSmooth(Attack):
         was asked. And the steps that took, (N,).
         """
         taken, gamma = torch.zeros_like(subjects.labels), problem.gamma
-        left = torch.arange(len(subjects), device=gamma.device)
+        left = torch.arange(len(gamma), device=gamma.device)
         for turn in range(TURNS):
-            mine, here, group = _of_images(problem, left), solution.entries(left), subjects.take(left)
+            mine, here, group = entries(problem, left), entries(solution, left), entries(subjects, left)
             seen = self._under_noise(group, mine, here.shift, self.seed + 1 + turn, max(2, self.samples // 2))
             mine = replace(mine, gamma=seen.gamma)
             here = finished(mine, descend(mine, here, self.polish, smoother=1.0))
@@ -222,7 +222,8 @@ class SparseSmooth(Attack):
         assert isinstance(own, NetworkMargins)
         quiet = own.at(shift, problem.sigma.unsqueeze(1))
         centres = own.shifted(shift).squeeze(1)
-        scores = torch.cat(list(noisy_scores(subjects.network, centres, problem.sigma, subjects.places, samples, seed)))
+        noise = (subjects.model.network, centres, problem.sigma, subjects.places, samples, seed)
+        scores = torch.cat(list(noisy_scores(*noise)))
         if self.share is not None:
             above = CAUTION * (self.share * (1 - self.share) / samples) ** 0.5
             level = min(self.share + above, 1 - 0.5 / samples)
@@ -241,17 +242,13 @@ class UnderNoise(NamedTuple):
     gamma: Tensor
 
 
-def _of_images(problem: Problem, images: Tensor) -> Problem:
-    """The network's problems of some of the images."""
-    assert isinstance(problem.margins, NetworkMargins)
-    sigma, gamma, lower, upper = (x[images] for x in (problem.sigma, problem.gamma, problem.lower, problem.upper))
-    own = problem.margins.entries(images)
-    return replace(problem, margins=own, sigma=sigma, gamma=gamma, lower=lower, upper=upper)
+def cheapest(problem: Problem, solution: Iterate) -> tuple[Tensor, Tensor]:
+    """Which of the R problems of each image has the least objective of those that hold; the nearest to it if none.
 
-
-def cheapest(problem: Problem, solution: Iterate) -> Tensor:
-    """Which of the R problems of each image has the least objective of those that hold; the nearest to it if none."""
+    The images and their problems, (N, 1) each.
+    """
     excess = problem.excess(solution.shift)
     holds = excess <= 0
     objective = torch.where(holds, problem.objective(solution.shift), torch.inf)
-    return torch.where(holds.any(1), objective.argmin(1), excess.argmin(1))
+    chosen = torch.where(holds.any(1, keepdim=True), objective.argmin(1, keepdim=True), excess.argmin(1, keepdim=True))
+    return torch.arange(len(chosen), device=chosen.device).unsqueeze(1), chosen

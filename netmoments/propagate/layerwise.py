@@ -30,7 +30,7 @@ from netmoments.propagate.factors import (
     turned_towards,
     weighted_matrices,
 )
-from netmoments.propagate.plan import Plan, Segment, added
+from netmoments.propagate.plan import Plan, Segment
 from netmoments.propagate.score_covariance import SCORE_PAIRED, CurvedLayer, curved_layer, score_covariance
 from netmoments.rules.base import Local, ThirdCumulants, cholesky_root, whitened
 
@@ -180,7 +180,7 @@ def rough_slopes(plan: Plan, means: dict[Node, Tensor], image: Tensor, outputs: 
         joint.after(plan, place, local.mean, (local.gain.unsqueeze(-2) @ factor).squeeze(-2).mT)
     weights = plan.score_weights(outputs, image)
     for stage, gain in zip(reversed(plan.stages), reversed(gains), strict=True):
-        weights = added(weights, stage.pull_back(gain, weights.pop(stage.output)))
+        weights = stage.pull_back(gain, weights.pop(stage.output), weights)
     return weights[plan.image]
 
 

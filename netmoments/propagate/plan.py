@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -63,15 +63,15 @@ class Segment:
 
     def value(self, sources: Mapping[Node, Tensor]) -> Tensor:
         """The map at sources (1, ...): (p,)."""
-        return self._run(self._values, {**self._fixed, **sources})
+        return self._run(self._values, self._fixed, sources)
 
     def linear(self, sources: Mapping[Node, Tensor]) -> Tensor:
         """Its linear part, for directions (1, ...): (p,)."""
-        return self._run(self._linears, sources)
+        return self._run(self._linears, {}, sources)
 
     def values(self, sources: Mapping[Node, Tensor]) -> Tensor:
         """The map at flat sources (..., n) with the same leading dimensions: (..., p)."""
-        return self._mapped(self._values, sources, self._fixed)
+        return self._mapped(self._values, self._fixed, sources)
 
     def linears(self, sources: Mapping[Node, Tensor]) -> Tensor:
         """Its linear part for flat directions (..., n) likewise: (..., p). Missing sources are zero."""
@@ -79,43 +79,44 @@ class Segment:
             return sources[self.results[0]]
         like = next(iter(sources.values()))
         missing = {node: like.new_zeros(self.shapes[node]) for node in self.sources if node not in sources}
-        return self._mapped(self._linears, sources, missing)
+        return self._mapped(self._linears, missing, sources)
 
-    def pull_back(self, weights: Tensor) -> dict[Node, Tensor]:
-        """Weights (N, k, p) on z = A x + c as weights on each source x, (N, k, n): products with Aᵀ."""
+    def pull_back(self, weights: Tensor, others: Mapping[Node, Tensor] | None = None) -> dict[Node, Tensor]:
+        """Weights (N, k, p) on z = A x + c as weights on each source x, (N, k, n): products with Aᵀ.
 
-        def linear(*directions: Tensor) -> Tensor:
-            return self._run(self._linears, dict(zip(self.sources, directions, strict=True)))
-
-        back = torch.func.vjp(linear, *[weights.new_zeros(self.shapes[node]) for node in self.sources])[1]
+        They are added to `others`, those that tensors have already.
+        """
+        nothing = {node: weights.new_zeros(self.shapes[node]) for node in self.sources}
+        back = torch.func.vjp(partial(self._run, self._linears, {}), nothing)[1]
         rows = weights.flatten(0, 1)
         together = elements_together("pass", rows, self._largest)
-        found = torch.func.vmap(back, chunk_size=together if len(rows) > together else None)(rows)
-        return {node: part.reshape(*weights.shape[:2], -1) for node, part in zip(self.sources, found, strict=True)}
+        (found,) = torch.func.vmap(back, chunk_size=together if len(rows) > together else None)(rows)
+        total = dict(others or {})
+        for node, part in found.items():
+            own = part.reshape(*weights.shape[:2], -1)
+            total[node] = total[node] + own if node in total else own
+        return total
 
-    def _run(self, steps: list[tuple[Node, Callable[..., Any]]], sources: Mapping[Node, Any]) -> Tensor:
+    def _run(
+        self, steps: list[tuple[Node, Callable[..., Any]]], fixed: Mapping[Node, Any], sources: Mapping[Node, Any]
+    ) -> Tensor:
         """All steps; the results flattened and put end to end, one alone not copied."""
-        values: Values = dict(sources)
+        values: Values = {**fixed, **sources}
         for node, step in steps:
             values[node] = step(values)
         parts = [values[node].reshape(-1) for node in self.results]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _mapped(
-        self, steps: list[tuple[Node, Callable[..., Any]]], sources: Mapping[Node, Tensor], others: Mapping[Node, Any]
+        self, steps: list[tuple[Node, Callable[..., Any]]], fixed: Mapping[Node, Any], sources: Mapping[Node, Tensor]
     ) -> Tensor:
-        """The steps for every entry of the leading dimensions."""
-        given = [node for node in self.sources if node in sources]
-        lead = sources[given[0]].shape[:-1]
-
-        def one(*flat: Tensor) -> Tensor:
-            shaped = {node: x.reshape(self.shapes[node]) for node, x in zip(given, flat, strict=True)}
-            return self._run(steps, {**others, **shaped})
-
-        batches = [sources[node].flatten(0, -2) for node in given]
-        together = elements_together("pass", batches[0], self._largest)  # chunks are copied once more: not one alone
-        chunks = together if len(batches[0]) > together else None
-        return torch.func.vmap(one, chunk_size=chunks)(*batches).unflatten(0, lead)
+        """The steps for every entry of the sources' leading dimensions."""
+        given = {node: sources[node].reshape(-1, *self.shapes[node]) for node in self.sources if node in sources}
+        first = next(iter(given))
+        together = elements_together("pass", given[first], self._largest)  # chunks are copied once more: not one alone
+        chunks = together if len(given[first]) > together else None
+        found = torch.func.vmap(partial(self._run, steps, fixed), chunk_size=chunks)(given)
+        return found.unflatten(0, sources[first].shape[:-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,9 +128,25 @@ class Stage:
     rule: Nonlinearity
     output: Node
 
-    def pull_back(self, gain: Tensor, weights: Tensor) -> dict[Node, Tensor]:
-        """Weights (N, k, n) on the layer's output as weights on what its affine part reads, for gains (N, n, w)."""
-        return self.before.pull_back(self.rule.pull_back(gain, weights, self.before.size))
+    def pull_back(self, gain: Tensor, weights: Tensor, others: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
+        """Weights (N, k, n) on the layer's output as weights on what its affine part reads, for gains (N, n, w).
+
+        They are added to `others`.
+        """
+        return self.before.pull_back(self.rule.pull_back(gain, weights, self.before.size), others)
+
+
+class LayerSizes(NamedTuple):
+    """How many numbers the nonlinear layers of a network work on, for one image."""
+
+    inputs: int
+    """In the inputs of all of them."""
+    outputs: int
+    """In the largest output."""
+    windows: int
+    """In the windows of the layer that has the most, where they have more than one input."""
+    largest: int
+    """In the largest input or output, or in the image."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +165,20 @@ class Plan:
         return {node: shape_of(node).numel() for node in (self.image, *(stage.output for stage in self.stages))}
 
     @cached_property
+    def has_formulas(self) -> bool:
+        """Whether no layer is a black box, known from samples only."""
+        return all(stage.rule.has_formula for stage in self.stages)
+
+    @cached_property
+    def layer_sizes(self) -> LayerSizes:
+        inputs, outputs = [0], [0]
+        for stage in self.stages:
+            inputs.append(stage.before.size)
+            outputs.append(stage.rule.units)
+        windows = max((stage.rule.windows.numel() for stage in self.stages if stage.rule.width > 1), default=0)
+        return LayerSizes(sum(inputs), max(outputs), windows, max(*inputs, *outputs, self.sizes[self.image]))
+
+    @cached_property
     def needed(self) -> list[tuple[Node, ...]]:
         """The sources that stages from this one on (or the scores) still use; last, what the scores alone do."""
         found = []
@@ -162,11 +193,6 @@ class Plan:
         """The weights of chosen scores (N, k) on what the last affine part reads, (N, k, n) each."""
         chosen = torch.nn.functional.one_hot(outputs, self.last.size).to(like)
         return self.last.pull_back(chosen)
-
-
-def added(first: Mapping[Node, Tensor], second: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
-    """The sum of two sets of weights on tensors."""
-    return {**first, **{node: first[node] + part if node in first else part for node, part in second.items()}}
 
 
 class NoRule(ValueError):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from netmoments.propagate.factors import FactorLayout, inner_product_weights, random_signs
-from netmoments.propagate.plan import Plan, Stage, added
+from netmoments.propagate.plan import Plan, Stage
 from netmoments.rules.base import Local
 
 SCORE_PAIRED = 128
@@ -94,7 +94,7 @@ def score_covariance(
         else:
             total = total + own @ layer.pairs @ own.mT
             total = total if alone else total - _half_products(matrices[-1], layout)
-        weights = added(weights, layer.stage.pull_back(layer.gain, own))
+        weights = layer.stage.pull_back(layer.gain, own, weights)
     if matrices:
         total = total + _half_products(torch.stack(matrices).sum(0), layout)
     return 0.5 * (total + total.mT)

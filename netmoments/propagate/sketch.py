@@ -10,9 +10,9 @@ from torch import Tensor
 
 from netmoments.covariances import Covariance
 from netmoments.memory import elements_together, memory_limit
-from netmoments.precision import full_precision, matmul, matvec
+from netmoments.precision import full_precision
 from netmoments.progress import Progress
-from netmoments.propagate.plan import Plan, added
+from netmoments.propagate.plan import Plan
 from netmoments.propagate.replay import replayed
 from netmoments.relu.triton.launch import MOST_IMAGES
 from netmoments.rules.base import SketchedLayer
@@ -95,22 +95,19 @@ def sketched(
 
 def images_together(plan: Plan, mean: Tensor, probes: int, scores: int, memory_budget: int | None) -> int:
     """How many images go at a time: on a CPU as many as its caches like, on a GPU as the memory allows; at least 1."""
-    fitting = min(MOST_IMAGES, memory_limit(mean.device, memory_budget) // bytes_each(plan, mean, probes, scores))
-    largest = max([mean[0].numel(), *(max(stage.before.size, stage.rule.units) for stage in plan.stages)])
-    return max(1, min(fitting, elements_together("cache", mean, probes * largest)))
+    each = bytes_each(plan, probes, scores, mean.element_size())
+    fitting = min(MOST_IMAGES, memory_limit(mean.device, memory_budget) // each)
+    return max(1, min(fitting, elements_together("cache", mean, probes * plan.layer_sizes.largest)))
 
 
-def bytes_each(plan: Plan, mean: Tensor, probes: int, scores: int) -> int:
+def bytes_each(plan: Plan, probes: int, scores: int, itemsize: int) -> int:
     """Memory for an image: its probes at the input of every nonlinear layer, and a few copies of the largest.
 
     And those of its windows that are paired, where there are windows.
     """
-    inputs = [stage.before.size for stage in plan.stages] or [0]
-    outputs = [stage.rule.units for stage in plan.stages] or [0]
-    largest = max(*inputs, *outputs, mean[0].numel())
-    windows = max((stage.rule.windows.numel() for stage in plan.stages if stage.rule.width > 1), default=0)
-    sampled = probes * (sum(inputs) + max(outputs) + 4 * largest) + paired(probes) * windows
-    return mean.dtype.itemsize * (sampled + 4 * scores * largest)
+    inputs, outputs, windows, largest = plan.layer_sizes
+    sampled = probes * (inputs + outputs + 4 * largest) + paired(probes) * windows
+    return itemsize * (sampled + 4 * scores * largest)
 
 
 def _sketched(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, probes: int, seed: int) -> Sketched:
@@ -139,7 +136,7 @@ def _can_be_replayed(plan: Plan, mean: Tensor, deviations: Tensor, scores: int) 
     if torch.is_grad_enabled() or not all(stage.rule.has_kernels(mean, deviations) for stage in plan.stages):
         return False
     most = min(REPLAYED_BYTES, torch.cuda.get_device_properties(mean.device).total_memory // 8)
-    return len(mean) * bytes_each(plan, mean, deviations.shape[1], scores) <= most
+    return len(mean) * bytes_each(plan, deviations.shape[1], scores, mean.element_size()) <= most
 
 
 def _followed(plan: Plan, mean: Tensor, deviations: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -161,10 +158,10 @@ def _followed(plan: Plan, mean: Tensor, deviations: Tensor, outputs: Tensor) -> 
             sampled = plan.last.values(samples).mT.gather(1, outputs.unsqueeze(-1).expand(-1, -1, probes))
             slopes, forms = _backward(plan, layers, outputs, mean, probes, progress)
             deviations = deviations.detach()
-            moved = matmul(slopes, (deviations - deviations.mean(1, keepdim=True)).mT)
-            remainders = sampled - sampled.mean(-1, keepdim=True) - moved
+            centre = deviations.mean(1, keepdim=True)
+            remainders = sampled - sampled.mean(-1, keepdim=True) - slopes @ (deviations - centre).mT
             nonlinear = nonlinear_covariance(remainders.double(), forms).to(mean.dtype)
-            correction = sampled.mean(-1) - matvec(slopes, deviations.mean(1)) - scores.detach()
+            correction = sampled.mean(-1) - (slopes @ centre.mT).squeeze(-1) - scores.detach()
     return scores, correction, nonlinear, slopes
 
 
@@ -173,7 +170,7 @@ def _backward(
 ) -> tuple[Tensor, QuadraticForms | None]:
     """The expected Jacobian (N, k, n) of chosen scores, and their quadratic forms over all layers."""
     # what has no formula has no quadratic part of its own to set against the others'
-    wanted = probes >= LEAST_SAMPLES and all(stage.rule.has_formula for stage in plan.stages)
+    wanted = probes >= LEAST_SAMPLES and plan.has_formulas
     total = None
     chosen = like.new_zeros(*outputs.shape, plan.last.size).scatter_(-1, outputs.unsqueeze(-1), 1.0)
     weights = plan.last.pull_back(chosen)
@@ -182,6 +179,6 @@ def _backward(
         if wanted and layer.quadratics is not None:
             found = layer.quadratics(own)
             total = found if total is None else QuadraticForms(*map(torch.add, total, found))
-        weights = added(weights, stage.before.pull_back(layer.pull_back(own)))
+        weights = stage.before.pull_back(layer.pull_back(own), weights)
         progress.advance(1)
     return weights[plan.image], total

@@ -67,15 +67,14 @@ class Largest(Nonlinearity):
 
     def observed(self, samples: Tensor) -> SampledUnits:
         columns = laid_out(samples.mT)
-        parts = []
+        values, covariances = [], []
         for some, z in windows_in_parts(self.windows, columns, self.width * samples.shape[1]):
             missing = (self.windows[some] < 0).unsqueeze(-1)
             seen = z.masked_fill(missing, -self.sign * torch.inf) if bool(missing.any()) else z
             extreme = seen.amax(-2) if self.sign > 0 else seen.amin(-2)
-            values = self.sign * torch.relu(self.sign * extreme) if self.with_zero else extreme
-            parts.append((values, sample_covariance(z)))
-        every, covariances = (joined(part, 1) for part in zip(*parts, strict=True))
-        return SampledUnits(laid_out(every.mT), covariances, columns.mT)
+            values.append(self.sign * torch.relu(self.sign * extreme) if self.with_zero else extreme)
+            covariances.append(sample_covariance(z))
+        return SampledUnits(laid_out(joined(values, 1).mT), joined(covariances, 1), columns.mT)
 
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
         """By a few lines through each window, which average out over a layer's many windows."""

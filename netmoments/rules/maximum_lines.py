@@ -245,13 +245,11 @@ def _in_parts(windows: Windows, frames: int, with_zero: bool) -> LargestMoments:
 
 def _narrowed(windows: Windows, frames: int, with_zero: bool) -> LargestMoments:
     """The same, each window without the inputs that are `CHANCE` deviations behind; many have only a leader left."""
-    behind = deviations_behind(windows, with_zero=with_zero)
-    near = behind <= CHANCE
-    gain = near & (behind == behind.amin(0))
+    behind, count, is_open = _standing(windows, with_zero)
+    gain = (behind <= CHANCE) & (behind == behind.amin(0))
     expected, gain = (gain * windows.mean).sum(0), gain.to(windows.mean.dtype)
     curvature = torch.zeros_like(windows.covariance, requires_grad=False)
-    width, least = len(near), 0
-    count, is_open = near.sum(0), _is_open(windows, near, with_zero=with_zero)
+    width, least = len(behind), 0
     for size in [size for size in SIZES if size < width] + [width]:
         which = (is_open & (count > least) & (count <= size)).nonzero().squeeze(-1)
         least = size
@@ -270,32 +268,26 @@ def _narrowed(windows: Windows, frames: int, with_zero: bool) -> LargestMoments:
 
 
 @torch.no_grad()
-def deviations_behind(windows: Windows, *, with_zero: bool) -> Tensor:
+def _standing(windows: Windows, with_zero: bool) -> tuple[Tensor, Tensor, Tensor]:
     """How far each input is behind the leading one (or 0), in deviations of their difference, (w, M); 0 for the leader.
 
-    Infinitely far if there is no such input, or its difference from the leader does not vary.
+    Infinitely far if there is no such input, or its difference from the leader does not vary. And how many inputs are
+    contenders, (M,), and whether a window has more than one of them, 0 among them, (M,).
     """
     mean = torch.where(windows.present, windows.mean, -torch.inf)
     lead, leader = mean.max(0, keepdim=True)
     own = windows.covariance.diagonal(dim1=0, dim2=1).mT
     with_leader = windows.covariance.gather(0, leader.unsqueeze(1).expand(1, *own.shape)).squeeze(0)
     spread = own + own.gather(0, leader) - 2 * with_leader
+    zero: Tensor | int = 0
     if with_zero:
+        deviation = own.gather(0, leader).clamp(min=0).sqrt()
+        zero = ((lead <= CHANCE * deviation) & (deviation > 0)).squeeze(0)
         spread = torch.where(lead < 0, own, spread)
         lead = lead.clamp(min=0)
     varies = spread > 0
     distance = torch.where(varies, (lead - mean) / torch.where(varies, spread, 1.0).sqrt(), torch.inf)
-    return distance.scatter(0, leader, torch.where(lead > mean.gather(0, leader), distance.gather(0, leader), 0.0))
-
-
-@torch.no_grad()
-def _is_open(windows: Windows, near: Tensor, *, with_zero: bool) -> Tensor:
-    """Windows with more than one contender, 0 among them, (M,)."""
-    count = near.sum(0)
-    if not with_zero:
-        return count > 1
-    mean = torch.where(windows.present, windows.mean, -torch.inf)
-    lead, leader = mean.max(0, keepdim=True)
-    deviation = windows.covariance.diagonal(dim1=0, dim2=1).mT.gather(0, leader).clamp(min=0).sqrt()
-    zero = (lead <= CHANCE * deviation).squeeze(0)
-    return (count > 1) | (zero & (count > 0) & (deviation > 0).squeeze(0))
+    own_lead = torch.where(lead > mean.gather(0, leader), distance.gather(0, leader), 0.0)
+    behind = distance.scatter(0, leader, own_lead)
+    count = (behind <= CHANCE).sum(0)
+    return behind, count, (count > 0) & (count + zero > 1)

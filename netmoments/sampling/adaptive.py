@@ -395,4 +395,4 @@ def missing_pairs(reached: Tensor, done: Tensor, tolerance: float, most: int) ->
     """How many more pairs each input needs, multiples of FOLDS: errors fall as 1/√pairs."""
     share = (reached.double() / tolerance) ** 2
     wanted = torch.where(share > 1, (MARGIN * share).clamp(max=1 + GROWTH) * done, done.double()).clamp(max=most)
-    return torch.minimum(((wanted - done) / FOLDS).ceil().long() * FOLDS, most - done)
+    return torch.minimum(((wanted - done) / FOLDS).ceil().long() * FOLDS, most - done).clamp(min=0)

@@ -46,7 +46,7 @@ class PairEstimate:
 
 
 class PairSums:
-    """Sums over pairs for E inputs of d outputs, in float64, by fold: (E, FOLDS, m), see `block_sums` for the m numbers.
+    """Sums over pairs for E inputs of d outputs, in float64, by fold, (E, FOLDS, m); `block_sums` has the m numbers.
 
     With `products` of all pairs of outputs, d² of them, else of squares only.
     """

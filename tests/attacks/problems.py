@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import netmoments as nm
-from netmoments.attacks.expected_margins import ExpectedMargins, LinearizedScores
+from netmoments.attacks.margins import ExpectedMargins, LinearizedScores
 from netmoments.attacks.primal_dual import (
     Problem,
 )

@@ -94,7 +94,7 @@ def test_the_box_solver_reaches_the_corner_of_affine_margins(generator):
     found = descend_in_box(problem.margins, box, start, sigma, 200)
     here = problem.margins.with_slopes(start, sigma)
     slope = here.gradients().squeeze(2)
-    lower, upper = problem.box
+    lower, upper = problem.lower.unsqueeze(1), problem.upper.unsqueeze(1)
     best = here.value.squeeze(2) + torch.minimum(slope * lower, slope * upper).sum(-1)
     torch.testing.assert_close(found.margin, best, rtol=1e-9, atol=1e-9)
     assert float(found.gap.abs().max()) < 1e-9

@@ -1,4 +1,4 @@
-"""How noise is judged: differences of pixels, likeness, intervals, and samples that the network sees."""
+"""How noise is judged: likeness, intervals, and samples that the network sees."""
 
 from __future__ import annotations
 
@@ -7,45 +7,9 @@ import pytest
 import torch
 from scipy import ndimage, stats
 
-from netmoments.attacks.evaluation import (
-    LARGEST_SQUARE,
-    Success,
-    adjoint_differences,
-    forward_differences,
-    noisy_scores,
-    structural_similarity,
-    total_variation,
-    wilson_interval,
-)
+from netmoments.attacks.evaluation import Success, noisy_scores, structural_similarity, wilson_interval
 from netmoments.attacks.margins import fooled_margin
 from tests.attacks.problems import random_images, small_network
-from tests.convex_reference import differences
-
-
-def test_differences_are_those_of_the_matrices(generator):
-    image = torch.randn(2, 3, 5, 4, generator=generator, dtype=torch.float64)
-    across, down = differences(5, 4)
-    ours = forward_differences(image)
-    flat = image.reshape(-1, 20).numpy().T
-    np.testing.assert_allclose(ours[0].reshape(-1, 20).numpy().T, across @ flat, atol=1e-15)
-    np.testing.assert_allclose(ours[1].reshape(-1, 20).numpy().T, down @ flat, atol=1e-15)
-    lengths = np.hypot(across @ flat, down @ flat).sum(0).reshape(2, 3).sum(1)
-    np.testing.assert_allclose(total_variation(image).numpy(), lengths, rtol=1e-14)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1), (4, 6), (2, 3, 8, 8)])
-def test_the_adjoint_is_the_adjoint(generator, shape):
-    image = torch.randn(*shape, generator=generator, dtype=torch.float64)
-    pair = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
-    left, right = (forward_differences(image) * pair).sum(), (image * adjoint_differences(pair)).sum()
-    torch.testing.assert_close(left, right, rtol=1e-13, atol=1e-13)
-
-
-def test_the_norm_of_the_differences_is_below_its_bound(generator):
-    image = torch.randn(32, 32, generator=generator, dtype=torch.float64)
-    for _ in range(200):
-        image = adjoint_differences(forward_differences(image / image.norm()))
-    assert 0.98 * LARGEST_SQUARE < float(image.norm()) < LARGEST_SQUARE
 
 
 def test_the_interval_is_wilsons():

@@ -1,23 +1,54 @@
-"""The solver of sparse and smooth noise: its steps, its solutions and their certificate, against convex programs."""
+"""The solver of sparse and smooth noise: differences, steps, solutions and certificate, against convex programs."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 import netmoments as nm
 from netmoments.attacks.primal_dual import (
+    LARGEST_SQUARE,
     Iterate,
+    adjoint_differences,
     descend,
     finished,
+    forward_differences,
     into_unit_discs,
     least_in_box,
     lower_bound,
     scaled_to_edge,
     shrink_into_box,
+    total_variation,
 )
 from tests.attacks.problems import SHAPE, affine_relu_affine, as_reference, problem_of, random_images
-from tests.convex_reference import convex, objective, successive_convex
+from tests.convex_reference import convex, differences, objective, successive_convex
+
+
+def test_differences_are_those_of_the_matrices(generator):
+    image = torch.randn(2, 3, 5, 4, generator=generator, dtype=torch.float64)
+    across, down = differences(5, 4)
+    ours = forward_differences(image)
+    flat = image.reshape(-1, 20).numpy().T
+    np.testing.assert_allclose(ours[0].reshape(-1, 20).numpy().T, across @ flat, atol=1e-15)
+    np.testing.assert_allclose(ours[1].reshape(-1, 20).numpy().T, down @ flat, atol=1e-15)
+    lengths = np.hypot(across @ flat, down @ flat).sum(0).reshape(2, 3).sum(1)
+    np.testing.assert_allclose(total_variation(image).numpy(), lengths, rtol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1), (4, 6), (2, 3, 8, 8)])
+def test_the_adjoint_is_the_adjoint(generator, shape):
+    image = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    pair = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    left, right = (forward_differences(image) * pair).sum(), (image * adjoint_differences(pair)).sum()
+    torch.testing.assert_close(left, right, rtol=1e-13, atol=1e-13)
+
+
+def test_the_norm_of_the_differences_is_below_its_bound(generator):
+    image = torch.randn(32, 32, generator=generator, dtype=torch.float64)
+    for _ in range(200):
+        image = adjoint_differences(forward_differences(image / image.norm()))
+    assert 0.98 * LARGEST_SQUARE < float(image.norm()) < LARGEST_SQUARE
 
 
 def test_the_proximal_step_of_the_box_is_that_of_a_convex_program(generator):
@@ -71,9 +102,8 @@ def test_zeros_are_zeros_and_the_box_is_kept(generator):
     network, images = affine_relu_affine(generator, images=4), random_images(generator, 4)
     problem = problem_of(network, images, bounds=(-4.0, 5.0))
     found = finished(problem, descend(problem, Iterate.start(problem), 300)).shift
-    lower, upper = problem.box
-    assert bool((found >= lower).all())
-    assert bool((found <= upper).all())
+    assert bool((found >= problem.lower.unsqueeze(1)).all())
+    assert bool((found <= problem.upper.unsqueeze(1)).all())
     assert float((found == 0).double().mean()) > 0.5
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import netmoments as nm
-from netmoments.attacks.expected_margins import ExpectedMargins, LinearizedScores
+from netmoments.attacks.margins import ExpectedMargins, LinearizedScores
 from netmoments.attacks.primal_dual import Iterate, Problem, descend, finished
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import evenly_spread
