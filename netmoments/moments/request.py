@@ -144,11 +144,9 @@ def _fitting_model(
             inputs = reading.flattened().mean
             return NetworkModel.of_any(network, inputs, caller, arguments=called, key=key), reading
         except ValueError as error:
-            if "cannot take an input" not in str(error) and "not a batch of two" not in str(error):
-                raise
             refusal = refusal or error
     assert refusal is not None
-    if noise.event_given or arguments is not None:
+    if len(tries) == 1 or "cannot take an input" not in str(refusal):
         raise refusal
     raise ValueError(
         f"{refusal}; the mean of shape {tuple(noise.mean.shape)} was read as a batch {tuple(noise.batch_shape)} of "

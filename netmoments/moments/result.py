@@ -136,7 +136,7 @@ class OutputMoments:
                     f"outputs=, or pass covariance=True"
                 )
             return self.wins.double()
-        fitted = winning_probabilities(self.mean.detach().double(), symmetric(self.covariance))
+        fitted = winning_probabilities(self.mean.detach().double(), positive_semidefinite(self.covariance))
         return fitted if self.wins is None else self._with_fitted(self.wins.double(), fitted)
 
     def flip_probability(self, label: int | Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class OutputMoments:
         if self.covariance is None:
             fitted = None
         else:
-            fitted = losing_probability(self.mean.detach().double(), symmetric(self.covariance), place)
+            fitted = losing_probability(self.mean.detach().double(), positive_semidefinite(self.covariance), place)
         if self.wins is None:
             if fitted is None:
                 self.class_probabilities()
@@ -255,10 +255,14 @@ def _in_units_of(error: Tensor, difference: Tensor) -> Tensor:
     return torch.where(difference == 0, 0.0, difference / error)
 
 
-def symmetric(covariance: Tensor) -> Tensor:
-    """A covariance in float64, free of the asymmetry that rounding in its own dtype left."""
+def positive_semidefinite(covariance: Tensor) -> Tensor:
+    """A covariance in float64 without what rounding or sampling left of asymmetry and of negative eigenvalues."""
     precise = covariance.detach().double()
-    return 0.5 * (precise + precise.mT)
+    precise = 0.5 * (precise + precise.mT)
+    values, vectors = torch.linalg.eigh(precise)
+    if bool((values >= 0).all()):
+        return precise
+    return (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT
 
 
 ROWS, INPUTS = 12, 3

@@ -300,7 +300,8 @@ class NetworkModel:
         if not trace.differentiable:
             raise ValueError(
                 f"{self._caller}: the network's scores change with the input but their derivative is zero or missing: "
-                f"forward is under torch.no_grad(), detaches the input, or rounds it; take that out, or use sampling"
+                f"forward is under torch.no_grad(), detaches the input, rounds it, or changes in place what a derivative "
+                f"needs; take that out, or use sampling"
             )
         with _lock:
             new = trace.smooth and not any(known.warned for known in _known[self.given].values())

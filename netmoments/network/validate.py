@@ -101,8 +101,11 @@ def _has_derivative(network: nn.Module, images: Tensor) -> bool:
         try:
             (slope,) = torch.autograd.grad(out, x, weights, allow_unused=True)
         except RuntimeError:
-            with without_cudnn():
-                (slope,) = torch.autograd.grad(network(x.clone()), x, weights, allow_unused=True)
+            try:
+                with without_cudnn():
+                    (slope,) = torch.autograd.grad(network(x.clone()), x, weights, allow_unused=True)
+            except RuntimeError:  # something was changed in place that the derivative needs
+                return False
     return slope is not None and bool(slope.any())
 
 

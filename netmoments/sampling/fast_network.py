@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from netmoments.network.model import NetworkModel
 from netmoments.network.replica import TensorSlots, replica
-from netmoments.network.validate import same_values
+from netmoments.network.validate import another_image, same_values
 from netmoments.precision import full_precision, without_cudnn
 from netmoments.propagate.replay import replayed
 
@@ -174,9 +176,10 @@ def _copy(
     """A twin with weights of its own, folded where that changes nothing."""
     folded = _with_own_weights(model.network, image, dtype, layout, fold=True)
     if folded is not None:
-        wanted = model.network(image.clone())
-        exact = dtype != image.dtype or same_values(wanted, folded(image.to(memory_format=layout)))
-        if exact:
+        examples = (image, another_image(image))
+        if dtype != image.dtype or all(
+            same_values(model.network(x.clone()), folded(x.clone(memory_format=layout))) for x in examples
+        ):
             return folded
     plain = _with_own_weights(model.network, image, dtype, layout, fold=False)
     assert plain is not None
@@ -216,28 +219,61 @@ def _laid_out(x: Tensor, dtype: torch.dtype, layout: torch.memory_format) -> Ten
     return x.to(dtype, copy=True)
 
 
-def foldable(twin: nn.Module, image: Tensor) -> list[tuple[nn.Module, nn.Module]]:
-    """Pairs of a layer and a batch normalisation that takes exactly its output, each called once in a run."""
-    calls: Counter[int] = Counter()
-    made: dict[int, tuple[nn.Module, Tensor]] = {}
-    found: list[tuple[nn.Module, nn.Module]] = []
+class _Takers(TorchDispatchMode):
+    """Who takes each of the watched tensors, by id: the module that is running, or None for any other operation."""
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        calls[id(module)] += 1
-        given = args[0] if args else None
-        if type(module) in _NORMS and isinstance(given, Tensor) and id(given) in made:
-            found.append((made[id(given)][0], module))
-        if isinstance(output, Tensor) and type(module) not in _NORMS:
-            made[id(output)] = module, output  # held, so that no other tensor gets its id
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: nn.Module | None = None
+        self.of: dict[int, set[nn.Module | None]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if id(leaf) in self.of:
+                self.of[id(leaf)].add(self.running)
+        return func(*args, **(kwargs or {}))
+
+
+def foldable(twin: nn.Module, image: Tensor) -> list[tuple[nn.Module, nn.Module]]:
+    """Pairs of a layer and a batch normalisation, each called once in a run of two inputs, where nothing but the
+    normalisation takes the layer's output, and nothing but the layer its weights.
+
+    Two inputs, so that layers that are called once for each input are not among them.
+    """
+    calls: Counter[nn.Module] = Counter()
+    made: list[tuple[Any, Tensor]] = []  # held, so that no other tensor gets an id of these
+    takers = _Takers()
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        takers.running = module
+
+    def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
+        calls[module] += 1
+        takers.running = None
+        if type(module) not in _NORMS and isinstance(output, Tensor) and output.dim() == module.weight.dim():
+            made.append((module, output))  # (N, channels, ...)
+            takers.of[id(output)] = set()
 
     candidates = [module for module in twin.modules() if _may_fold(module)]
+    layers = [module for module in candidates if type(module) not in _NORMS]
+    takers.of = {id(weight): set() for layer in layers for weight in layer.parameters(recurse=False)}
     handles = [module.register_forward_hook(after) for module in candidates]
+    handles += [module.register_forward_pre_hook(before) for module in candidates]
     try:
-        twin(image.clone())
+        with takers:
+            twin(torch.cat([image, another_image(image)]))
     finally:
         for handle in handles:
             handle.remove()
-    return [pair for pair in found if all(calls[id(module)] == 1 for module in pair)]
+    found: list[tuple[nn.Module, nn.Module]] = []
+    for layer, output in made:
+        norm, *others = takers.of[id(output)] or [None]
+        alone = all(takers.of[id(weight)] == {layer} for weight in layer.parameters(recurse=False))
+        if isinstance(norm, _NORMS) and not others and alone and calls[layer] == calls[norm] == 1:
+            found.append((layer, norm))
+    return found
 
 
 def _may_fold(module: nn.Module) -> bool:
