@@ -14,13 +14,15 @@ class ExportedNetwork(nn.Module):
     A program exported with a batch of 1 takes nothing else; it is then mapped over the images of a batch.
     """
 
-    def __init__(self, program: fx.GraphModule, largest: int | None = None) -> None:
-        """`largest` is the largest batch that the program takes, if it has one."""
+    largest: int | None
+    """The largest batch that the program takes, if it has one."""
+
+    def __init__(self, program: fx.GraphModule) -> None:
         super().__init__()
         self.program = program
-        self.largest = largest
         self.training = False
         batch = _batch_dimension(program)
+        self.largest = _largest_value(batch) if isinstance(batch, torch.SymInt) else None
         self.batch = batch if isinstance(batch, int) else None
         if self.batch is not None and self.batch != 1:
             raise ValueError(
@@ -42,11 +44,7 @@ class ExportedNetwork(nn.Module):
 
 def exported_network(program: torch.export.ExportedProgram) -> ExportedNetwork:
     """An exported program as a network, with the bounds of its batch respected."""
-    module = program.module()
-    batch = _batch_dimension(module)
-    bounds = program.range_constraints.get(batch.node.expr) if isinstance(batch, torch.SymInt) else None
-    bounded = bounds is not None and getattr(bounds.upper, "is_Integer", False)
-    return ExportedNetwork(module, int(bounds.upper) if bounds is not None and bounded else None)
+    return ExportedNetwork(program.module())
 
 
 def _batch_dimension(program: fx.GraphModule) -> int | torch.SymInt | None:
@@ -55,3 +53,9 @@ def _batch_dimension(program: fx.GraphModule) -> int | torch.SymInt | None:
         if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
             return node.meta["val"].shape[0]
     return None
+
+
+def _largest_value(symbol: torch.SymInt) -> int | None:
+    """The upper end of the range that a symbol was exported with."""
+    bounds = symbol.node.shape_env.var_to_range.get(symbol.node.expr)
+    return int(bounds.upper) if bounds is not None and getattr(bounds.upper, "is_Integer", False) else None

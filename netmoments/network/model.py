@@ -300,8 +300,8 @@ class NetworkModel:
         if not trace.differentiable:
             raise ValueError(
                 f"{self._caller}: the network's scores change with the input but their derivative is zero or missing: "
-                f"forward is under torch.no_grad(), detaches the input, rounds it, or changes in place what a derivative "
-                f"needs; take that out, or use sampling"
+                f"forward is under torch.no_grad(), detaches the input, rounds it, or changes in place what a "
+                f"derivative needs; take that out, or use sampling"
             )
         with _lock:
             new = trace.smooth and not any(known.warned for known in _known[self.given].values())
@@ -338,14 +338,20 @@ class NetworkModel:
         addresses = [x.data_ptr() for x in tensors]
         versions = [0 if x.is_inference() else x._version for x in tensors]
         with _lock:
-            found = self._knowledge.made.get(key)
-            if found is None or found.addresses != addresses:
-                found = _Made(make(), self._weights(), addresses, versions)
-            elif found.versions != versions:
+            every = self._knowledge.made
+            found = every.get(key)
+            if found is not None and (found.addresses, found.versions) != (addresses, versions):
                 weights = self._weights()
-                same = _equal(found.weights, weights)
-                found = _Made(found.value if same else make(), weights, addresses, versions)
-            self._knowledge.made[key] = found
+                if found.addresses == addresses and _equal(found.weights, weights):
+                    found = _Made(found.value, weights, addresses, versions)
+                else:  # out of date, as is whatever was made before
+                    found = None
+                    for name, made in list(every.items()):
+                        if (made.addresses, made.versions) != (addresses, versions):
+                            del every[name]
+            if found is None:
+                found = _Made(make(), self._weights(), addresses, versions)
+            every[key] = found
         value: Found = found.value
         return value
 

@@ -28,6 +28,7 @@ from netmoments.sampling.pair_sums import (
     CorrectionSums,
     PairEstimate,
     PairSums,
+    allowing_for_skewness,
     block_sums,
     corrected,
     estimated,
@@ -45,7 +46,7 @@ HALF_SHARE = 0.5
 """Of the tolerance: half precision is used if its correction is known to within this."""
 BLOCK = 512
 """Pairs of one input that are summed at a time on a CPU."""
-GPU_ROWS = 4096
+GPU_ROWS = 2048
 """Inputs that go through the network together on a GPU, for one input; more for several."""
 BACKWARD = 3
 """What one output's gradient costs, in runs of the network."""
@@ -168,10 +169,11 @@ class _Sampling:
                 if goal.seconds is not None and time.perf_counter() - start > goal.seconds:
                     stopped = f"the limit of {goal.seconds:g} seconds"
                     break
-                self._round(sums, missing, goal, start)
+                self._round(sums, missing, most, goal, start)
         runs = 2 * sums.pairs + self.points + (0 if self.correction is None else 2 * self.correction.count)
         wins = sums.wins / sums.wins.sum(-1, keepdim=True)
-        return Adaptive(estimate, runs, wins, reached, self.points, stopped, self.remark)
+        found = allowing_for_skewness(estimate)
+        return Adaptive(found, runs, wins, reached, self.points, stopped, self.remark)
 
     def _first_round(self, most: int, goal: Goal, products: bool) -> PairSums:
         """A few pairs of all entries, and what they decide: the slopes, and whether half precision will do."""
@@ -197,13 +199,13 @@ class _Sampling:
         sums.add(every, len(deviations), *block_sums(*values, line, centre, products))
         return sums
 
-    def _round(self, sums: PairSums, missing: Tensor, goal: Goal, start: float) -> None:
+    def _round(self, sums: PairSums, missing: Tensor, most: int, goal: Goal, start: float) -> None:
         """So many more pairs for the entries that miss some, a block at a time."""
         network, on_gpu = self.half or self.fast, self.noise.device.type == "cuda"
         active = missing.nonzero().squeeze(1)
         entries = len(active)
-        if on_gpu:  # few different shapes, so that work can be recorded: half of the entries, a quarter, …
-            entries = -(-len(missing) // 2 ** int(math.log2(len(missing) / entries)))
+        if on_gpu:  # few different shapes, so that work can be recorded: all entries, the neediest half, a quarter, …
+            entries = max(1, len(missing) // 2 ** math.ceil(math.log2(len(missing) / entries)))
             active = missing.argsort(descending=True, stable=True)[:entries].sort().values
             block = max(FOLDS, min(network.batch, max(GPU_ROWS, len(missing) * GPU_ROWS // 4)) // (2 * entries))
         else:
@@ -212,7 +214,7 @@ class _Sampling:
         wanted = missing[active].sort().values
         pairs = int(wanted[int(ENOUGH * (len(wanted) - 1))])
         if on_gpu:
-            pairs = -(-pairs // block) * block
+            pairs = min(-(-pairs // block) * block, most - int(sums.pairs[active].max()))
         chosen = active.to(self.noise.device)
         work = self._block_work(network, sums.products)
         own = [self.mean[chosen], sums.centre[chosen]]
@@ -330,9 +332,11 @@ class _Sampling:
             return
         if not bool(torch.isfinite(slopes).all()):
             return
-        self.slopes, self.points = slopes, points
-        push = self.noise.covariance.to(torch.float64)
-        known = push.push(slopes.double()) if products else push.push_diagonal(slopes.double())
+        covariance = self.noise.covariance.to(torch.float64)
+        spread = covariance.push_diagonal(slopes.double()).sqrt()  # controls of variance 1, or none
+        scaled = (slopes / spread.unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).to(slopes.dtype)
+        known = covariance.push(scaled.double()) if products else covariance.push_diagonal(scaled.double())
+        self.slopes, self.points = scaled, points
         self.known = known.expand(len(slopes), *known.shape[1:])
 
     def _expected_slopes(self, points: int, outputs: int) -> Tensor:
