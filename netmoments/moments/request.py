@@ -146,7 +146,7 @@ def _fitting_model(
         except ValueError as error:
             refusal = refusal or error
     assert refusal is not None
-    if len(tries) == 1 or "cannot take an input" not in str(refusal):
+    if arguments is not None or len(tries) == 1 or "cannot take an input" not in str(refusal):
         raise refusal
     raise ValueError(
         f"{refusal}; the mean of shape {tuple(noise.mean.shape)} was read as a batch {tuple(noise.batch_shape)} of "

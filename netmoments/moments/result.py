@@ -132,11 +132,11 @@ class OutputMoments:
         if self.covariance is None:
             if self.wins is None:
                 raise ValueError(
-                    f"class_probabilities: {self.mean.shape[-1]} outputs have no covariance; choose some with "
+                    f"class_probabilities: {self._flat_mean().shape[-1]} outputs have no covariance; choose some with "
                     f"outputs=, or pass covariance=True"
                 )
             return self.wins.double()
-        fitted = winning_probabilities(self.mean.detach().double(), positive_semidefinite(self.covariance))
+        fitted = winning_probabilities(self._flat_mean(), positive_semidefinite(self.covariance))
         return fitted if self.wins is None else self._with_fitted(self.wins.double(), fitted)
 
     def flip_probability(self, label: int | Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class OutputMoments:
         if self.covariance is None:
             fitted = None
         else:
-            fitted = losing_probability(self.mean.detach().double(), positive_semidefinite(self.covariance), place)
+            fitted = losing_probability(self._flat_mean(), positive_semidefinite(self.covariance), place)
         if self.wins is None:
             if fitted is None:
                 self.class_probabilities()
@@ -157,6 +157,10 @@ class OutputMoments:
         where = torch.as_tensor(place, device=self.wins.device).expand(self.wins.shape[:-1]).unsqueeze(-1)
         lost = 1 - self.wins.double().gather(-1, where).squeeze(-1)
         return lost if fitted is None else self._with_fitted(lost, fitted)
+
+    def _flat_mean(self) -> Tensor:
+        """The means (*batch, D) of outputs of any shape, in float64."""
+        return self.mean.detach().double().reshape((*self.batch_shape, -1))
 
     def _with_fitted(self, frequency: Tensor, fitted: Tensor) -> Tensor:
         """Frequencies among the samples, with a fitted Gaussian's probabilities as one sample more."""
@@ -176,7 +180,7 @@ class OutputMoments:
         return "\n".join(printed(self))
 
     def compare(self, other: OutputMoments | SampledMoments) -> Comparison:
-        """The difference to sampled moments of the same scores, in units of those samples' standard errors."""
+        """The difference to sampled moments of the same scores, in units of the samples' standard errors."""
         if not isinstance(other, OutputMoments | SampledMoments):
             raise TypeError(f"compare: other must be moments, got {describe(other)}")
         if other.mean_standard_error is None:
@@ -196,6 +200,8 @@ class OutputMoments:
         for name in ("mean", "variance", "covariance"):
             mine, sampled = (getattr(moments, name).detach().double().cpu() for moments in (self, other))
             error = getattr(other, f"{name}_standard_error").double().cpu()
+            if self.wins is not None:  # sampled too
+                error = torch.hypot(error, getattr(self.error, name).double().cpu())
             parts[name] = _in_units_of(error, mine - sampled)
             if name != "covariance":
                 parts[f"{name}_relative"] = relative_difference(mine, sampled)
