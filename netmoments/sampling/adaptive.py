@@ -26,19 +26,23 @@ from netmoments.sampling.fast_network import FastNetwork, fast_network, half_net
 from netmoments.sampling.pair_sums import (
     FOLDS,
     CorrectionSums,
+    PairCosts,
     PairEstimate,
     PairSums,
     allowing_for_skewness,
     block_sums,
+    chosen,
+    combined,
     corrected,
     estimated,
+    pair_weights,
 )
 
 PILOT = 64
 """Pairs of the first round."""
 GROWTH = 8
 """A round has at most so many times the pairs of all before: what few pairs say of a variance is not to be trusted."""
-MARGIN = 1.03
+MARGIN = 1.15
 """More pairs than the errors so far ask for, so that another round is seldom needed."""
 ENOUGH = 0.75
 """A round has the pairs that this share of its inputs still needs at most; the others go on."""
@@ -54,6 +58,8 @@ MOST_POINTS = 16
 """Points at which gradients are taken, at most."""
 SLOPE_NUMBERS = 2**26
 """Slopes are kept for all inputs of a call if these are no more numbers than that."""
+ROUNDING = 16
+"""Units in the last place of an output's mean, up to which it is taken not to vary."""
 
 
 @dataclass(frozen=True)
@@ -82,24 +88,31 @@ class Adaptive:
     """What ended the sampling before the tolerance was met."""
     remark: str = ""
 
+    share: float = 1.0
+    """Of the pairs, mirrored ones."""
+
     @property
     def how(self) -> str:
         """In words."""
+        kinds = {1.0: "mirrored pairs of samples", 0.0: "independent samples"}
+        kind = kinds.get(self.share, f"samples, {self.share:.0%} in mirrored pairs")
         if self.points == 0:
-            return f"independent samples{self.remark}"
+            return kind + self.remark
         where = "at the mean" if self.points == 1 else f"from gradients at {self.points} points"
-        return f"mirrored pairs of samples, controlled by expected slopes {where}{self.remark}"
+        return f"{kind}, controlled by expected slopes {where}{self.remark}"
 
 
-def relative_errors(estimate: PairEstimate) -> Tensor:
+def relative_errors(estimate: PairEstimate, dtype: torch.dtype) -> Tensor:
     """The tolerance that an estimate meets, (E,): errors of means in standard deviations, errors of variances relative
     and by √2, the larger of their averages over the outputs.
+
+    What an output varies by within the rounding of its values, in `dtype`, counts as that rounding.
     """
-    variance = estimate.variance
+    rounding = ROUNDING * torch.finfo(dtype).eps * estimate.mean.abs()
+    deviation = torch.maximum(estimate.variance.clamp(min=0).sqrt(), rounding)
     mean, second = estimate.mean_error.sqrt(), estimate.variance_error.sqrt()
-    deviation = variance.clamp(min=0).sqrt()
     mean = torch.where(mean > 0, mean / deviation, 0.0).mean(-1)
-    second = torch.where(second > 0, second / variance.clamp(min=0), 0.0).mean(-1)
+    second = torch.where(second > 0, second / deviation**2, 0.0).mean(-1)
     return torch.maximum(mean, second / math.sqrt(2))
 
 
@@ -118,7 +131,7 @@ def sampled_plainly(model: NetworkModel, noise: Gaussian, outputs: Tensor, sampl
     """Means and variances from so many independent samples, without covariances: for any number of outputs."""
     with torch.inference_mode(False), full_precision():
         work = _Sampling(model, noise, outputs, seed)
-        work.mirrored = False
+        work.share = 0.0
         return work.until(Goal(1e-12, samples), products=False)
 
 
@@ -134,7 +147,7 @@ class _Sampling:
         self.known: Tensor | None = None
         self.correction: CorrectionSums | None = None
         self.points = 0
-        self.mirrored = model.differentiable and not any(x.is_inference() for x in model.network.parameters())
+        self.share, self.costs = 1.0, PairCosts((1.0, 1.0), (1.0, 1.0))
         self.remark = ""
 
     def until(self, goal: Goal, products: bool) -> Adaptive:
@@ -151,14 +164,14 @@ class _Sampling:
         self.generator = torch.Generator(self.noise.device).manual_seed(self.seed)
         self.bad: Tensor | None = None
         most = max(FOLDS, goal.samples // 2 // FOLDS * FOLDS)
-        sums = self._first_round(most, goal, products)
+        self.sums: dict[bool, PairSums] = {}
+        self._first_round(most, goal, products)
         with Progress("sampling", most) as progress:
             shown = 0
             while True:
-                estimate, errors = self._estimate(sums)
-                reached = errors.cpu()
-                self._require_finite(int(sums.pairs.sum()))
-                done = sums.pairs
+                estimate, errors = self._estimate(products)
+                reached, done = errors.cpu(), self._pairs()
+                self._require_finite(int(done.sum()))
                 progress.advance(int(done.min()) - shown)
                 shown = int(done.min())
                 missing = missing_pairs(reached, done, goal.tolerance, most)
@@ -169,37 +182,52 @@ class _Sampling:
                 if goal.seconds is not None and time.perf_counter() - start > goal.seconds:
                     stopped = f"the limit of {goal.seconds:g} seconds"
                     break
-                self._round(sums, missing, most, goal, start)
-        runs = 2 * sums.pairs + self.points + (0 if self.correction is None else 2 * self.correction.count)
-        wins = sums.wins / sums.wins.sum(-1, keepdim=True)
+                self._round(missing, done, most, goal, start)
+        runs = 2 * done + self.points + (0 if self.correction is None else 2 * self.correction.count)
+        wins = torch.stack([sums.wins for sums in self.sums.values()]).sum(0)
+        wins = wins / wins.sum(-1, keepdim=True)
         found = allowing_for_skewness(estimate)
-        return Adaptive(found, runs, wins, reached, self.points, stopped, self.remark)
+        return Adaptive(found, runs, wins, reached, self.points, stopped, self.remark, self.share)
 
-    def _first_round(self, most: int, goal: Goal, products: bool) -> PairSums:
-        """A few pairs of all entries, and what they decide: the slopes, and whether half precision will do."""
+    def _pairs(self) -> Tensor:
+        """How many pairs of each entry there are, (E,)."""
+        return torch.stack([sums.pairs for sums in self.sums.values()]).sum(0)
+
+    def _first_round(self, most: int, goal: Goal, products: bool) -> None:
+        """A few pairs of all entries, and what they decide: the slopes, how many pairs to mirror, half precision.
+
+        They are mirrored, unless all are to be independent.
+        """
         every = torch.arange(len(self.mean), device=self.noise.device)
+        mirrored = self.share > 0
         pairs = PILOT
         if self.noise.device.type == "cuda":  # where they cost next to nothing
             pairs = max(PILOT, min(8 * PILOT, 32 * PILOT // len(every)))
-        deviations, others = self._draw(every, min(pairs, most))
+        deviations, others = self._draw(every, min(pairs, most), mirrored)
         values = self._values(self.fast, self.mean, deviations, others, self.outputs)
         centre = ((values[0] + values[1]) / 2).mean(0).double()
-        self._find_slopes(values[0], values[1], goal, products)
+        lines = None
+        if mirrored:
+            self._find_slopes(values[0], values[1], goal, products)
+            lines = None if self.slopes is None else (_lines(deviations, self.slopes), None)
+            self.costs = PairCosts.seen(values[0], values[1], None if lines is None else lines[0])
+            share = self.costs.share
+            self.share = share if 0.1 < share < 0.9 else float(round(share))
         if self.half is not None:
             low = self._values(self.half, self.mean, deviations, others, self.outputs)
             correction = CorrectionSums(centre, values, low, products)
-            left = relative_errors(correction.alone(centre, values, products))
+            left = relative_errors(correction.alone(centre, values, products), self.noise.dtype)
             if bool((left <= HALF_SHARE * goal.tolerance).all()):
                 values, self.correction = low, correction
             else:
                 self.half = None
-        sums = PairSums(centre, products)
         self._count_bad(torch.stack(values))
-        line = None if self.slopes is None else _lines(deviations, self.slopes)
-        sums.add(every, len(deviations), *block_sums(*values, line, centre, products))
-        return sums
+        self.sums[mirrored] = PairSums(centre, products, mirrored)
+        self.sums[mirrored].add(every, len(deviations), *block_sums(*values, lines, centre, products))
+        if self.share < 1 and mirrored:
+            self.sums[False] = PairSums(centre, products, False)
 
-    def _round(self, sums: PairSums, missing: Tensor, most: int, goal: Goal, start: float) -> None:
+    def _round(self, missing: Tensor, done: Tensor, most: int, goal: Goal, start: float) -> None:
         """So many more pairs for the entries that miss some, a block at a time."""
         network, on_gpu = self.half or self.fast, self.noise.device.type == "cuda"
         active = missing.nonzero().squeeze(1)
@@ -213,24 +241,30 @@ class _Sampling:
         block = max(FOLDS, block // FOLDS * FOLDS)
         wanted = missing[active].sort().values
         pairs = int(wanted[int(ENOUGH * (len(wanted) - 1))])
-        if on_gpu:
-            pairs = min(-(-pairs // block) * block, most - int(sums.pairs[active].max()))
+        unit = block if on_gpu else FOLDS
+        pairs = min(-(-pairs // unit) * unit, most - int(done[active].max()))
+        mirrored = min(pairs, round(self.share * pairs / unit) * unit)
         chosen = active.to(self.noise.device)
-        work = self._block_work(network, sums.products)
+        for kind, count in ((True, mirrored), (False, pairs - mirrored)):
+            for begun in range(0, count, block):
+                if goal.seconds is not None and time.perf_counter() - start > goal.seconds:
+                    return
+                self._add_block(network, chosen, min(block, count - begun), kind)
+
+    def _add_block(self, network: FastNetwork, chosen: Tensor, count: int, mirrored: bool) -> None:
+        """So many pairs of one kind more, of the chosen entries."""
+        sums = self.sums[mirrored]
         own = [self.mean[chosen], sums.centre[chosen]]
         own += [x[chosen] for x in (self.slopes, self.outputs) if x is not None]
-        for done in range(0, pairs, block):
-            if goal.seconds is not None and time.perf_counter() - start > goal.seconds:
-                return
-            count = min(block, pairs - done)
-            drawn = [x for x in self._draw(chosen, count) if x is not None]
-            found, wins, bad = network.replayed(self._kind("block", sums.products), work, *own, *drawn)
-            self.bad = bad if self.bad is None else self.bad + bad
-            sums.add(chosen, count, found, wins)
+        drawn = [x for x in self._draw(chosen, count, mirrored) if x is not None]
+        work, kind = self._block_work(network, sums.products, mirrored), self._kind("block", sums.products)
+        found, wins, bad = network.replayed((*kind, mirrored), work, *own, *drawn)
+        self.bad = bad if self.bad is None else self.bad + bad
+        sums.add(chosen, count, found, wins)
 
-    def _block_work(self, network: FastNetwork, products: bool) -> Callable[..., tuple[Tensor, ...]]:
+    def _block_work(self, network: FastNetwork, products: bool, mirrored: bool) -> Callable[..., tuple[Tensor, ...]]:
         """The sums of a block of pairs, their winners, and what is no number, from tensors only (see `replayed`)."""
-        controlled, choice, mirrored = self.slopes is not None, self.outputs is not None, self.mirrored
+        controlled, choice = self.slopes is not None, self.outputs is not None
 
         def work(mean: Tensor, centre: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             given = list(rest)
@@ -238,43 +272,62 @@ class _Sampling:
             outputs = given.pop(0) if choice else None
             deviations, others = given[0], None if mirrored else given[1]
             first, second = self._values(network, mean, deviations, others, outputs)
-            line = None if slopes is None else _lines(deviations, slopes)
-            found, wins = block_sums(first, second, line, centre, products)
+            lines = None
+            if slopes is not None:
+                lines = _lines(deviations, slopes), None if others is None else _lines(others, slopes)
+            found, wins = block_sums(first, second, lines, centre, products)
             return found, wins, _not_finite(torch.stack([first, second]))
 
         return work
 
     def _kind(self, name: str, products: bool) -> tuple[Any, ...]:
         """What else recorded work depends on."""
-        controls = self.slopes is not None, self.outputs is not None, self.mirrored, self.correction is not None
-        return name, products, *controls
+        controls = self.slopes is not None, self.outputs is not None, self.correction is not None
+        return name, products, *controls, *self.sums
 
-    def _estimate(self, sums: PairSums) -> tuple[PairEstimate, Tensor]:
+    def _estimate(self, products: bool) -> tuple[PairEstimate, Tensor]:
         """The estimates so far, and the tolerance they meet."""
-        correction, products = self.correction, sums.products
+        correction, kinds = self.correction, list(self.sums)
+        controlled = self.known is not None
         extra = [] if self.known is None else [self.known]
         if correction is not None:
             extra += [correction.even, correction.even_error, correction.target, correction.target_error]
 
-        def work(totals: Tensor, centre: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            given = list(rest)
-            known = given.pop(0) if self.known is not None else None
-            mean, second, mean_error, second_error = estimated(totals, known, products)
-            found = PairEstimate(centre + mean, second, mean_error, second_error)
+        def work(centre: Tensor, costs: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            totals, given = rest[: len(kinds)], list(rest[len(kinds) :])
+            known = given.pop(0) if controlled else None
+            each = []
+            for kind, sums in zip(kinds, totals, strict=True):
+                mean, second, mean_error, second_error = estimated(sums, known, products, kind)
+                each.append(PairEstimate(centre + mean, second, mean_error, second_error))
+            found = each[0]
+            if len(each) == 2:  # the second kind may be missing for entries that need no more
+                counts = [sums[..., 0].sum(1) for sums in totals]
+                found = chosen(
+                    counts[1] > 0, combined(each[0], each[1], *pair_weights(costs, counts[0], counts[1])), found
+                )
             if given:
                 found = corrected(found, centre, *given)
-            return found.mean, found.second, found.mean_error, found.second_error, relative_errors(found)
+            return (
+                found.mean,
+                found.second,
+                found.mean_error,
+                found.second_error,
+                relative_errors(found, self.noise.dtype),
+            )
 
-        kind = self._kind("estimate", products)
-        *found, errors = self.fast.replayed(kind, work, sums.sums, sums.centre, *extra)
+        totals = [sums.sums for sums in self.sums.values()]
+        centre = next(iter(self.sums.values())).centre
+        costs = torch.tensor(self.costs, dtype=torch.float64, device=centre.device)
+        *found, errors = self.fast.replayed(self._kind("estimate", products), work, centre, costs, *totals, *extra)
         return PairEstimate(*found), errors
 
-    def _draw(self, active: Tensor, pairs: int) -> tuple[Tensor, Tensor | None]:
+    def _draw(self, active: Tensor, pairs: int, mirrored: bool) -> tuple[Tensor, Tensor | None]:
         """Deviations (p, A, n) from the means: of the first sample of a pair; of the second, if it is not mirrored."""
         covariance = self.noise.covariance.entries(active)
         shape = (pairs, len(active))
         first = covariance.draw(shape, self.generator)
-        return first, None if self.mirrored else covariance.draw(shape, self.generator)
+        return first, None if mirrored else covariance.draw(shape, self.generator)
 
     def _values(
         self, network: FastNetwork, mean: Tensor, deviations: Tensor, others: Tensor | None, outputs: Tensor | None
@@ -312,7 +365,7 @@ class _Sampling:
         the variance they explain, which costs 8v/K more pairs of 1/tolerance² (see `pair_sums`), and BACKWARD·d·K runs
         of the network: the best K follows.
         """
-        if not self.mirrored:
+        if not self.model.differentiable or any(x.is_inference() for x in self.model.network.parameters()):
             return
         even, odd = ((first + second) / 2).double().var(0), ((first - second) / 2).double().square().mean(0)
         total = even + odd

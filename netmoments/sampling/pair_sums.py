@@ -7,11 +7,17 @@ about a centre a near the mean:
     o = (y₊ − y₋)/2              odd in δ
     t = o oᵀ + e eᵀ              E t = Cov f + (μ − a)(μ − a)ᵀ, for mirrored and for independent pairs
 
-A linear function ℓ = S δ with known covariance R = S Σ Sᵀ is the control of both: u = ℓᵢ² of eᵢ and u = ℓᵢℓⱼ of tᵢⱼ,
-whose mean is Rᵢⱼ, and the squares u², whose mean is RᵢᵢRⱼⱼ + 2Rᵢⱼ², which see the tails of outputs that are not
-Gaussian (Glynn and Szechtman, "Some new perspectives on the method of control variates", 2002). Mirrored pairs are what
-makes it a good one: y² has the term 2ℓ·(even part), which no linear control explains and which a mirrored pair does not
-have.
+A linear function ℓ = S δ with known covariance R = S Σ Sᵀ is the control of both (Glynn and Szechtman, "Some new
+perspectives on the method of control variates", 2002), with its own odd and even part, which for mirrored pairs are ℓ
+and 0:
+
+    of tᵢⱼ       u = ℓℓᵀ of both samples, averaged, whose mean is Rᵢⱼ; for mirrored pairs also u², with the mean
+                 RᵢᵢRⱼⱼ + 2Rᵢⱼ², which sees the tails of outputs that are not Gaussian
+    of eᵢ        u = ℓᵢ² and u² for mirrored pairs, else u = (ℓ₊ + ℓ₋)/2, whose mean is 0
+
+Which pairs are better? y² has the term 2ℓ·(even part), which no linear control explains and which a mirrored pair does
+not have: mirrored ones for variances. But they see the even part, the noise of the mean, once instead of twice:
+independent ones for means, unless little is even. `adaptive` takes some of both.
 
 Pairs are dealt to folds. The coefficients used in a fold are fitted on the others (cross-fitting, Chernozhukov et al.
 2018), so each fold's estimate is unbiased whatever the control. All of it, the fits, the estimates and the variances of
@@ -71,13 +77,13 @@ class PairSums:
     With `products` of all pairs of outputs, d² of them, else of squares only.
     """
 
-    def __init__(self, centre: Tensor, products: bool) -> None:
+    def __init__(self, centre: Tensor, products: bool, mirrored: bool) -> None:
         entries, outputs = centre.shape
         self.centre = centre
         """About which all sums are, (E, d): float64, of values that the samples' dtype has."""
-        self.products = products
+        self.products, self.mirrored = products, mirrored
         self.pairs = torch.zeros(entries, dtype=torch.int64)
-        numbers = 1 + 3 * outputs + 9 * (outputs**2 if products else outputs)
+        numbers = 1 + 7 * outputs + 9 * (outputs**2 if products else outputs)
         self.sums = centre.new_zeros(entries, FOLDS, numbers)
         self.wins = centre.new_zeros(entries, outputs)
 
@@ -89,101 +95,208 @@ class PairSums:
 
     def estimate(self, known: Tensor | None) -> PairEstimate:
         """The estimates; `known` is R, the covariance or the variances of ℓ, None where there was no control."""
-        mean, second, mean_error, second_error = estimated(self.sums, known, self.products)
+        mean, second, mean_error, second_error = estimated(self.sums, known, self.products, self.mirrored)
         return PairEstimate(self.centre + mean, second, mean_error, second_error)
 
 
 def block_sums(
-    first: Tensor, second: Tensor, line: Tensor | None, centre: Tensor, products: bool
+    first: Tensor, second: Tensor, lines: tuple[Tensor, Tensor | None] | None, centre: Tensor, products: bool
 ) -> tuple[Tensor, Tensor]:
     """Sums (A, FOLDS, m) of p pairs, a multiple of FOLDS, and how often each output was the largest, (A, d).
 
-    From values (p, A, d) of both samples, `line` being ℓ of the first ones (and −ℓ that of the second), and the centre
-    (A, d). The m numbers are Σ of 1, e, e u, e u² for u = ℓ²; then of e eᵀ, t, t², u, t u, u², t u², u³, u⁴ for
-    u = ℓ ℓᵀ, powers and products of these matrices being elementwise.
+    From values (p, A, d) of both samples, ℓ of both in `lines` (None for −ℓ, mirrored ones), and the centre (A, d). The
+    m numbers are Σ of 1; of e, e u, e u², u, u², u³, u⁴ for the control u of e; of e eᵀ, t, t², t u, t u², u, u², u³,
+    u⁴ for that of t, powers and products of these matrices being elementwise. What is not used is 0.
     """
     outputs = first.shape[-1]
     winners = torch.cat([first, second]).argmax(-1).mT
     wins = torch.zeros(first.shape[1], outputs, dtype=torch.float64, device=first.device)
     wins.scatter_add_(1, winners, torch.ones_like(winners, dtype=torch.float64))
     dtype = torch.float64 if products else first.dtype  # a float32 product is exact enough; sums are not
-    centre = centre.to(first.dtype)
-    first, second = ((x - centre).movedim(0, 1).to(dtype).unflatten(1, (FOLDS, -1)) for x in (first, second))
+
+    def dealt(x: Tensor) -> Tensor:
+        return x.movedim(0, 1).to(dtype).unflatten(1, (FOLDS, -1))
+
+    def summed(x: Tensor) -> Tensor:
+        return x.sum(2, dtype=torch.float64)
+
+    def total(*factors: Tensor) -> Tensor:
+        """Σ over pairs of the sum of x xᵀ, or of the squares."""
+        if products:
+            return sum((x.mT @ x).flatten(2) for x in factors)  # type: ignore[return-value]
+        return sum(summed(x**2) for x in factors)  # type: ignore[return-value]
+
+    first, second = (dealt(x - centre.to(x.dtype)) for x in (first, second))
     even, odd = (first + second) / 2, (first - second) / 2
-
-    def total(a: Tensor, b: Tensor) -> Tensor:
-        return (a.mT @ b).flatten(2) if products else (a * b).sum(2, dtype=torch.float64)
-
-    even_even = total(even, even)
-    target = total(odd, odd) + even_even
-    if products:
-        both, odd_square, even_square = odd * even, odd**2, even**2
-        target_target = total(odd_square, odd_square) + 2 * total(both, both) + total(even_square, even_square)
+    count = torch.full_like(even[:, :, 0, :1], even.shape[2], dtype=torch.float64)
+    root = math.sqrt(2)
+    of_values = [total(even), total(odd, even), total(odd**2, even**2, root * odd * even)]
+    if lines is None:
+        nothing = torch.zeros_like(of_values[0])
+        means = [summed(even), *6 * [nothing[..., :outputs]]]
+        return torch.cat([count, *means, *of_values, *6 * [nothing]], -1), wins
+    line = dealt(lines[0])
+    if lines[1] is None:
+        square = line**2
+        powers = [square, square**2, square**3, square**4]
+        of_lines = [total(odd * line, even * line), total(odd * square, even * square)]
+        of_lines += [total(line), total(square), total(square * line), total(square**2)]
     else:
-        squares = odd**2 + even**2
-        target_target = total(squares, squares)
-    count = torch.full_like(target[..., :1], even.shape[2])
-    even_sum = even.sum(2, dtype=torch.float64)
-    if line is None:
-        nothing = torch.zeros_like(target)
-        none = nothing[..., :outputs]
-        return torch.cat([count, even_sum, none, none, even_even, target, target_target, *6 * [nothing]], -1), wins
-    line = line.movedim(0, 1).to(dtype).unflatten(1, (FOLDS, -1))
-    square = line**2
-    fourth = square**2
-    if products:
-        target_line = total(odd * line, odd * line) + total(even * line, even * line)
-        target_square = total(odd * square, odd * square) + total(even * square, even * square)
-    else:
-        target_line, target_square = total(squares, square), total(squares, fourth)
-    means = [even_sum, *((even * x).sum(2, dtype=torch.float64) for x in (square, fourth))]
-    lines = [total(line, line), target_line, total(square, square), target_square]
-    lines += [total(square * line, square * line), total(fourth, fourth)]
-    return torch.cat([count, *means, even_even, target, target_target, *lines], -1), wins
+        other = dealt(lines[1])
+        line_even, line_odd = (line + other) / 2, (line - other) / 2
+        nothing, none = torch.zeros_like(of_values[0]), torch.zeros_like(line)
+        powers = [line_even, line_even**2, none, none]
+        of_lines = [total(odd * line_odd, odd * line_even, even * line_odd, even * line_even), nothing]
+        of_lines += [total(line_odd, line_even), total(line_odd**2, line_even**2, root * line_odd * line_even)]
+        of_lines += [nothing, nothing]
+    means = [summed(x) for x in (even, even * powers[0], even * powers[1], *powers)]
+    return torch.cat([count, *means, *of_values, *of_lines], -1), wins
 
 
-def estimated(sums: Tensor, known: Tensor | None, products: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def estimated(
+    sums: Tensor, known: Tensor | None, products: bool, mirrored: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mean − centre (E, d), covariance or variance, and their squared errors, from sums (E, FOLDS, m).
 
     Means and products go through the same regression, side by side.
     """
-    numbers = sums.shape[-1] - 1  # 3d + 9d², or 12d
-    outputs = round((math.sqrt(1 + 4 * numbers) - 1) / 6) if products else numbers // 12
-    sizes = [1] + 3 * [outputs] + 9 * [outputs**2 if products else outputs]
-    counts, even, even_line, even_square, even_even, target, target_target, *lines = sums.split(sizes, -1)
-    line, target_line, line_2, target_square, line_3, line_4 = lines
+    numbers = sums.shape[-1] - 1  # 7d + 9d², or 16d
+    outputs = round((math.sqrt(49 + 36 * numbers) - 7) / 18) if products else numbers // 16
+    sizes = [1] + 7 * [outputs] + 9 * [outputs**2 if products else outputs]
+    counts, *parts = sums.split(sizes, -1)
+    (even, even_u, even_w, *mean_control), (even_even, target, target_target, target_u, target_w, *control) = (
+        parts[:7],
+        parts[7:],
+    )
     step = outputs + 1 if products else 1  # of each output with itself, among all products
 
     def own(product: Tensor) -> Tensor:
         return product[..., ::step]
 
+    def crossed(each: Tensor) -> Tensor:
+        return (each.unsqueeze(-1) * each.unsqueeze(-2)).flatten(1) if products else each**2
+
     def beside(mean: Tensor, product: Tensor) -> Tensor:
         return torch.cat([mean, product], -1)
 
-    moments = _Control(*(beside(own(x), x) for x in (line, line_2, line_3, line_4)))
     expected = None
     if known is not None:
         flat = known.reshape(len(known), -1)
         each = own(flat)
-        both = (each.unsqueeze(-1) * each.unsqueeze(-2)).flatten(1) if products else each**2
-        expected = beside(each, flat), beside(own(both) + 2 * each**2, both + 2 * flat**2)
+        if mirrored:
+            expected = beside(each, flat), beside(3 * each**2, crossed(each) + 2 * flat**2)
+        else:  # the second ones are not used
+            expected = beside(torch.zeros_like(each), flat), beside(each, flat)
     value, error = _controlled(
-        counts, beside(even, target), beside(own(even_even), target_target), beside(even_line, target_line),
-        beside(even_square, target_square), moments, expected,
+        counts, beside(even, target), beside(own(even_even), target_target), beside(even_u, target_u),
+        beside(even_w, target_w), _Control(*map(beside, mean_control, control)), expected,
     )  # fmt: skip
     mean, second = value[:, :outputs], value[:, outputs:]
     mean_error, second_error = error[:, :outputs], error[:, outputs:]
     # what an estimated mean costs: (μ − a)(μ − a)ᵀ from pairs of different pairs
     count, total, squares = counts.sum(1), even.sum(1), even_even.sum(1)
     different = count * (count - 1)
-    product = (total.unsqueeze(-1) * total.unsqueeze(-2)).flatten(1) if products else total**2
     spread = squares / count
-    each = own(spread)
-    both = (each.unsqueeze(-1) * each.unsqueeze(-2)).flatten(1) if products else each**2
-    second = second - (product - squares) / different
-    second_error = second_error + (both + spread**2) / different
+    second = second - (crossed(total) - squares) / different
+    second_error = second_error + (crossed(own(spread)) + spread**2) / different
     shape = (-1, outputs, outputs) if products else (-1, outputs)
     return mean, second.reshape(shape), mean_error, second_error.reshape(shape)
+
+
+def combined(one: PairEstimate, other: PairEstimate, of_mean: Tensor, of_second: Tensor) -> PairEstimate:
+    """Two independent estimates as one, the first with the weights (E,) in means and in products.
+
+    The weights must not come from the errors of these estimates: large variances have large errors, so that weights by
+    them would make variances too small.
+    """
+    of_mean = of_mean.unsqueeze(-1)
+    of_second = of_second.reshape(-1, *(1,) * (one.second.dim() - 1))
+    return PairEstimate(
+        of_mean * one.mean + (1 - of_mean) * other.mean,
+        of_second * one.second + (1 - of_second) * other.second,
+        of_mean**2 * one.mean_error + (1 - of_mean) ** 2 * other.mean_error,
+        of_second**2 * one.second_error + (1 - of_second) ** 2 * other.second_error,
+    )
+
+
+def chosen(where: Tensor, one: PairEstimate, other: PairEstimate) -> PairEstimate:
+    """One estimate for the inputs where that is so, (E,), and another for the rest."""
+
+    def pick(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(where.reshape(-1, *(1,) * (a.dim() - 1)), a, b)
+
+    return PairEstimate(
+        pick(one.mean, other.mean), pick(one.second, other.second), pick(one.mean_error, other.mean_error),
+        pick(one.second_error, other.second_error),
+    )  # fmt: skip
+
+
+class PairCosts(NamedTuple):
+    """What a sample is worth: the variances that controls leave, of means in units of the output's variance, of
+    variances in units of twice its square, for mirrored and for independent samples.
+
+    A sample adds the inverse of its cost to the precision of an estimate.
+    """
+
+    mirrored: tuple[float, float]
+    independent: tuple[float, float]
+
+    @classmethod
+    def seen(cls, first: Tensor, second: Tensor, line: Tensor | None) -> PairCosts:
+        """From values (p, E, d) of both samples of a few mirrored pairs, and their control."""
+        odd, even = (first - second).double() / 2, (first + second).double() / 2
+        even = even - even.mean(0)
+        control = torch.zeros_like(odd) if line is None else line.double()
+        variance = (odd**2 + even**2).mean(0)
+        square = control**2
+
+        def share(left: Tensor, scale: Tensor) -> float:
+            return max(float((left / scale).nan_to_num(0.0, 0.0, 0.0).mean()), 1e-12)
+
+        mirrored = (
+            2 * share(_unexplained(even, square), variance),
+            share(_unexplained(odd**2 + even**2, square), variance**2),
+        )
+        values, controls = torch.cat([odd + even, even - odd]), torch.cat([control, -control])
+        independent = (
+            share(_unexplained(values, controls), variance),
+            share(_unexplained(values**2, controls**2), variance**2) / 2,
+        )
+        return cls(mirrored, independent)
+
+    @property
+    def share(self) -> float:
+        """Of all samples, those to be mirrored: n₁/(n₁ + n₂) for the smallest n₁ + n₂ with n₁/aₖ + n₂/bₖ ≥ 1, k = 0, 1.
+
+        It is on one of the axes, or where both hold exactly.
+        """
+        (a0, a1), (b0, b1) = self
+        best = [(max(a0, a1), 1.0), (max(b0, b1), 0.0)]
+        determinant = 1 / (a0 * b1) - 1 / (a1 * b0)
+        if determinant != 0:
+            one, other = (1 / b1 - 1 / b0) / determinant, (1 / a0 - 1 / a1) / determinant
+            if one > 0 and other > 0:
+                best.append((one + other, one / (one + other)))
+        return min(best)[1]
+
+
+def pair_weights(costs: Tensor, mirrored: Tensor, independent: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights (E,) of mirrored pairs in means and in variances, of so many (E,) of each kind.
+
+    `costs` are `PairCosts` as a tensor (2, 2).
+    """
+    one, other = mirrored / costs[0].unsqueeze(-1), independent / costs[1].unsqueeze(-1)
+    of_mean, of_second = one / (one + other)
+    return of_mean, of_second
+
+
+def _unexplained(target: Tensor, control: Tensor) -> Tensor:
+    """The variance of a target over the first dimension that is left by a regression on a control."""
+    target, control = target - target.mean(0), control - control.mean(0)
+    power = control.square().mean(0)
+    with_control = (target * control).mean(0)
+    explained = torch.where(power > 0, with_control**2 / torch.where(power > 0, power, 1.0), 0.0)
+    return (target.square().mean(0) - explained).clamp(min=0)
 
 
 class _Control(NamedTuple):
