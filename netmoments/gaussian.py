@@ -423,9 +423,7 @@ def event_dimensions(caller: str, name: str, value: Tensor, event_ndim: int | No
             return 3
         if value.dim() > 4:
             return value.dim() - 1
-        raise ValueError(
-            f"{caller}: {name} must have at least one dimension, got {describe(value)}"
-        )
+        raise ValueError(f"{caller}: {name} must have at least one dimension, got {describe(value)}")
     if isinstance(event_ndim, bool) or not isinstance(event_ndim, int) or not 1 <= event_ndim <= value.dim():
         raise ValueError(
             f"{caller}: event_ndim must be between 1 and the {value.dim()} dimensions of {name}, got {event_ndim!r}"

@@ -57,8 +57,29 @@ def test_std_and_covariance_agree():
 def test_event_ndim_decides_where_dimensions_do_not():
     noise = nm.Gaussian(torch.zeros(7, 6, 5), std=1.0, event_ndim=1)
     assert (noise.batch_shape, noise.event_shape) == ((7, 6), (5,))
-    with pytest.raises(ValueError, match="pass event_ndim="):
-        nm.Gaussian(torch.zeros(1, 2, 3, 4, 5), std=1.0)
+    assert noise.event_given
+    noise = nm.Gaussian(torch.zeros(1, 2, 3, 4, 5), std=1.0)
+    assert (noise.batch_shape, noise.event_shape, noise.event_given) == ((1,), (2, 3, 4, 5), False)
+
+
+def test_other_readings_have_the_same_numbers():
+    """Of noise without a batch of its own, unless the caller said which dimensions are one input."""
+    mean = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    for noise in (nm.Gaussian(mean, std=0.5), nm.Gaussian(mean, nm.Diagonal(mean.flatten()))):
+        assert noise.event_ndim == 3
+        readings = noise.readings()
+        assert [(r.batch_shape, r.event_shape) for r in readings] == [((2,), (3, 4)), ((2, 3), (4,))]
+        for reading in readings:
+            assert torch.equal(reading.mean, mean)
+            assert torch.equal(
+                reading.covariance.variances().expand(*reading.batch_shape, reading.size).flatten(),
+                noise.covariance.variances().expand(noise.size),
+            )
+            assert not reading.readings()
+    assert not nm.Gaussian(mean, std=0.5, event_ndim=3).readings()
+    assert not nm.Gaussian(torch.zeros(4), nm.Dense(torch.eye(4))).readings()
+    own = nm.Gaussian(torch.zeros(5, 4), nm.Isotropic(torch.rand(5), 4))
+    assert not own.readings()  # a variance for each of 5: they are a batch
 
 
 def test_what_can_be_read_two_ways_is_an_error():
@@ -159,7 +180,7 @@ BAD = {
     # shapes and types
     "no covariance": (lambda: nm.Gaussian(F32), ValueError, "either covariance= .* or std= .*, got neither"),
     "covariance and std": (lambda: nm.Gaussian(F32, 1.0, std=1.0), ValueError, "got both"),
-    "scalar mean": (lambda: nm.Gaussian(torch.tensor(1.0), std=1.0), ValueError, "0 dimensions"),
+    "scalar mean": (lambda: nm.Gaussian(torch.tensor(1.0), std=1.0), ValueError, "at least one dimension"),
     "empty mean": (lambda: nm.Gaussian(torch.zeros(0), std=1.0), ValueError, "at least one coordinate"),
     "list mean": (
         lambda: nm.Gaussian([0.0, 1.0], std=1.0),

@@ -58,6 +58,8 @@ MOST_POINTS = 16
 """Points at which gradients are taken, at most."""
 SLOPE_NUMBERS = 2**26
 """Slopes are kept for all inputs of a call if these are no more numbers than that."""
+OVERFLOWED = ", in float32 as float16 overflowed"
+"""What is said of it."""
 ROUNDING = 16
 """Units in the last place of an output's mean, up to which it is taken not to vary."""
 
@@ -152,11 +154,12 @@ class _Sampling:
 
     def until(self, goal: Goal, products: bool) -> Adaptive:
         """Rounds of pairs until the goal is reached; in half precision if the first round says that it can be."""
-        start = time.perf_counter()
+        start, share = time.perf_counter(), self.share
         try:
             return self._until(goal, products, start)
-        except _Overflow:
-            self.half, self.correction, self.remark = None, None, ", in float32 as float16 overflowed"
+        except _Overflow:  # all anew
+            self.half, self.correction, self.remark = None, None, OVERFLOWED
+            self.share, self.slopes, self.known, self.points = share, None, None, 0
             return self._until(goal, products, start)
 
     def _until(self, goal: Goal, products: bool, start: float) -> Adaptive:
@@ -202,7 +205,7 @@ class _Sampling:
         mirrored = self.share > 0
         pairs = PILOT
         if self.noise.device.type == "cuda":  # where they cost next to nothing
-            pairs = max(PILOT, min(8 * PILOT, 32 * PILOT // len(every)))
+            pairs = max(PILOT, min(8 * PILOT, 32 * PILOT // len(every) // FOLDS * FOLDS))
         deviations, others = self._draw(every, min(pairs, most), mirrored)
         values = self._values(self.fast, self.mean, deviations, others, self.outputs)
         centre = ((values[0] + values[1]) / 2).mean(0).double()
@@ -221,6 +224,7 @@ class _Sampling:
                 values, self.correction = low, correction
             else:
                 self.half = None
+                self.remark = "" if bool(torch.isfinite(torch.stack(low)).all()) else OVERFLOWED
         self._count_bad(torch.stack(values))
         self.sums[mirrored] = PairSums(centre, products, mirrored)
         self.sums[mirrored].add(every, len(deviations), *block_sums(*values, lines, centre, products))
@@ -243,7 +247,7 @@ class _Sampling:
         pairs = int(wanted[int(ENOUGH * (len(wanted) - 1))])
         unit = block if on_gpu else FOLDS
         pairs = min(-(-pairs // unit) * unit, most - int(done[active].max()))
-        mirrored = min(pairs, round(self.share * pairs / unit) * unit)
+        mirrored = pairs if self.share == 1 else min(pairs, round(self.share * pairs / unit) * unit)
         chosen = active.to(self.noise.device)
         for kind, count in ((True, mirrored), (False, pairs - mirrored)):
             for begun in range(0, count, block):
@@ -426,7 +430,7 @@ class _Sampling:
             return slopes.reshape(count, points, len(entries), -1).movedim((0, 1, 2), (2, 1, 0))
         with torch.enable_grad():
             x = rows.requires_grad_()
-            values = self.fast(x)
+            values = self.fast(x.clone())  # which it may write into
             values = values if chosen is None else values.gather(1, chosen)
             found = [torch.autograd.grad(values[:, k].sum(), x, retain_graph=k + 1 < count)[0] for k in range(count)]
         return torch.stack([slope.reshape(points, len(entries), -1) for slope in found], 2).movedim(0, 1)

@@ -96,7 +96,7 @@ class FastNetwork:
         def work(x: Tensor, which: Tensor) -> tuple[Tensor, ...]:
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
-                return torch.autograd.grad(self(x).gather(1, which).sum(), x)
+                return torch.autograd.grad(self(x.clone()).gather(1, which).sum(), x)
 
         try:
             return self.replayed("gradients", work, inputs, outputs)[0]

@@ -498,7 +498,11 @@ BAD_POINTS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "nan point": (lambda: nm.two_stage(SMALL, torch.full((4,), torch.nan)), ValueError, "at must be finite"),
     "no point": (lambda: nm.two_stage(SMALL, torch.zeros(0, 4)), ValueError, "at least one point"),
-    "point of five dimensions": (lambda: nm.two_stage(SMALL, torch.zeros(1, 1, 1, 1, 4)), ValueError, "event_ndim="),
+    "point of five dimensions": (
+        lambda: nm.two_stage(SMALL, torch.zeros(1, 1, 1, 1, 4)),
+        ValueError,
+        r"must return scores of shape \(batch, classes\), .* for one input of shape \(1, 1, 1, 4\)",
+    ),
 }
 
 

@@ -109,6 +109,8 @@ def test_an_exported_network_with_a_largest_batch(tmp_path):
     program = torch.export.export(net, (torch.rand(2, 6),), dynamic_shapes=({0: batch},))
     torch.export.save(program, tmp_path / "net.pt2")
     loaded = nm.load_network(tmp_path / "net.pt2")
+    for form in (program, program.module(), loaded):
+        assert network_of(form, "test").largest == 4
     x = torch.rand(10, 6)
     with torch.no_grad():
         torch.testing.assert_close(loaded(x), net(x))
@@ -125,7 +127,7 @@ def test_an_exported_program_is_propagated_as_its_network(exported, plain, tmp_p
     methods = {
         "layerwise": (exported, inside, loaded),
         "sketch": (exported.module(), nm.NetworkModel(exported, images(1)), loaded),
-        "auto": (loaded,),
+        "auto": (exported.module(), inside, loaded),
     }
     for method, nets in methods.items():
         expected = nm.output_moments(plain, noise, method)

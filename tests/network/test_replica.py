@@ -33,6 +33,7 @@ METHODS: dict[str, object] = {
     "linear": "linear",
     "sampling": nm.Sampling(200),
     "sampling with a control": nm.Sampling(200, control=nm.Sketch(probes=8)),
+    "auto": nm.Auto(0.1),
 }
 MEAN = torch.tensor([0.4, -0.2, 0.9], dtype=torch.float64)
 NOISE = nm.Gaussian(MEAN, std=0.5)
@@ -242,7 +243,11 @@ class Stoppable(nn.Module):
 
 
 CALLS: dict[str, Callable[[nn.Module], object]] = {
-    **{name: lambda net, method=method: nm.output_moments(net, NOISE, method) for name, method in METHODS.items()},
+    **{
+        name: lambda net, method=method: nm.output_moments(net, NOISE, method, check=0)
+        for name, method in METHODS.items()
+    },
+    "layerwise, checked": lambda net: nm.output_moments(net, NOISE, "layerwise", check=16),
     "model": lambda net: nm.NetworkModel(net, MEAN).graph,
     "maps": lambda net: nm.two_stage_maps(net, MEAN).covariance(NOISE),
     "expected logits": lambda net: nm.ExpectedLogits(net, 0.5, method="layerwise")(MEAN[None]),

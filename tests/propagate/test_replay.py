@@ -50,14 +50,16 @@ def test_done_then_recorded_then_replayed(asked):
     assert Recorded.made == 1
 
 
-def test_two_shapes_are_kept_and_a_third_takes_the_place_of_the_oldest(asked):
+def test_some_shapes_are_kept_and_one_more_takes_the_place_of_the_oldest(asked):
+    sizes = range(1, module.KEPT + 1)
     for _ in range(3):
-        asked(3), asked(1)
-    assert Recorded.made == 2
+        for size in sizes:
+            asked(size)
+    assert Recorded.made == module.KEPT
     asked(7)
-    assert float(asked(1)) == -2
-    assert float(asked(3)) == 2
-    assert Recorded.made == 2
+    assert [float(asked(size)) for size in sizes[1:]] == [-2] * (module.KEPT - 1)
+    assert float(asked(1)) == 2
+    assert Recorded.made == module.KEPT
 
 
 def test_what_cannot_be_recorded_is_done_as_it_is(asked):

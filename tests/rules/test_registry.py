@@ -178,18 +178,22 @@ def test_a_rule_with_values_moments_and_windows_gets_every_path(registered):
     given = noise(std=0.8)
     nm.register_rule(Products, product_rule)
     mean, covariance = moments_of_products(net, given)
-    for method in ("layerwise", "auto"):
-        found = nm.output_moments(net, given, method)
+    with_gradient = nm.Gaussian(given.mean.clone().requires_grad_(), std=0.8)
+    for method, which in (("layerwise", given), ("auto", with_gradient)):
+        found = nm.output_moments(net, which, method, check=0)
         assert found.method == "layerwise"
         assert_close(found.mean, mean, atol=1e-12)
         assert_close(found.covariance, covariance, atol=1e-12)
+    sampled = nm.output_moments(net, given)
+    assert_within_standard_errors(sampled.mean, mean, sampled.error.mean)
+    assert_within_standard_errors(sampled.covariance, covariance, sampled.error.covariance)
     probes, sd = 1024, covariance.diagonal().sqrt()
     sketch = nm.output_moments(net, given, nm.Sketch(probes))
     assert_close((sketch.mean - mean) / sd, torch.zeros(3), atol=2 * math.sqrt(2 / probes))
     assert_close(
         (sketch.covariance - covariance) / (sd * sd[:, None]), torch.zeros(3, 3), atol=2 * math.sqrt(2 / probes)
     )
-    few = nm.output_moments(net, given, "auto", memory_budget=99)
+    few = nm.output_moments(net, with_gradient, "auto", memory_budget=99)
     assert few.method == "sketch"
     plain, controlled = (
         nm.output_moments(net, given, nm.Sampling(4000, control=control)) for control in (None, "sketch")
@@ -275,7 +279,7 @@ def test_what_is_not_affine_is_refused_as_affine(layer, registered):
     rules.register_rule(layer, rules.affine)
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 7), layer(), nn.Linear(7, 3)))
     with pytest.raises(ValueError, match=rf"1 \({layer.__name__}\) is registered as affine, but is not"):
-        nm.output_moments(net, noise())
+        nm.output_moments(net, noise(), "layerwise")
 
 
 class Two(nn.Module):
@@ -301,4 +305,4 @@ def test_bad_rules(registered):
     assert not registered
     rules.register_rule(Two, rules.elementwise)
     with pytest.raises(ValueError, match=r"both \(Two\) has a rule of its own, for which it must take one tensor"):
-        nm.output_moments(seeded(TakesTwo), noise())
+        nm.output_moments(seeded(TakesTwo), noise(), "layerwise")

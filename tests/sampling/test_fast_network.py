@@ -1,0 +1,348 @@
+"""A network's private copy for sampling: the network's values, whatever is folded, and the network left alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import netmoments as nm
+from netmoments.network.model import NetworkModel
+from netmoments.network.replica import replica
+from netmoments.sampling.fast_network import FastNetwork, fast_network, foldable, half_network
+from tests.closeness import assert_close
+from tests.networks import FACTORIES, Residual, inputs, network, seeded
+
+
+def normed(factory: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A network whose normalisations have statistics and weights, of both signs."""
+
+    def made() -> nn.Module:
+        net = factory()
+        for module in net.modules():
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+                if module.track_running_stats:
+                    nn.init.normal_(module.running_mean)
+                    nn.init.uniform_(module.running_var, 0.5, 2.0)
+                if module.affine:
+                    nn.init.normal_(module.weight)
+                    nn.init.normal_(module.bias)
+        return net
+
+    return seeded(made, dtype)
+
+
+class Steps(nn.Module):
+    """Layers by name, and what is done with them."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.run = run
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def linear() -> dict[str, nn.Module]:
+    return {"a": nn.Linear(5, 6), "n": nn.BatchNorm1d(6), "last": nn.Linear(6, 3)}
+
+
+def image_by_image(net: Any, x: Tensor) -> Tensor:
+    """Which layers an input goes through depends on it."""
+    rows = x.split(1)
+    return torch.cat([net.n(net.a(row)) if bool(row.sum() < 9) else net.a(row) for row in rows])
+
+
+def with_hook(net: nn.Module, place: str) -> nn.Module:
+    net.get_submodule(place).register_forward_hook(lambda module, args, output: output.tanh())
+    return net
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "Conv1d": (lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU()), (2, 7), 1),
+    "Conv2d": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), (2, 5, 5), 1),
+    "Conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 4, 2), nn.BatchNorm3d(4), nn.ReLU()), (2, 3, 3, 3), 1),
+    "Conv2d without bias": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4)), (2, 5, 5), 1),
+    "Conv2d in groups": (lambda: nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)), (4, 5, 5), 1),
+    "ConvTranspose1d": (lambda: nn.Sequential(nn.ConvTranspose1d(2, 4, 3), nn.BatchNorm1d(4)), (2, 5), 1),
+    "ConvTranspose2d": (lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 3), nn.BatchNorm2d(4)), (3, 4, 4), 1),
+    "ConvTranspose3d": (lambda: nn.Sequential(nn.ConvTranspose3d(2, 3, 2), nn.BatchNorm3d(3)), (2, 2, 2, 2), 1),
+    "ConvTranspose2d in groups": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(4, 6, 3, groups=2, bias=False), nn.BatchNorm2d(6)),
+        (4, 4, 4),
+        1,
+    ),
+    "Linear": (lambda: nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)), (5,), 1),
+    "without weights": (lambda: nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, affine=False)), (5,), 1),
+    "in place": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)), (2, 5, 5), 1),
+    "two": (
+        lambda: nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3), nn.BatchNorm1d(3)),
+        (5,),
+        2,
+    ),
+    "residual": (Residual, (2, 6, 6), 4),
+    "norm first": (lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)), (5,), 0),
+    "instance norm": (lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4)), (2, 7), 0),
+    "other channels": (  # the norm is of the second of three dimensions, the layer's outputs are the last
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(3), nn.Flatten()),
+        (3, 4),
+        0,
+    ),
+    "other channels, as many": (lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Flatten()), (3, 4), 0),
+    "layer called twice": (
+        lambda: Steps(lambda s, x: s.n(s.a(x)) + s.a(x), a=nn.Linear(5, 6), n=nn.BatchNorm1d(6)),
+        (5,),
+        0,
+    ),
+    "norm called twice": (
+        lambda: Steps(lambda s, x: s.last(s.n(s.a(x))) + s.last(s.n(2 * s.a(x))), **linear()),
+        (5,),
+        0,
+    ),
+    "norm of two layers": (
+        lambda: Steps(
+            lambda s, x: s.n(s.a(x)) + s.n(s.b(x)), a=nn.Linear(5, 6), b=nn.Linear(5, 6), n=nn.BatchNorm1d(6)
+        ),
+        (5,),
+        0,
+    ),
+    "output of the layer taken twice": (
+        lambda: Steps(lambda s, x: (lambda z: s.last(s.n(z) + z))(s.a(x)), **linear()),
+        (5,),
+        0,
+    ),
+    "taken twice, which shows elsewhere only": (
+        lambda: Steps(lambda s, x: (lambda z: s.last(s.n(z) + functional.relu(z - 9)))(s.a(x)), **linear()),
+        (5,),
+        0,
+    ),
+    "taken by two norms": (
+        lambda: Steps(lambda s, x: (lambda z: s.n(z) + s.m(z))(s.a(x)), m=nn.BatchNorm1d(6), **linear()),
+        (5,),
+        0,
+    ),
+    "ReLU in place before the norm": (
+        lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.BatchNorm1d(6)),
+        (5,),
+        0,
+    ),
+    "weights taken elsewhere": (
+        lambda: Steps(
+            lambda s, x: s.n(s.a(x)) + functional.relu(functional.linear(x, s.a.weight) - 9),
+            **linear(),
+        ),
+        (5,),
+        0,
+    ),
+    "hook on the layer": (lambda: with_hook(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), "0"), (5,), 0),
+    "hook on the norm": (lambda: with_hook(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), "1"), (5,), 0),
+    "an own forward": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 6)), nn.BatchNorm1d(6)),
+        (5,),
+        0,
+    ),
+    "one input at a time": (lambda: Steps(image_by_image, **linear()), (5,), 0),
+}
+
+
+def fast(net: nn.Module, example: Tensor) -> FastNetwork:
+    return fast_network(NetworkModel.of_any(net, example, "test"))
+
+
+def spread_inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    """70 inputs, far enough from the example at 0 that other ReLUs are open; more than one batch of the least size."""
+    return 5 * torch.randn(70, *shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_copy_has_the_network_s_values(case):
+    """To the rounding of a few dozen products in float64; what cannot be folded is not."""
+    factory, shape, folds = CASES[case]
+    net, x = normed(factory), spread_inputs(shape)
+    example = torch.zeros(1, *shape, dtype=torch.float64)
+    with torch.no_grad():
+        assert len(foldable(replica(net), example)) == folds
+        expected = net(x.clone()).flatten(1)
+    found = fast(net, example).values(x)
+    assert_close(found, expected, atol=1e-12 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("case", [case for case, (_, _, folds) in CASES.items() if folds])
+def test_what_is_folded_does_not_run(case):
+    """A folded layer's copy has another weight, and its norm hands on what it is given."""
+    factory, shape, folds = CASES[case]
+    net = normed(factory)
+    copied = fast(net, torch.zeros(1, *shape, dtype=torch.float64)).run
+    assert isinstance(copied, nn.Module)
+    x = torch.randn(3, 4)
+    silent = [m for m in copied.modules() if "BatchNorm" in type(m).__name__ and "forward" in vars(m)]
+    assert len(silent) == folds
+    assert all(m(x) is x for m in silent)
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_networks_that_are_harder_than_they_look(name):
+    net, x = network(name), inputs(name, 9)
+    with torch.no_grad():
+        expected = net(x.clone())
+    assert_close(fast(net, x[:1]).values(x), expected, atol=1e-12 * float(expected.abs().max()))
+
+
+def test_float32_and_channels_last():
+    """Inputs and weights of either layout, within the rounding of float32."""
+    net = normed(Residual, torch.float32)
+    x = spread_inputs((2, 6, 6), torch.float32)
+    with torch.no_grad():
+        expected = net.double()(x.double())
+    net = net.float()
+    for layout in (torch.contiguous_format, torch.channels_last):
+        laid_out = copy.deepcopy(net).to(memory_format=layout)
+        copied = fast(laid_out, x[:1].to(memory_format=layout))
+        for own in (torch.contiguous_format, torch.channels_last):
+            found = copied.values(x.to(memory_format=own))
+            assert found.dtype == torch.float32
+            assert_close(found, expected, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_values_are_the_same_in_any_number():
+    net = normed(Residual)
+    copied, x = fast(net, torch.zeros(1, 2, 6, 6, dtype=torch.float64)), spread_inputs((2, 6, 6))
+    together = copied.values(x)
+    for count in (1, 7, 64):
+        assert_close(copied.values(x[:count]), together[:count], atol=1e-12 * float(together.abs().max()))
+    assert not together.requires_grad
+
+
+@pytest.mark.parametrize("name", ["residual", "mutating"])
+def test_gradients_are_those_of_the_network(name):
+    net, x = network(name), inputs(name, 4)
+    which = torch.tensor([[0], [2], [1], [0]])
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(net(leaf.clone()).gather(1, which).sum(), leaf)
+    with torch.no_grad():
+        found = fast(net, x[:1]).gradients(x, which)
+    assert_close(found, expected, atol=1e-12 * float(expected.abs().max()))
+
+
+def state_of(net: nn.Module) -> list[Any]:
+    """All that a user could notice a change of."""
+    tensors = [*net.named_parameters(), *net.named_buffers()]
+    return [
+        [(name, x.data_ptr(), x._version, x.stride(), x.requires_grad, x.dtype) for name, x in tensors],
+        [x.clone() for _, x in tensors],
+        [None if p.grad is None else p.grad.clone() for p in net.parameters()],
+        [
+            (name, id(m), m.training, list(m._forward_hooks), list(m._forward_pre_hooks), sorted(vars(m)))
+            for name, m in net.named_modules()
+        ],
+    ]
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, list):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    elif isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_network_stays_as_it_is(layout):
+    net = normed(Residual).to(memory_format=layout)
+    net.relu.register_forward_hook(lambda module, args, output: None)
+    x = spread_inputs((2, 6, 6))[:3]
+    net(x).sum().backward()
+    before = state_of(net)
+    model = NetworkModel.of_any(net, x[:1], "test")
+    with torch.no_grad():
+        copied = fast_network(model)
+    copied.values(x)
+    copied.gradients(x, torch.zeros(3, 1, dtype=torch.int64))
+    nm.output_moments(net, nm.Gaussian(x, std=0.1), tolerance=0.1)
+    assert_equal(state_of(net), before)
+
+
+def test_the_copy_shares_no_weights():
+    net = normed(Residual)
+    copied = fast(net, torch.zeros(1, 2, 6, 6, dtype=torch.float64)).run
+    assert isinstance(copied, nn.Module)
+    theirs = {x.untyped_storage().data_ptr() for x in (*net.parameters(), *net.buffers())}
+    assert not theirs & {x.untyped_storage().data_ptr() for x in (*copied.parameters(), *copied.buffers())}
+    assert not any(x.requires_grad for x in copied.parameters())
+
+
+def scale(net: nn.Module) -> None:
+    with torch.no_grad():
+        net.fc.weight.mul_(3)
+
+
+def scale_data(net: nn.Module) -> None:
+    net.fc.weight.data.mul_(3)
+
+
+def new_weight(net: nn.Module) -> None:
+    net.fc.weight = nn.Parameter(3 * net.fc.weight.detach())
+
+
+def loaded(net: nn.Module) -> None:
+    net.load_state_dict({name: 3 * x if name == "fc.weight" else x for name, x in net.state_dict().items()})
+
+
+def statistics(net: nn.Module) -> None:
+    net.block1.norm1.running_mean.add_(1)
+
+
+def statistics_data(net: nn.Module) -> None:
+    net.block1.norm1.running_var.data.mul_(4)
+
+
+def another_layer(net: nn.Module) -> None:
+    net.block2.norm2 = nn.Identity().eval()
+
+
+CHANGES = [scale, scale_data, new_weight, loaded, statistics, statistics_data, another_layer]
+AUTO, PLAIN = nm.Auto(tolerance=0.1), nm.Sampling(100)
+
+
+@pytest.mark.parametrize(("method", "change"), [*((AUTO, change) for change in CHANGES), (PLAIN, scale_data)])
+def test_the_copy_is_made_anew_when_the_network_changes(method, change):
+    """Then the answer is that for a network which was never asked about before."""
+    net, noise = normed(Residual), nm.Gaussian(inputs("residual", 2), std=0.1)
+    before = nm.output_moments(net, noise, method)
+    change(net)
+    after, fresh = (nm.output_moments(which, noise, method) for which in (net, copy.deepcopy(net)))
+    assert_close(after.mean, fresh.mean, atol=1e-12)
+    assert_close(after.covariance, fresh.covariance, atol=1e-12)
+    assert float((after.mean - before.mean).abs().max()) > 1e-3
+
+
+def test_the_copy_is_kept_while_nothing_changes():
+    model = NetworkModel.of_any(normed(Residual), inputs("residual", 1), "test")
+    first = fast_network(model)
+    assert fast_network(model) is first
+    scale(model.network)
+    assert fast_network(model) is not first
+
+
+def test_half_precision_is_for_a_gpu():
+    assert half_network(NetworkModel.of_any(normed(Residual, torch.float32), torch.zeros(1, 2, 6, 6), "test")) is None
+
+
+def test_a_norm_without_statistics_is_not_folded():
+    """It takes those of the batch, for which a network is refused."""
+    net = normed(lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4, track_running_stats=False), nn.Flatten()))
+    with torch.no_grad():
+        assert foldable(replica(net), torch.ones(1, 2, 7, dtype=torch.float64)) == []
+    with pytest.raises(ValueError, match="depends on the other images of the batch"):
+        nm.output_moments(net, nm.Gaussian(spread_inputs((2, 7))[:2], std=0.1, event_ndim=2))

@@ -1,0 +1,399 @@
+"""Sums over pairs against all values kept; unbiased and honest estimates with any control; corrected low precision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import netmoments as nm
+from netmoments.sampling.pair_sums import (
+    FOLDS,
+    SHRINKING,
+    CorrectionSums,
+    PairCosts,
+    PairEstimate,
+    PairSums,
+    allowing_for_skewness,
+    block_sums,
+    chosen,
+    combined,
+    corrected,
+    pair_weights,
+)
+from tests.closeness import assert_close
+from tests.networks import random_network
+
+STD = 0.8
+NETWORK = random_network(inputs=5, units=12, outputs=2, seed=0)
+POINT = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+NOISE = nm.Gaussian(POINT, std=STD)
+MEAN, COVARIANCE = NETWORK.mean(NOISE), NETWORK.covariance(NOISE)
+SLOPES = (
+    NETWORK.B * torch.special.ndtr((NETWORK.A @ POINT + NETWORK.c1) / (STD * NETWORK.A.norm(dim=1)))
+) @ NETWORK.A  # B diag(Φ) A, what the network does on average
+CONTROLS = {
+    "none": None,
+    "expected slopes": SLOPES,
+    "random slopes": torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(8)),
+    "slopes of another scale": 1000 * SLOPES,
+    "outputs in another order": SLOPES.flip(0),
+    "slopes of zero": torch.zeros_like(SLOPES),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Values (p, E, d) at both samples of each pair, and the control at both, (2, p, E, d)."""
+
+    first: Tensor
+    second: Tensor
+    line: Tensor | None
+    known: Tensor | None
+    mirrored: bool = True
+
+    def lines(self, span: slice, entries: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor | None] | None:
+        if self.line is None:
+            return None
+        one, other = self.line[:, span][:, :, entries]
+        return one, None if self.mirrored else other
+
+    def sums(self, centre: Tensor, products: bool, blocks: list[int]) -> PairSums:
+        """All of them, so many at a time."""
+        sums, every, start = PairSums(centre, products, self.mirrored), torch.arange(len(centre)), 0
+        for count in blocks:
+            span, start = slice(start, start + count), start + count
+            found = block_sums(self.first[span], self.second[span], self.lines(span), centre, products)
+            sums.add(every, count, *found)
+        return sums
+
+    def estimate(self, products: bool = True, blocks: list[int] | None = None, off: float = 0.1) -> PairEstimate:
+        """About a centre that is off by a fraction of a standard deviation."""
+        centre = (MEAN + off * COVARIANCE.diagonal().sqrt()).expand(self.first.shape[1:])
+        known = self.known
+        if known is not None:
+            known = (known if products else known.diagonal()).expand(len(centre), *known.shape[: 1 + products])
+        return self.sums(centre.clone(), products, blocks or [len(self.first)]).estimate(known)
+
+
+def draw(pairs: int, entries: int, control: str = "none", *, mirrored: bool = True, seed: int = 1) -> Pairs:
+    generator = torch.Generator().manual_seed(seed)
+    deviations = STD * torch.randn(2, pairs, entries, 5, dtype=torch.float64, generator=generator)
+    others = -deviations[0] if mirrored else deviations[1]
+    first, second = (NETWORK((POINT + x).reshape(-1, 5)).reshape(pairs, entries, 2) for x in (deviations[0], others))
+    slopes = CONTROLS[control]
+    if slopes is None:
+        return Pairs(first, second, None, None, mirrored)
+    lines = torch.stack([deviations[0], others]) @ slopes.T
+    return Pairs(first, second, lines, STD**2 * slopes @ slopes.T, mirrored)
+
+
+# against all values kept
+
+
+def by_hand(pairs: Pairs, entry: int, centre: np.ndarray, blocks: list[int]) -> tuple[np.ndarray, ...]:
+    """The same estimates from a loop over all pairs of values: mean, covariance, and their squared errors."""
+    first, second = (x[:, entry].numpy() - centre for x in (pairs.first, pairs.second))
+    fold = np.concatenate([np.repeat(np.arange(FOLDS), count // FOLDS) for count in blocks])
+    even, odd = (first + second) / 2, (first - second) / 2
+    count, outputs = even.shape
+
+    def controlled(target: np.ndarray, u: np.ndarray, expected: tuple[float, float]) -> tuple[float, float]:
+        """With u and, for mirrored pairs, its square as controls, the latter's slope shrunk by the pairs it is from."""
+        left = target.copy()
+        if u.any():
+            for k in range(FOLDS):
+                own, others = fold == k, fold != k
+                bend = np.polyfit(u[others], target[others], 2)[0] if pairs.mirrored else 0.0
+                bend *= others.sum() / (others.sum() + SHRINKING)
+                slope = np.polyfit(u[others], target[others] - bend * u[others] ** 2, 1)[0]
+                left[own] -= slope * (u[own] - expected[0]) + bend * (u[own] ** 2 - expected[1])
+        return left.mean(), left.var(ddof=1) / count
+
+    mean, mean_error = np.zeros(outputs), np.zeros(outputs)
+    second_moment, second_error = np.zeros((outputs, outputs)), np.zeros((outputs, outputs))
+    lines, known = np.zeros((2, count, outputs)), np.zeros((outputs, outputs))
+    if pairs.line is not None and pairs.known is not None:
+        lines, known = pairs.line[:, :, entry].numpy(), pairs.known.numpy()
+    for i in range(outputs):
+        for j in range(outputs):
+            u = (lines[:, :, i] * lines[:, :, j]).mean(0)
+            expected = known[i, j], known[i, i] * known[j, j] + 2 * known[i, j] ** 2
+            value, error = controlled(odd[:, i] * odd[:, j] + even[:, i] * even[:, j], u, expected)
+            if i == j:
+                own = (u, expected) if pairs.mirrored else (lines[:, :, i].mean(0), (0.0, 0.0))
+                mean[i], mean_error[i] = controlled(even[:, i], *own)
+            different = [even[p, i] * even[q, j] for p in range(count) for q in range(count) if p != q]
+            spread = [float((even[:, a] * even[:, b]).mean()) for a, b in ((i, i), (j, j), (i, j))]
+            second_moment[i, j] = value - np.mean(different)
+            second_error[i, j] = error + (spread[0] * spread[1] + spread[2] ** 2) / len(different)
+    return centre + mean, second_moment, mean_error, second_error
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+@pytest.mark.parametrize("control", CONTROLS)
+def test_sums_give_what_all_values_give(control, mirrored):
+    """In blocks of different sizes; the sums cancel a few digits of float64's sixteen."""
+    blocks = [8, 20, 4]
+    pairs = draw(sum(blocks), 2, control, mirrored=mirrored)
+    found = pairs.estimate(blocks=blocks)
+    centre = (MEAN + 0.1 * COVARIANCE.diagonal().sqrt()).numpy()
+    for entry in range(2):
+        expected = by_hand(pairs, entry, centre, blocks)
+        for name, value in zip(("mean", "second", "mean_error", "second_error"), expected, strict=True):
+            size = float(np.abs(value).max())
+            assert_close(getattr(found, name)[entry], torch.tensor(value), atol=1e-9 * size, what=name)
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+@pytest.mark.parametrize("control", CONTROLS)
+def test_squares_alone_are_the_diagonal_of_all_products(control, mirrored):
+    pairs = draw(64, 3, control, mirrored=mirrored)
+    every, squares = pairs.estimate(), pairs.estimate(products=False)
+    assert squares.second.shape == (3, 2)
+    for name in ("mean", "mean_error", "variance", "variance_error"):
+        assert_close(getattr(squares, name), getattr(every, name), rtol=1e-10, what=name)
+    assert_close(every.second, every.second.mT, atol=1e-15)
+
+
+@pytest.mark.parametrize("products", [True, False])
+def test_values_in_float32(products):
+    """As of the rounded values, but for sums of products in float32 where only squares are wanted."""
+    exact = draw(256, 2, "expected slopes")
+    rounded = Pairs(exact.first.float(), exact.second.float(), exact.line.float(), exact.known)
+    found, expected = (pairs.estimate(products, off=0.0) for pairs in (rounded, exact))
+    for name in ("mean", "mean_error", "second", "second_error"):
+        size = float(getattr(expected, name).abs().max())
+        assert_close(getattr(found, name), getattr(expected, name), atol=1e-4 * size, what=name)
+        assert getattr(found, name).dtype == torch.float64
+
+
+def test_some_entries_may_have_more_pairs():
+    pairs = draw(96, 3, "expected slopes")
+    centre, known = MEAN.expand(3, 2).clone(), pairs.known.expand(3, 2, 2)
+    sums = PairSums(centre, products=True, mirrored=True)
+    early, late, some = slice(32), slice(32, None), torch.tensor([2, 0])
+    found = block_sums(pairs.first[early], pairs.second[early], pairs.lines(early), centre, True)
+    sums.add(torch.arange(3), 32, *found)
+    rest = pairs.first[late][:, some], pairs.second[late][:, some], pairs.lines(late, some)
+    sums.add(some, 64, *block_sums(*rest, centre[some], True))
+    assert sums.pairs.tolist() == [96, 32, 96]
+    found = sums.estimate(known)
+    for entries, count, blocks in (([0, 2], 96, [32, 64]), ([1], 32, [32])):
+        values = [x[:count, entries] for x in (pairs.first, pairs.second)]
+        alone = Pairs(*values, pairs.line[:, :count, entries], pairs.known)
+        expected = alone.estimate(blocks=blocks, off=0.0)
+        for name in ("mean", "second", "mean_error", "second_error"):
+            assert_close(getattr(found, name)[entries], getattr(expected, name), rtol=1e-9, atol=1e-15, what=name)
+
+
+def test_winners_are_counted_in_both_samples():
+    pairs = draw(32, 4)
+    sums = pairs.sums(MEAN.expand(4, 2).clone(), products=False, blocks=[12, 20])
+    both = torch.cat([pairs.first, pairs.second]).argmax(-1)
+    assert torch.equal(sums.wins, torch.stack([(both == k).sum(0) for k in range(2)], -1).double())
+    assert sums.wins.sum(-1).tolist() == [64.0] * 4
+
+
+# estimates over many runs
+
+
+def assert_unbiased(found: Tensor, truth: Tensor, what: str) -> None:
+    """The mean over runs within 5 of its standard errors."""
+    score = (found.mean(0) - truth) / (found.std(0) / len(found) ** 0.5)
+    assert float(score.abs().max()) < 5, (what, score)
+
+
+def assert_honest(found: Tensor, squared_error: Tensor, truth: Tensor, share: float, what: str) -> None:
+    """Squared deviations are on average what they are said to be: within 5 standard errors and a share of it."""
+    off = (found - truth) ** 2 - squared_error
+    allowed = 5 * off.std(0) / len(off) ** 0.5 + share * squared_error.mean(0)
+    assert bool((off.mean(0).abs() <= allowed).all()), (what, off.mean(0) / squared_error.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("control", "mirrored"), [(control, mirrored) for mirrored in (True, False) for control in CONTROLS]
+)
+def test_unbiased_and_honest(control, mirrored):
+    """The variance of what a fitted control leaves is a fraction 1/pairs too small: 3 % are allowed for it."""
+    found = draw(128, 2000, control, mirrored=mirrored).estimate(blocks=[64, 64])
+    for name, truth in (("mean", MEAN), ("second", COVARIANCE)):
+        value, error = getattr(found, name), getattr(found, f"{name}_error")
+        assert_unbiased(value, truth, name)
+        assert_honest(value, error, truth, 0.03, name)
+
+
+@pytest.mark.parametrize("control", ["none", "expected slopes", "random slopes"])
+def test_unbiased_from_few_pairs(control):
+    """Eight pairs, two a fold, are few for an error, and enough for a mean."""
+    found = draw(8, 20_000, control).estimate()
+    assert_unbiased(found.mean, MEAN, "mean")
+    assert_unbiased(found.second, COVARIANCE, "covariance")
+
+
+def test_a_good_control_helps_and_a_bad_one_costs_little():
+    """Of the variance of t, a share of that of ℓ² is explained; a useless coefficient costs 1/pairs."""
+    errors = {control: draw(128, 500, control).estimate() for control in CONTROLS}
+    plain = errors["none"]
+    for name in ("mean_error", "variance_error"):
+        without = getattr(plain, name).mean(0)
+        ratio = {control: getattr(found, name).mean(0) / without for control, found in errors.items()}
+        assert bool((ratio["random slopes"] < 1.05).all()), name
+        assert_close(ratio["slopes of another scale"], ratio["expected slopes"], rtol=1e-9)
+        assert_close(ratio["slopes of zero"], torch.ones(2), rtol=1e-9)
+    assert bool((errors["expected slopes"].variance_error.mean(0) < 0.5 * plain.variance_error.mean(0)).all())
+    independent = draw(128, 500, mirrored=False).estimate().mean_error.mean(0)
+    assert_close(independent, COVARIANCE.diagonal() / 256, rtol=0.05)  # 128 000 samples say it to 5·√(4/128 000)
+    assert bool((plain.mean_error.mean(0) < 0.7 * independent).all())
+
+
+# low precision
+
+
+def low(values: Tensor) -> Tensor:
+    """Values that are off by a smooth function of them and by rounding to steps of 1/64."""
+    return torch.round((1.02 * values + 0.03 * torch.sin(3 * values) + 0.01) * 64) / 64
+
+
+@pytest.mark.parametrize("products", [True, False])
+@pytest.mark.parametrize("control", ["none", "expected slopes"])
+def test_corrected_values_of_low_precision_are_unbiased(control, products):
+    """The correction is from the first of the pairs, which count in the sums of low precision too."""
+    pairs, entries = 256, 2000
+    exact = draw(pairs, entries, control, seed=3)
+    cheap = Pairs(low(exact.first), low(exact.second), exact.line, exact.known)
+    centre = (MEAN + 0.1 * COVARIANCE.diagonal().sqrt()).expand(entries, 2)
+    correction = CorrectionSums(
+        centre, (exact.first[:64], exact.second[:64]), (cheap.first[:64], cheap.second[:64]), products
+    )
+    assert correction.count == 64
+    before = cheap.estimate(products)
+    found = corrected(
+        before, centre, correction.even, correction.even_error, correction.target, correction.target_error
+    )
+    truth = COVARIANCE if products else COVARIANCE.diagonal()
+    assert float(((before.mean - MEAN).mean(0) / (before.mean.std(0) / entries**0.5)).abs().max()) > 20
+    assert float(((before.second - truth).mean(0) / (before.second.std(0) / entries**0.5)).abs().max()) > 10
+    assert_unbiased(found.mean, MEAN, "mean")
+    assert_unbiased(found.second, truth, "second")
+    # the first pairs are in both terms, whose covariance the errors leave out: 64/256 of that of values and differences
+    assert_honest(found.mean, found.mean_error, MEAN, 0.15, "mean")
+    assert_honest(found.second, found.second_error, truth, 0.15, "second")
+
+
+@pytest.mark.parametrize("products", [True, False])
+def test_a_correction_knows_its_own_error(products):
+    exact = draw(64, 1000, seed=4)
+    centre = MEAN.expand(1000, 2)
+    values = (exact.first, exact.second)
+    correction = CorrectionSums(centre, values, (low(exact.first), low(exact.second)), products)
+    many = draw(200_000, 1, seed=5)
+    truth = CorrectionSums(centre[:1], (many.first, many.second), (low(many.first), low(many.second)), products)
+    assert_honest(correction.even, correction.even_error, truth.even, 0.02, "even")
+    assert_honest(correction.target, correction.target_error, truth.target, 0.02, "target")
+    alone = correction.alone(centre, values, products)
+    assert torch.equal(alone.mean_error, correction.even_error)
+    assert torch.equal(alone.second_error, correction.target_error)
+    moment = torch.cat([(x - centre) ** 2 for x in values]).mean(0)
+    assert_close(alone.variance, moment, rtol=1e-12)
+
+
+def test_exact_values_need_no_correction():
+    exact = draw(64, 3)
+    centre, values = MEAN.expand(3, 2), (exact.first, exact.second)
+    correction = CorrectionSums(centre, values, values, True)
+    before = exact.estimate(off=0.0)
+    found = corrected(
+        before, centre, correction.even, correction.even_error, correction.target, correction.target_error
+    )
+    for name in ("mean", "second", "mean_error", "second_error"):
+        assert torch.equal(getattr(found, name), getattr(before, name))
+
+
+def test_errors_allow_for_the_skewness_of_variances_that_are_known_badly():
+    """Two standard errors up are v e^{2r}; small errors stay, and means do; no variance has no error."""
+    variance = torch.tensor([[2.0, 2.0, 2.0, 0.0]], dtype=torch.float64)
+    share = torch.tensor([[1e-4, 0.3, 5.0, 0.0]], dtype=torch.float64)
+    mean_error = torch.full_like(variance, 0.1)
+    found = allowing_for_skewness(PairEstimate(variance, variance, mean_error, (share * variance) ** 2))
+    assert torch.equal(found.mean_error, mean_error)
+    assert torch.equal(found.second, variance)
+    expected = [2e-4 * (1 + 1e-4), math.expm1(0.6), 10 * math.expm1(2) / 2, 0.0]
+    assert_close(found.second_error.sqrt(), [expected], rtol=1e-7)
+    dense = PairEstimate(
+        variance[:, :2], torch.diag_embed(variance[:, :2]), mean_error[:, :2],
+        torch.diag_embed((share * variance)[:, :2] ** 2) + 0.01 * (1 - torch.eye(2, dtype=torch.float64)),
+    )  # fmt: skip
+    found = allowing_for_skewness(dense)
+    assert_close(found.variance_error.sqrt(), [expected[:2]], rtol=1e-7)
+    grown = found.second_error / dense.second_error
+    assert_close(grown[0, 0, 1], (grown[0, 0, 0] * grown[0, 1, 1]).sqrt(), rtol=1e-12)
+
+
+# both kinds together
+
+
+def test_two_kinds_of_pairs_are_one_estimate():
+    """Unbiased, with the error that it states, and smaller than each; weights by what other pairs showed."""
+    other = draw(2000, 1, "expected slopes", seed=8)
+    costs = PairCosts.seen(other.first, other.second, other.line[0])
+    kinds = [
+        draw(96, 4000, "expected slopes", mirrored=mirrored, seed=seed).estimate()
+        for mirrored, seed in ((True, 6), (False, 7))
+    ]
+    count = torch.full((4000,), 96.0, dtype=torch.float64)
+    found = combined(*kinds, *pair_weights(torch.tensor(costs, dtype=torch.float64), count, count))
+    for name, truth in (("mean", MEAN), ("second", COVARIANCE)):
+        value, error = getattr(found, name), getattr(found, f"{name}_error")
+        assert_unbiased(value, truth, name)
+        assert_honest(value, error, truth, 0.05, name)
+        for kind in kinds:
+            assert float(error.mean()) < float(getattr(kind, f"{name}_error").mean())
+
+
+def test_costs_are_what_pairs_leave():
+    """Of a sample, half a pair: the errors of estimates, in units of the variance and of its square."""
+    pairs = 4000
+    seen = draw(pairs, 1, "expected slopes", seed=9)
+    costs = PairCosts.seen(seen.first, seen.second, seen.line[0])
+    variance = COVARIANCE.diagonal()
+    for mirrored, (of_mean, of_variance) in zip((True, False), costs, strict=True):
+        found = draw(pairs, 1, "expected slopes", mirrored=mirrored, seed=10).estimate()
+        assert of_mean == pytest.approx(float(2 * pairs * (found.mean_error / variance).mean()), rel=0.1)
+        assert of_variance == pytest.approx(float(pairs * (found.variance_error / variance**2).mean()), rel=0.15)
+
+
+def test_an_estimate_is_chosen_by_input():
+    one, other = (draw(16, 3, seed=seed).estimate() for seed in (1, 2))
+    found = chosen(torch.tensor([True, False, True]), one, other)
+    for name in ("mean", "second", "mean_error", "second_error"):
+        expected = torch.stack([getattr(x, name)[k] for k, x in enumerate((one, other, one))])
+        assert torch.equal(getattr(found, name), expected)
+
+
+@pytest.mark.parametrize(
+    ("mirrored", "independent", "share"),
+    [
+        ((0.4, 0.3), (0.5, 0.6), 1.0),  # better in both
+        ((1.0, 0.9), (0.4, 0.5), 0.0),
+        ((0.8, 0.5), (0.5, 0.7), 0.4324),  # n₁/0.8 + n₂/0.5 = n₁/0.5 + n₂/0.7 = 1
+    ],
+)
+def test_the_cheapest_share_of_mirrored_pairs(mirrored, independent, share):
+    found = PairCosts(mirrored, independent).share
+    assert found == pytest.approx(share, abs=1e-4)
+
+    def cost(part: float) -> float:
+        return max(1 / (part / a + (1 - part) / b) for a, b in zip(mirrored, independent, strict=True))
+
+    assert all(cost(found) <= cost(part) + 1e-12 for part in torch.linspace(0, 1, 101).tolist())
+
+
+def test_linear_functions_are_mirrored_and_even_ones_are_not():
+    noise = torch.randn(256, 1, 3, generator=torch.Generator().manual_seed(0))
+    assert PairCosts.seen(noise + 0.05 * noise**2, -noise + 0.05 * noise**2, noise).share > 0.9
+    assert PairCosts.seen(noise**2, noise**2, None).share == 0.0
