@@ -34,7 +34,7 @@ from netmoments.propagate.layerwise import layerwise, need_of
 from netmoments.propagate.plan import NoRule, plan_of
 from netmoments.propagate.sketch import PROBES, sketched
 from netmoments.rules.black_box import black_box
-from netmoments.sampling.adaptive import Adaptive, Goal, sampled_plainly, sampled_to_tolerance
+from netmoments.sampling.adaptive import PILOT, Adaptive, Goal, sampled_plainly, sampled_to_tolerance
 from netmoments.sampling.control_variates import (
     LinearSurrogate,
     Surrogate,
@@ -304,7 +304,7 @@ class Auto(Method):
                 computed = dataclasses.replace(chosen.moments(request), method=name, reason=reason)
                 return _exact(computed) if name == "exact" else computed
         indices = request.indices()
-        most = self.samples or min(MOST_SAMPLES, math.ceil(self.tolerance**-2))
+        most = self.samples or min(MOST_SAMPLES, max(2 * PILOT, math.ceil(self.tolerance**-2)))
         goal = Goal(self.tolerance, most, self.seconds)
         products = request.products(indices.shape[1])
         chosen_outputs = None if request.outputs is None else indices

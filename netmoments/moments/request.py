@@ -86,13 +86,16 @@ class Request:
             return x.reshape((*batch, *output))
 
         changed: dict[str, Any] = {"mean": own(flat.mean), "variance": own(flat.variance)}
+        wanted = self.products(flat.mean.shape[-1])
         for name in ("covariance", "outputs", "distance", "reached", "wins"):
-            value = getattr(flat, name)
-            if value is not None:
+            value = getattr(flat, name) if name != "covariance" or wanted else None
+            if value is None:
+                changed[name] = None
+            else:
                 changed[name] = value.reshape((*batch, *value.shape[1:]))
         if flat.error is not None:
             matrix = flat.error.covariance
-            matrix = None if matrix is None else matrix.reshape((*batch, *matrix.shape[1:]))
+            matrix = None if matrix is None or not wanted else matrix.reshape((*batch, *matrix.shape[1:]))
             changed["error"] = MomentErrors(own(flat.error.mean), own(flat.error.variance), matrix)
         if every:
             changed["outputs"] = None

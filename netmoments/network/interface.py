@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from netmoments.checks import describe
 from netmoments.network.replica import replica
 
+HALVES = (torch.float16, torch.bfloat16)
+"""Weights of less precision than inputs have; an input is converted to the first layer's."""
 ROWS = 3
 """Copies of an image that say which outputs have a row for each input."""
 
@@ -86,8 +88,8 @@ class FlatNetwork(nn.Module):
         super().__init__()
         self.network, self.arguments, self.key = network, arguments, key
         self.training = False
-        kinds = {p.dtype for p in network.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
-        self.dtype = next(iter(kinds)) if len(kinds) == 1 else None
+        first = next((p.dtype for p in network.parameters() if p.is_floating_point()), None)
+        self.dtype = first if first in HALVES else None
 
     def forward(self, x: Tensor) -> Tensor:
         rows = [value.reshape(len(x), -1).to(x.dtype) for _, value in self.outputs(x)]

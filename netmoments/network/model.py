@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from netmoments.checks import describe, require_float_tensor
 from netmoments.network.exported import ExportedNetwork, exported_network
 from netmoments.network.graph import NetworkGraph, traced_graph
-from netmoments.network.interface import Arguments, FlatNetwork, OutputPart, needs_flattening, output_parts
+from netmoments.network.interface import HALVES, Arguments, FlatNetwork, OutputPart, needs_flattening, output_parts
 from netmoments.network.relu_calls import Relu, Trace, find_relu
 from netmoments.network.validate import REFUSALS, examined, first_line
 from netmoments.precision import full_precision
@@ -215,9 +215,9 @@ class NetworkModel:
             raise ValueError(
                 f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}"
             )
-        cast = self.network.dtype if isinstance(self.network, FlatNetwork) else None
+        allowed = (inputs.dtype, *(HALVES if isinstance(self.network, FlatNetwork) else ()))
         for name, parameter in self.given.named_parameters():
-            if parameter.is_floating_point() and parameter.dtype not in (inputs.dtype, cast):
+            if parameter.is_floating_point() and parameter.dtype not in allowed:
                 raise TypeError(
                     f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert one, "
                     f"e.g. network.to({inputs.dtype})"

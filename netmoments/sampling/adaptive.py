@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from netmoments.gaussian import Gaussian
-from netmoments.memory import directions_at_once
+from netmoments.memory import directions_at_once, elements_together
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
@@ -89,7 +89,7 @@ class Adaptive:
     stopped: str | None
     """What ended the sampling before the tolerance was met."""
     remark: str = ""
-
+    """On the precision, where there is something to say."""
     share: float = 1.0
     """Of the pairs, mirrored ones."""
 
@@ -122,10 +122,33 @@ def relative_errors(estimate: PairEstimate, dtype: torch.dtype) -> Tensor:
 def sampled_to_tolerance(
     model: NetworkModel, noise: Gaussian, outputs: Tensor | None, goal: Goal, *, seed: int, products: bool
 ) -> Adaptive:
-    """Moments of the outputs (all, or those with indices (E, k)) for noise with one batch dimension, E inputs."""
+    """Moments of the outputs (all, or those with indices (E, k)) for noise with one batch dimension, E inputs.
+
+    As many inputs go together as fit into a piece of work (see `memory`).
+    """
+    start, parts = time.perf_counter(), []
+    count = model.outputs if outputs is None else outputs.shape[1]
+    each = 2 * PILOT * (noise.size + count) + 2 * FOLDS * 9 * (count**2 if products else count)
+    together = elements_together("backward", noise.mean, each)
     with torch.inference_mode(False), full_precision():
-        work = _Sampling(model, noise, outputs, seed)
-        return work.until(goal, products)
+        for number, some in enumerate(torch.arange(len(noise.mean), device=noise.device).split(together)):
+            own = seed if number == 0 else random_seed(seed, "inputs", number)
+            work = _Sampling(model, noise.entries(some), None if outputs is None else outputs[some], own)
+            parts.append(work.until(goal, products, start))
+    return joined(parts)
+
+
+def joined(parts: list[Adaptive]) -> Adaptive:
+    """What was found for several groups of inputs, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    estimates = [vars(part.estimate) for part in parts]
+    estimate = PairEstimate(**{name: torch.cat([each[name] for each in estimates]) for name in estimates[0]})
+    samples, wins, reached = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("samples", "wins", "reached")
+    )
+    stopped = next((part.stopped for part in parts if part.stopped is not None), None)
+    return replace(parts[0], estimate=estimate, samples=samples, wins=wins, reached=reached, stopped=stopped)
 
 
 @torch.no_grad()
@@ -134,7 +157,7 @@ def sampled_plainly(model: NetworkModel, noise: Gaussian, outputs: Tensor, sampl
     with torch.inference_mode(False), full_precision():
         work = _Sampling(model, noise, outputs, seed)
         work.share = 0.0
-        return work.until(Goal(1e-12, samples), products=False)
+        return work.until(Goal(1e-12, samples), False, time.perf_counter())
 
 
 class _Sampling:
@@ -152,9 +175,12 @@ class _Sampling:
         self.share, self.costs = 1.0, PairCosts((1.0, 1.0), (1.0, 1.0))
         self.remark = ""
 
-    def until(self, goal: Goal, products: bool) -> Adaptive:
-        """Rounds of pairs until the goal is reached; in half precision if the first round says that it can be."""
-        start, share = time.perf_counter(), self.share
+    def until(self, goal: Goal, products: bool, start: float) -> Adaptive:
+        """Rounds of pairs until the goal is reached; in half precision if the first round says that it can be.
+
+        `start` is when the work of the goal began.
+        """
+        share = self.share
         try:
             return self._until(goal, products, start)
         except _Overflow:  # all anew
@@ -242,6 +268,7 @@ class _Sampling:
             block = max(FOLDS, min(network.batch, max(GPU_ROWS, len(missing) * GPU_ROWS // 4)) // (2 * entries))
         else:
             block = max(network.batch // (2 * entries), BLOCK // entries)
+        block = min(block, elements_together("pass", self.mean, 2 * entries * self.noise.size))
         block = max(FOLDS, block // FOLDS * FOLDS)
         wanted = missing[active].sort().values
         pairs = int(wanted[int(ENOUGH * (len(wanted) - 1))])
