@@ -112,13 +112,13 @@ def block_sums(
     winners = torch.cat([first, second]).argmax(-1).mT
     wins = torch.zeros(first.shape[1], outputs, dtype=torch.float64, device=first.device)
     wins.scatter_add_(1, winners, torch.ones_like(winners, dtype=torch.float64))
-    dtype = torch.float64 if products else first.dtype  # a float32 product is exact enough; sums are not
+    dtype = torch.float64 if products else first.dtype  # float32 is exact enough for the sums of a block
 
     def dealt(x: Tensor) -> Tensor:
         return x.movedim(0, 1).to(dtype).unflatten(1, (FOLDS, -1))
 
     def summed(x: Tensor) -> Tensor:
-        return x.sum(2, dtype=torch.float64)
+        return x.sum(2).double()
 
     def total(*factors: Tensor) -> Tensor:
         """Σ over pairs of the sum of x xᵀ, or of the squares."""
