@@ -50,8 +50,8 @@ HALF_SHARE = 0.5
 """Of the tolerance: half precision is used if its correction is known to within this."""
 BLOCK = 1024
 """Pairs of one input that are summed at a time on a CPU."""
-WORTH = 5e-3
-"""Seconds that plain samples must take in float32 for half precision to be tried: it takes a few more steps."""
+GPU_ROWS = 2048
+"""Inputs that go through the network together on a GPU, for one input; more for several."""
 BACKWARD = 3
 """What one output's gradient costs, in runs of the network."""
 MOST_POINTS = 16
@@ -167,8 +167,7 @@ class _Sampling:
         self.model, self.outputs, self.seed = model, outputs, seed
         self.noise = Gaussian._trusted(noise.mean.detach(), noise.covariance.to(noise.dtype), noise.event_ndim)
         self.mean = self.noise.flat_mean
-        self.fast: FastNetwork = fast_network(model)
-        self.half: FastNetwork | None = None
+        self.fast, self.half = fast_network(model), half_network(model)
         self.slopes: Tensor | None = None
         self.known: Tensor | None = None
         self.correction: CorrectionSums | None = None
@@ -182,8 +181,6 @@ class _Sampling:
         `start` is when the work of the goal began.
         """
         share = self.share
-        if self.fast.cost * len(self.mean) * min(goal.samples, goal.tolerance**-2) > WORTH:
-            self.half = half_network(self.model)
         try:
             return self._until(goal, products, start)
         except _Overflow:  # all anew
@@ -268,18 +265,22 @@ class _Sampling:
         if on_gpu:  # few different shapes, so that work can be recorded: all entries, the neediest half, a quarter, …
             entries = max(1, len(missing) // 2 ** math.ceil(math.log2(len(missing) / entries)))
             active = missing.argsort(descending=True, stable=True)[:entries].sort().values
+            block = max(FOLDS, min(network.batch, max(GPU_ROWS, len(missing) * GPU_ROWS // 4)) // (2 * entries))
+        else:
+            block = max(network.batch // (2 * entries), BLOCK // entries)
+        block = min(block, elements_together("pass", self.mean, 2 * entries * self.noise.size))
+        block = max(FOLDS, block // FOLDS * FOLDS)
         wanted = missing[active].sort().values
         pairs = int(wanted[int(ENOUGH * (len(wanted) - 1))])
-        pairs = min(rounded_up(pairs) if on_gpu else pairs, most - int(done[active].max()))
-        mirrored = pairs if self.share == 1 else min(pairs, round(self.share * pairs / FOLDS) * FOLDS)
-        fitting = network.batch // (2 * entries) if on_gpu else max(network.batch // (2 * entries), BLOCK // entries)
-        fitting = min(fitting, elements_together("pass", self.mean, 2 * entries * self.noise.size))
+        unit = block if on_gpu else FOLDS
+        pairs = min(-(-pairs // unit) * unit, most - int(done[active].max()))
+        mirrored = pairs if self.share == 1 else min(pairs, round(self.share * pairs / unit) * unit)
         chosen = active.to(self.noise.device)
         for kind, count in ((True, mirrored), (False, pairs - mirrored)):
-            for block in blocks_of(count, max(FOLDS, fitting)):
+            for begun in range(0, count, block):
                 if goal.seconds is not None and time.perf_counter() - start > goal.seconds:
                     return
-                self._add_block(network, chosen, block, kind)
+                self._add_block(network, chosen, min(block, count - begun), kind)
 
     def _add_block(self, network: FastNetwork, chosen: Tensor, count: int, mirrored: bool) -> None:
         """So many pairs of one kind more, of the chosen entries."""
@@ -476,21 +477,6 @@ def _not_finite(values: Tensor) -> Tensor:
 
 class _Overflow(Exception):
     """Half precision gave something that is not a number."""
-
-
-def rounded_up(pairs: int) -> int:
-    """To one of four numbers between any two powers of two: work on a GPU is recorded for few different numbers."""
-    step = max(FOLDS, 2 ** (max(1, pairs).bit_length() - 3))
-    return -(-pairs // step) * step
-
-
-def blocks_of(count: int, fitting: int) -> list[int]:
-    """A number of pairs, a multiple of FOLDS, as blocks of about equal size that fit, multiples of it too."""
-    if count == 0:
-        return []
-    number = -(-count // fitting)
-    block = max(FOLDS, -(-count // number // FOLDS) * FOLDS)
-    return [min(block, count - start) for start in range(0, count, block)]
 
 
 def missing_pairs(reached: Tensor, done: Tensor, tolerance: float, most: int) -> Tensor:

@@ -32,7 +32,7 @@ PATIENCE = 0.25
 """Seconds: no larger batch is tried once a batch takes this long."""
 FASTER = 0.9
 """Of the time of float32: half precision must be below it to be used."""
-GPU_BYTES = 2**30
+GPU_BYTES = 2**31
 """What the largest tensor of a batch may take on a GPU."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -136,7 +136,7 @@ def _tuned(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
             twins[torch.channels_last] = _copy(model, image, dtype, torch.channels_last)
         if image.device.type == "cuda":
             fitting = GPU_BYTES // max(1, model.largest * dtype.itemsize)
-            batch = min(2 ** max(3, min(15, fitting.bit_length() - 1)), model.most_images)
+            batch = min(2 ** max(3, min(14, fitting.bit_length() - 1)), model.most_images)
             tried = min(batch, 2048)
             made = [FastNetwork(run, dtype, layout, batch, math.inf, {}) for layout, run in twins.items()]
             timed = [replace(one, cost=_seconds(one, image, tried) / tried) for one in made]

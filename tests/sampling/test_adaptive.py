@@ -349,25 +349,6 @@ def test_a_network_that_writes_into_its_input_has_slopes_too():
 # the sizes of work
 
 
-def test_numbers_of_pairs_on_a_gpu_are_few():
-    """Four between powers of two, multiples of FOLDS, at most a quarter more than is needed, or FOLDS."""
-    found = {adaptive.rounded_up(pairs) for pairs in range(1, 4097)}
-    assert len(found) <= 4 * 11
-    for pairs in range(1, 4097):
-        rounded = adaptive.rounded_up(pairs)
-        assert rounded % FOLDS == 0
-        assert pairs <= rounded <= max(1.25 * pairs, pairs + FOLDS)
-
-
-@pytest.mark.parametrize("fitting", [FOLDS, 10, 64, 1000])
-def test_blocks_add_up_and_fit(fitting):
-    for count in (0, FOLDS, 40, 400, 4000):
-        blocks = adaptive.blocks_of(count, fitting)
-        assert sum(blocks) == count
-        assert all(block % FOLDS == 0 and block <= max(FOLDS, fitting + FOLDS) for block in blocks)
-        assert len(set(blocks)) <= 2
-
-
 def test_many_inputs_go_in_groups(monkeypatch):
     """Those of the first group as they would go alone."""
     noise = nm.Gaussian(torch.randn(5, 6, generator=torch.Generator().manual_seed(1)), std=0.3)
@@ -402,7 +383,6 @@ def low_precision(monkeypatch) -> Callable[[Callable[[Tensor], Tensor]], list[in
             return dataclasses.replace(exact, run=run)
 
         monkeypatch.setattr(adaptive, "half_network", made)
-        monkeypatch.setattr(adaptive, "WORTH", 0.0)
         return counted
 
     return use
@@ -448,7 +428,7 @@ def test_what_low_precision_cannot_hold_is_done_anew_and_said(net, seldom, low_p
     given = nm.Gaussian(mean, std=1.0)
     expected = nm.output_moments(net, given, tolerance=0.01)
     largest = nm.monte_carlo(net, given, 1000)
-    limit = float((largest.mean + (3.4 if net is NET else 5.5) * largest.variance.sqrt())[0]) if seldom else -math.inf
+    limit = float((largest.mean + (4.2 if net is NET else 5.5) * largest.variance.sqrt())[0]) if seldom else -math.inf
     counted = low_precision(lambda y: torch.where(y[:, :1] > limit, math.inf, y))
     found = nm.output_moments(net, given, tolerance=0.01)
     assert (sum(counted) > 2 * PILOT) == seldom
