@@ -42,7 +42,6 @@ from netmoments.sampling.control_variates import (
     controlled_monte_carlo,
 )
 from netmoments.sampling.evaluation import random_seed
-from netmoments.sampling.fast_network import fast_network
 from netmoments.sampling.monte_carlo import SampledMoments, monte_carlo
 
 TOLERANCE = 0.01
@@ -276,7 +275,8 @@ class Auto(Method):
     """Exact where the network is (Affine, ReLU, Affine), else as many samples as the tolerance needs.
 
     `tolerance` is the error of means in standard deviations of the output, with variances to √2 times that relative,
-    averaged over the outputs; `samples` (of each input) and `seconds` are limits. Where the noise requires a gradient,
+    averaged over the outputs; `samples` (of each input) and `seconds` are limits. The same seed gives the same samples,
+    and answers that are the same to rounding: batches are as large as is fastest on a machine. Where the noise requires a gradient,
     the answer is layerwise where that fits the memory, else a sketch.
     """
 
@@ -414,11 +414,11 @@ class _ChosenScores:
     """The scores (N, k) of each of N images, for samples of all of them in turn; and how often each was the largest."""
 
     def __init__(self, request: Request, indices: Tensor) -> None:
-        self.network, self.indices = fast_network(request.model), indices
+        self.network, self.indices = request.model.network, indices
         self.wins = torch.zeros(indices.shape, dtype=torch.float64, device=indices.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        scores = self.network.values(x)
+        scores = self.network(x)
         images = len(self.indices)
         picked = scores.reshape(-1, images, scores.shape[1]).gather(2, self.indices.expand(len(x) // images, -1, -1))
         self.wins += torch.nn.functional.one_hot(picked.argmax(-1), picked.shape[-1]).sum(0)
