@@ -276,8 +276,8 @@ class Auto(Method):
 
     `tolerance` is the error of means in standard deviations of the output, with variances to √2 times that relative,
     averaged over the outputs; `samples` (of each input) and `seconds` are limits. The same seed gives the same samples,
-    and answers that are the same to rounding: batches are as large as is fastest on a machine. Where the noise requires a gradient,
-    the answer is layerwise where that fits the memory, else a sketch.
+    and answers that are the same to rounding: batches are as large as is fastest on a machine. Where the noise requires
+    a gradient, the answer is layerwise where that fits the memory, else a sketch.
     """
 
     tolerance: float = TOLERANCE
