@@ -1,8 +1,8 @@
-"""As many samples as a tolerance needs: mirrored pairs, with the network's expected slopes as control.
+"""As many samples as a tolerance needs: mirrored and independent pairs, with expected slopes as control.
 
-A first few pairs say how the outputs vary; from that follows how much expected slopes are worth, at how many points the
-network is differentiated for them, and how many pairs are needed. More are drawn, in a few rounds, until the errors of
-all inputs are within the tolerance or a limit is reached.
+A first few pairs say how the outputs vary; from that follows at how many points the network is differentiated for the
+slopes, how many of the pairs should be mirrored, and how many are needed. More are drawn, in a few rounds, until the
+errors of all inputs are within the tolerance or a limit is reached.
 """
 
 from __future__ import annotations
