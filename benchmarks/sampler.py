@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 import netmoments as nm
 from benchmarks.measure import machine
+from netmoments.precision import full_precision
 
 SIGMAS = (0.01, 0.05, 0.1, 0.3)
 SAMPLES, BATCH = 10_000, 500
@@ -77,6 +78,56 @@ class Gallery:
         return mean, torch.from_numpy(self._truth[f"{key}/variance"]).double()
 
 
+class Photographs:
+    """The face network and SqueezeNet on real photographs, from a folder with `fer2013`, `natural` and `squeezenet`.
+
+    What is true is sampled here, plainly.
+    """
+
+    SIGMAS: ClassVar = {"faces": 0.05, "squeezenet": 0.02}
+    SAMPLES: ClassVar = {"faces": 400_000, "squeezenet": 100_000}
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.names, self.device = list(self.SIGMAS), device
+        self._networks = {
+            "faces": nm.zoo.pretrained("faces").to(device),
+            "squeezenet": nm.zoo.pretrained("squeezenet", next((folder / "squeezenet").glob("*.npz"))).to(device),
+        }
+        natural = nm.data.load(next((folder / "natural").glob("*.npz")), size=227).images
+        self._images = {
+            "faces": nm.data.load("fer2013", data_dir=folder).images[:64].float().to(device),
+            "squeezenet": natural.float().to(device),
+        }
+
+    def network(self, name: str) -> nn.Module:
+        return self._networks[name]
+
+    def images(self, name: str, numbers: list[int]) -> Tensor:
+        return self._images[name][numbers]
+
+    def numbers(self, name: str) -> list[int]:
+        return list(range(len(self._images[name])))
+
+    def truth(self, name: str, number: int, sigma: float) -> tuple[Tensor, Tensor]:
+        noise = nm.Gaussian(self.images(name, [number])[0], std=sigma)
+        found = sampled_plainly_to(self.network(name), noise, self.SAMPLES[name])
+        return found
+
+
+@torch.inference_mode()
+def sampled_plainly_to(network: nn.Module, noise: nm.Gaussian, samples: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance of all outputs from many plain samples, in float64."""
+    generator = torch.Generator(noise.device).manual_seed(10**6)
+    first, second, centre = 0.0, 0.0, network(noise.mean.unsqueeze(0)).double()
+    with full_precision():
+        for _ in range(samples // BATCH):
+            off = network(noise.sample(BATCH, generator=generator)).double() - centre
+            first, second = first + off.sum(0), second + off.square().sum(0)
+    mean = torch.as_tensor(first) / samples
+    variance = torch.as_tensor(second) / samples - mean**2
+    return (centre.squeeze(0) + mean).cpu(), variance.cpu()
+
+
 def time_of(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of a call after a first one: the median of three, of one alone where that takes long."""
     taken: list[float] = []
@@ -100,7 +151,9 @@ def plain_seconds(network: nn.Module, image: Tensor) -> float:
     return time_of(plain, image.device)
 
 
-def figures(gallery: Gallery, name: str, sigma: float, count: int, together: int, plain: float) -> dict[str, float]:
+def figures(
+    gallery: Gallery | Photographs, name: str, sigma: float, count: int, together: int, plain: float
+) -> dict[str, float]:
     """One row of the table."""
     network = gallery.network(name)
     rows = []
@@ -127,7 +180,9 @@ def figures(gallery: Gallery, name: str, sigma: float, count: int, together: int
         )
     row = {key: statistics.mean(each[key] for each in rows) for key in rows[0]}
     if together:
-        images = gallery.images(name, list(range(together)))
+        images = gallery.images(
+            name, gallery.numbers(name)[:together] if isinstance(gallery, Photographs) else list(range(together))
+        )
         noise = nm.Gaussian(images, std=sigma, event_ndim=images.dim() - 1)
         row["together"] = time_of(partial(nm.output_moments, network, noise), gallery.device) / plain / together
     return row
@@ -158,17 +213,20 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=4)
     parser.add_argument("--together", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=0)
+    parser.add_argument("--photographs", type=Path, help="the face network and SqueezeNet instead, on this folder's")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--record", type=Path)
     asked = parser.parse_args()
     device = torch.device(asked.device)
-    gallery = Gallery(asked.gallery.resolve(), device)
+    gallery: Gallery | Photographs = Gallery(asked.gallery.resolve(), device)
+    if asked.photographs is not None:
+        gallery = Photographs(asked.photographs.resolve(), device)
     print(machine())
     kept: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv[1:]), "rows": {}}
     for name in asked.networks or (UNBIASED if asked.seeds else gallery.names):
         plain = 0.0 if asked.seeds else plain_seconds(gallery.network(name), gallery.images(name, [0])[0])
-        for sigma in asked.sigmas:
-            if asked.seeds:
+        for sigma in [gallery.SIGMAS[name]] if isinstance(gallery, Photographs) else asked.sigmas:
+            if asked.seeds and isinstance(gallery, Gallery):
                 row = z_scores(gallery, name, sigma, asked.seeds)
             else:
                 row = figures(gallery, name, sigma, asked.images, asked.together, plain)
@@ -178,6 +236,8 @@ def main() -> None:
             )
     if not asked.seeds:
         summary(kept)
+    if device.type == "cuda":
+        print(f"memory at most {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")
     if asked.record is not None:
         asked.record.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
 

@@ -14,7 +14,7 @@ Each has leading batch dimensions and acts on n flat coordinates. `Σ` is the co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -131,6 +131,22 @@ class Covariance(ABC):
     @abstractmethod
     def _kept_dimensions(self) -> dict[str, int]:
         """How many trailing dimensions of each tensor belong to one entry."""
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor, in an order that `with_tensors` takes."""
+        found: list[Tensor] = []
+
+        def kept(x: Tensor, dimensions: int) -> Tensor:
+            found.append(x)
+            return x
+
+        self._each(kept)
+        return found
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
+        """The same structure with other tensors, in the order of `tensors`."""
+        given = iter(tensors)
+        return self._each(lambda x, kept: next(given))
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Every tensor converted as by `Tensor.to`."""

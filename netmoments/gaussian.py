@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from numbers import Real
 from typing import Any
 
@@ -83,9 +85,6 @@ def require_positive_semidefinite(matrix: Tensor) -> None:
             f"{float(smallest.flatten()[worst]):.3g} (largest {float(largest.flatten()[worst]):.3g}, "
             f"tolerance {bound:.1g} of it)"
         )
-
-
-CALLER = "Gaussian"
 
 
 def read_covariance(value: Any, mean: Tensor, event_ndim: int) -> Covariance:
@@ -386,6 +385,15 @@ class Gaussian:
             require_broadcastable("Gaussian.affine", matrix=mean.shape[:-1], offset=offset.shape[:-1])
             mean = mean + offset
         return Gaussian._trusted(mean, self.covariance.pushed(matrix), event_ndim=1)
+
+
+def random_seed(seed: int, purpose: str, item: int) -> int:
+    """A seed of 63 bits that depends on these three only: not on the order of the items, nor on who computes them.
+
+    A generator may take fewer of them: torch's on a CPU takes the lowest 32.
+    """
+    digest = hashlib.sha256(json.dumps([seed, purpose, item]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def require_matrix_for(noise: Gaussian, caller: str, name: str, matrix: Any) -> Tensor:

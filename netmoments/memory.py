@@ -1,4 +1,4 @@
-"""How much is worked on at a time: one rule for the size of every piece of work, and memory that is used again.
+"""How much is worked on at a time: one rule for the size of every piece of work.
 
 Work is cut into pieces by the bytes that one of its entries takes. What a piece may take depends on the kind of work
 and on the device only:
@@ -16,8 +16,6 @@ and on the device only:
 from __future__ import annotations
 
 import os
-import threading
-from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -86,6 +84,14 @@ def memory_limit(device: torch.device, budget: int | None) -> int:
         return 2 * 2**30
 
 
+def matrices_together(device: torch.device, bytes_each: int, budget: int | None) -> int:
+    """How many Jacobians, of so many bytes each, are held at a time; at least 1."""
+    limit = memory_limit(device, budget)
+    if budget is None:
+        limit = min(limit, piece_bytes("matrices", device))
+    return max(1, limit // bytes_each)
+
+
 def directions_at_once(device: torch.device, elements: int, itemsize: int, budget: int | None) -> int:
     """How many directions go through a network at a time, each with `elements` numbers in its largest activation."""
     working = PIECE.get(device.type, PIECE["cpu"])["backward"]
@@ -98,51 +104,3 @@ def gigabytes(count: float) -> str:
     if count >= 1e10:
         return f"{count / 1e9:,.0f} GB"
     return f"{count / 1e9:.2g} GB" if count >= 1e8 else f"{count / 1e6:.2g} MB"
-
-
-SLOTS = 21
-"""Buffers of the size of one tile: 13 for the quadrature, 6 more for derivatives, 2 for their weights."""
-
-KEPT_BYTES = 64 * 2**20
-"""Up to this size a CPU thread keeps its scratch memory for the next call: fresh pages cost more than arithmetic."""
-
-_kept = threading.local()
-
-
-class Scratch:
-    """Named buffers of one dtype and device, each of up to `elements` elements, in one block of memory.
-
-    A buffer's content lasts until its name is asked for again. Only what is used becomes resident.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, elements: int) -> None:
-        self.elements = elements
-        with torch.inference_mode(False):  # else a block kept from inside inference mode would be unusable outside
-            self._block = torch.empty(SLOTS, elements, dtype=dtype, device=device)
-        self._slots: dict[str, Tensor] = {}
-
-    def take(self, name: str, shape: torch.Size) -> Tensor:
-        """An uninitialized tensor of this shape."""
-        slot = self._slots.get(name)
-        if slot is None:
-            slot = self._slots[name] = self._block[len(self._slots)]
-        return slot[: shape.numel()].view(shape)
-
-
-def scratch_for(like: Tensor, elements: int) -> Scratch:
-    """Scratch memory for blocks of up to `elements` pairs; on a CPU the thread's own, kept between calls."""
-    size = SLOTS * elements * like.dtype.itemsize
-    if like.device.type != "cpu" or size > KEPT_BYTES:
-        return Scratch(like.dtype, like.device, elements)
-    kept: dict[torch.dtype, Scratch] = _kept.__dict__.setdefault("by_dtype", {})
-    if like.dtype not in kept or kept[like.dtype].elements < elements:
-        kept[like.dtype] = Scratch(like.dtype, like.device, elements)
-    return kept[like.dtype]
-
-
-def common_shape(*tensors: Tensor) -> torch.Size:
-    """The broadcast shape of tensors with equally many dimensions (`torch.broadcast_shapes` is slow)."""
-    return torch.Size(map(max, *map(_shape, tensors)))
-
-
-_shape = attrgetter("shape")

@@ -1,4 +1,4 @@
-"""The standard normal distribution: density, distribution, tail moments, Owen's T."""
+"""The standard normal distribution: density, distribution, Owen's T."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from torch import Tensor
 SATURATED = 40.0
 """|h| is cut here: φ(40) is zero in float64, so nothing beyond changes any moment."""
 
-TAIL = 3.0
-"""Beyond this many standard deviations tail moments come from a continued fraction."""
-
-_FRACTION_TERMS = {torch.float32: 16, torch.float64: 40}
 _OWEN_NODES = {torch.float32: 7, torch.float64: 14}
 
 
@@ -40,24 +36,6 @@ def standardize(mean: Tensor, std: Tensor) -> Tensor:
     inside = mean.abs() < SATURATED * std
     h = mean / torch.where(inside, std, torch.ones_like(std))
     return torch.where(inside, h, torch.sign(mean.detach()) * SATURATED)
-
-
-def tail_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """M_n(x) = ∫₀^∞ tⁿ exp(−xt − t²/2) dt for n = 0, 1, 2 and x ≥ `TAIL`.
-
-    φ(x)·M_n(x) is the n-th moment of a standard normal's excess over x; M₀ is Mills' ratio.
-    Integration by parts gives x M_n + M_{n+1} = n M_{n−1}, hence M_n/M_{n−1} = n / (x + M_{n+1}/M_n):
-    a continued fraction of positive terms, without the cancellation that the closed forms suffer
-    (a factor x⁴ for M₂). Relative error below 1e-14 in float64.
-    """
-    terms = _FRACTION_TERMS[x.dtype]
-    ratio = 0.5 * (torch.sqrt(x * x + 4 * (terms + 1)) - x)
-    for n in range(terms, 2, -1):
-        ratio = n / (x + ratio)
-    second = 2 / (x + ratio)
-    first = 1 / (x + second)
-    zeroth = 1 / (x + first)
-    return zeroth, first * zeroth, second * first * zeroth
 
 
 @cache

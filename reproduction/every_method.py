@@ -14,11 +14,10 @@ from torch import Tensor
 
 from netmoments.covariances import LowRank
 from netmoments.data.images import evenly_spread
-from netmoments.gaussian import Gaussian
+from netmoments.gaussian import Gaussian, random_seed
 from netmoments.moments.methods import Layerwise, Linear, Method, Sampling, Sketch, TwoStage
 from netmoments.moments.output_moments import output_moments
 from netmoments.report.pictures import AMBER, BLUE, GREEN, GREY, INK, PALE, PURPLE, SMALL, dress, new_figure
-from netmoments.sampling.evaluation import random_seed
 from netmoments.sweep.item import Columns
 from reproduction.experiment import Panel, Settings
 from reproduction.image_sweeps import SIGMAS, BlocksOfImages, StudiedImages, cube, rows, same_bits

@@ -19,10 +19,10 @@ from netmoments import data
 from netmoments.attacks.result import AttackResult
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages
+from netmoments.gaussian import random_seed
 from netmoments.network import zoo
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
-from netmoments.sampling.evaluation import random_seed
 from netmoments.sweep.item import Columns
 from reproduction.attack_rows import answers_of
 from reproduction.experiment import Settings

@@ -22,9 +22,9 @@ from netmoments import data
 from netmoments.attacks.box import PixelSupport
 from netmoments.data.datasets import cache_folder
 from netmoments.data.images import LabelledImages, evenly_spread
+from netmoments.gaussian import random_seed
 from netmoments.network import zoo
 from netmoments.report.pictures import a_sample
-from netmoments.sampling.evaluation import random_seed
 from netmoments.sweep.item import Columns
 from reproduction.attack_rows import (
     FEW,

@@ -20,7 +20,7 @@ from benchmarks.baselines import adf, unscented
 from netmoments import data
 from netmoments.covariances import LowRank
 from netmoments.data.images import evenly_spread
-from netmoments.gaussian import Gaussian
+from netmoments.gaussian import Gaussian, random_seed
 from netmoments.memory import memory_limit
 from netmoments.moments.methods import Method, Sampling, Sketch, method_named
 from netmoments.moments.output_moments import output_moments
@@ -29,7 +29,6 @@ from netmoments.precision import full_precision
 from netmoments.progress import silence
 from netmoments.propagate.layerwise import need_of
 from netmoments.propagate.plan import Plan, plan_of
-from netmoments.sampling.evaluation import random_seed
 from netmoments.sampling.monte_carlo import relative_difference
 from netmoments.sweep.item import Columns
 from reproduction import figure_5

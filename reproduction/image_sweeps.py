@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
-from netmoments.sampling.evaluation import random_seed
+from netmoments.gaussian import random_seed
 from netmoments.sweep.item import Columns
 
 SIGMAS = (0.001, 0.01, 0.05, 0.1)

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from netmoments.gaussian import random_seed
 from netmoments.linearize.two_stage import two_stage_value
 from netmoments.precision import full_precision
 from netmoments.report.pictures import BLUE, GREEN, INK, ORANGE, SMALL, dress, new_figure
-from netmoments.sampling.evaluation import random_seed
 from netmoments.sweep.item import Columns
 from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
 from reproduction.image_sweeps import BlocksOfImages, StudiedImages, same_bits

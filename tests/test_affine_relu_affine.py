@@ -316,7 +316,7 @@ def test_large_weights_do_not_overflow():
 def test_inference_mode_leaves_nothing_behind():
     network, noise = random_network(20, 30, 3, seed=1), nm.Gaussian(torch.zeros(20, dtype=torch.float64), std=0.5)
     expected = network.variance(noise)
-    from netmoments import memory as scratch
+    from netmoments.relu import bivariate as scratch
 
     scratch._kept.__dict__.clear()
     with torch.inference_mode():

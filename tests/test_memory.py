@@ -1,4 +1,4 @@
-"""How much is worked on at a time, and memory that is used again."""
+"""How much is worked on at a time."""
 
 from __future__ import annotations
 
@@ -7,41 +7,14 @@ import torch
 
 from netmoments.memory import (
     PIECE,
-    Scratch,
-    common_shape,
     directions_at_once,
     elements_together,
     gigabytes,
     memory_limit,
     scratch_budget,
-    scratch_for,
 )
 
 CPU = torch.device("cpu")
-
-
-def test_scratch_gives_back_the_same_memory():
-    scratch = Scratch(torch.float32, CPU, elements=20)
-    first = scratch.take("a", torch.Size((4, 5)))
-    assert scratch.take("a", torch.Size((2, 3))).data_ptr() == first.data_ptr()
-    assert scratch.take("b", torch.Size((2, 3))).data_ptr() != first.data_ptr()
-    kept = scratch_for(first, elements=1000)
-    assert scratch_for(first, elements=500) is kept
-    assert scratch_for(first.double(), elements=500) is not kept
-    assert scratch_for(first, elements=10**7) is not kept
-
-
-def test_scratch_of_inference_mode_is_of_use_outside():
-    """A thread keeps it, and the next call may have gradients."""
-    with torch.inference_mode():
-        scratch = Scratch(torch.float32, CPU, elements=4)
-        scratch.take("a", torch.Size((4,)))
-    weight = torch.ones(4, requires_grad=True)
-    with torch.no_grad():
-        block = torch.mul(weight, 2, out=scratch.take("a", torch.Size((4,))))
-    assert not block.is_inference()
-    (block * weight).sum().backward()
-    assert weight.grad.tolist() == [2.0] * 4
 
 
 @pytest.mark.parametrize("kind", PIECE["cpu"])
@@ -79,7 +52,3 @@ def test_half_of_a_budget_is_for_the_directions_that_go_through_a_network():
 @pytest.mark.parametrize(("count", "words"), [(2.5e10, "25 GB"), (1.25e9, "1.2 GB"), (2e7, "20 MB"), (3e5, "0.3 MB")])
 def test_bytes_are_told_in_words(count, words):
     assert gigabytes(count) == words
-
-
-def test_shapes_are_broadcast():
-    assert common_shape(torch.zeros(1, 4, 1), torch.zeros(3, 1, 1), torch.zeros(1, 1, 2)) == (3, 4, 2)

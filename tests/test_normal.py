@@ -8,7 +8,7 @@ import pytest
 import scipy.special
 import torch
 
-from netmoments.normal import TAIL, density, distribution, gauss_legendre, owen_t, standard_deviation, tail_moments
+from netmoments.normal import density, distribution, gauss_legendre, owen_t, standard_deviation
 from tests.closeness import assert_close
 
 mpmath.mp.dps = 30
@@ -24,17 +24,6 @@ def test_distribution_keeps_relative_accuracy_in_the_left_tail():
 def test_density():
     x = torch.linspace(-9, 9, 37, dtype=torch.float64)
     assert_close(density(x), [float(mpmath.npdf(v)) for v in x.tolist()], rtol=2e-14)
-
-
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-def test_tail_moments(dtype, rtol):
-    x = torch.tensor([TAIL, 3.7, 5.0, 9.0, 20.0, 40.0], dtype=dtype)
-    for n, moment in enumerate(tail_moments(x)):
-        exact = [
-            float(mpmath.quad(lambda t, v=v, n=n: t**n * mpmath.exp(-v * t - t * t / 2), [0, 1 / v, 5, 30]))
-            for v in x.tolist()
-        ]
-        assert_close(moment, torch.tensor(exact, dtype=torch.float64), rtol=rtol, what=f"M_{n}")
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 56])

@@ -320,7 +320,7 @@ class Attack(ABC):
 
     def _group(self, subjects: Subjects) -> int:
         """How many images are attacked at a time."""
-        units = subjects.model.relu(self.layer).size
+        units = subjects.model.relu(self.layer).shape.numel()
         each = COPIES * units * subjects.images[0].numel() * subjects.images.element_size()
         limit = memory_limit(subjects.images.device, self.memory_budget)
         return max(1, min(limit // each, TOGETHER.get(subjects.images.device.type, TOGETHER["cpu"])))

@@ -18,8 +18,8 @@ from netmoments.attacks.evaluation import Success, noisy_scores
 from netmoments.attacks.margins import ClassPairs, Margins, NetworkMargins, fooled_margin
 from netmoments.attacks.result import AttackResult
 from netmoments.checks import describe
+from netmoments.gaussian import random_seed
 from netmoments.progress import Progress
-from netmoments.sampling.evaluation import random_seed
 
 FIRST, LAST = 0.5, 1e-3
 """Steps as shares of half the box."""

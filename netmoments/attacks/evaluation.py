@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
+from netmoments.gaussian import random_seed
 from netmoments.memory import elements_together
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
-from netmoments.sampling.evaluation import random_seed
 
 WINDOW, SPREAD = 11, 1.5
 """Of the structural similarity: side of the window and deviation of its weights, as Wang et al. (2004) have them."""

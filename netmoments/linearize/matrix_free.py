@@ -17,13 +17,13 @@ from netmoments.checks import describe
 from netmoments.covariances import Covariance, Diagonal, Isotropic
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.two_stage import after_the_cut, by_reverse_mode, output_indices, points_of, require_room
-from netmoments.memory import directions_at_once, memory_limit, scratch_budget, scratch_for
+from netmoments.memory import directions_at_once, memory_limit, scratch_budget
 from netmoments.network.model import NetworkModel
 from netmoments.network.relu_calls import Cut
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision, matmul, matvec
 from netmoments.progress import Progress
-from netmoments.relu.bivariate import Units, units_of
+from netmoments.relu.bivariate import Units, scratch_for, units_of
 from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean
 from netmoments.relu.quadratic_form import pairs_form
 from netmoments.relu.tiles import Tile, active, nonlinear_covariance, tile_elements

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_count
-from netmoments.gaussian import Gaussian
+from netmoments.gaussian import Gaussian, random_seed
 from netmoments.linearize.bank import LinearizationBank
 from netmoments.linearize.two_stage import linearized, linearized_at
-from netmoments.memory import DIRECTIONS, directions_at_once, gigabytes, memory_limit
+from netmoments.memory import DIRECTIONS, directions_at_once, gigabytes, matrices_together, memory_limit
 from netmoments.moments.request import CALLER, Request
 from netmoments.moments.result import MomentErrors, OutputMoments
 from netmoments.propagate.layerwise import layerwise, need_of
@@ -41,7 +41,6 @@ from netmoments.sampling.control_variates import (
     TwoStageSurrogate,
     controlled_monte_carlo,
 )
-from netmoments.sampling.evaluation import random_seed
 from netmoments.sampling.monte_carlo import SampledMoments, monte_carlo
 
 TOLERANCE = 0.01
@@ -80,8 +79,8 @@ class Layerwise(Method):
 
     def moments(self, request: Request) -> OutputMoments:
         with request.following_gradients() as noise:
-            plan, indices = plan_of(request.model, CALLER), request.indices().clone()
-            budget = request.memory_budget
+            indices, budget = request.indices().clone(), request.memory_budget
+            plan = plan_of(request.model, CALLER)
             mean, covariance = layerwise(plan, noise.mean, noise.covariance, indices, budget, CALLER)
         return _outcome(self.name, mean, covariance, outputs=indices)
 
@@ -103,8 +102,8 @@ class Sketch(Method):
 
     def moments(self, request: Request) -> OutputMoments:
         with request.following_gradients() as noise:
-            plan = plan_of(request.model, CALLER, black_box)
             indices = request.indices().clone()
+            plan = plan_of(request.model, CALLER, black_box)
             options = {"probes": self.probes, "seed": self.seed, "memory_budget": request.memory_budget}
             found = sketched(plan, noise.mean, noise.covariance, indices, **options)  # type: ignore[arg-type]
         return _outcome(self.name, found.mean, found.covariance, outputs=indices)
@@ -165,7 +164,7 @@ class TwoStage(Method):
         points, chosen = noise.mean[first].detach(), indices[first]
         units = model.relu(self.layer).shape.numel()
         each = units * noise.size + indices.shape[1] * (units + noise.size)
-        together = request.fitting(each * noise.dtype.itemsize)
+        together = matrices_together(noise.device, each * noise.dtype.itemsize, request.memory_budget)
         for start in range(0, len(points), together):
             span = slice(start, start + together)
             group = linearized_at(model, points[span], self.layer, chosen[span], request.memory_budget)
@@ -297,7 +296,8 @@ class Auto(Method):
         require_count("Auto", "seed", self.seed, least=0)
 
     def moments(self, request: Request) -> OutputMoments:
-        if request.wants_gradient or self._may_be_exact(request):
+        may_be_exact = len(request.model.relus) <= 1 and not request.model.smooth
+        if request.wants_gradient or may_be_exact:  # only then is the network's graph looked at
             name, reason = self.formula(request)
             if request.wants_gradient or name == "exact":
                 chosen = Sketch() if name == "sketch" else Layerwise()
@@ -314,10 +314,6 @@ class Auto(Method):
         return dataclasses.replace(
             _sampled(found, indices, "sampling", request.flat.dtype), tolerance=self.tolerance, reason=found.how
         )
-
-    def _may_be_exact(self, request: Request) -> bool:
-        """Whether the network could have one piecewise linear layer at most: only then is its graph looked at."""
-        return len(request.model.relus) <= 1 and not request.model.smooth
 
     def formula(self, request: Request) -> tuple[str, str]:
         """The formula that fits, "exact" for a layerwise answer that is, and why, in words."""
@@ -365,6 +361,20 @@ def method_named(method: Any, caller: str) -> Method:
         f"{caller}: method must be one of {', '.join(SHORT_NAMES)}, or a method with options such as "
         f"netmoments.Sketch(probes=128), got {method!r}"
     )
+
+
+def with_goal(method: Method, tolerance: float | None, samples: int | None, seconds: float | None) -> Method:
+    """The method with a tolerance and limits, which only "auto" has."""
+    if tolerance is None and samples is None and seconds is None:
+        return method
+    given = {"tolerance": tolerance, "samples": samples, "seconds": seconds}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not isinstance(method, Auto):
+        raise ValueError(
+            f'{CALLER}: {next(iter(given))}= is for method="auto", got {method}; formulas are as exact as they are, '
+            f"and Sampling(samples) takes as many as it is told"
+        )
+    return dataclasses.replace(method, **given)  # type: ignore[arg-type]
 
 
 def _exact(found: OutputMoments) -> OutputMoments:
@@ -431,7 +441,7 @@ def _linearizations(request: Request, indices: Tensor) -> Iterator[tuple[Tensor,
     model.require_linearizable()
     itemsize, budget = noise.dtype.itemsize, request.memory_budget
     together = max(1, directions_at_once(noise.device, model.largest, itemsize, budget) // DIRECTIONS)
-    together = min(together, request.fitting(indices.shape[1] * noise.size * itemsize))
+    together = min(together, matrices_together(noise.device, indices.shape[1] * noise.size * itemsize, budget))
     working = directions_at_once(noise.device, model.largest * together, itemsize, budget)
     for start in range(0, len(noise.mean), together):
         span = slice(start, start + together)

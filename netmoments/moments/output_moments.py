@@ -13,13 +13,12 @@ from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_count
-from netmoments.gaussian import Gaussian
+from netmoments.gaussian import Gaussian, random_seed
 from netmoments.linearize.two_stage import output_indices
-from netmoments.moments.methods import Auto, Method, method_named
+from netmoments.moments.methods import Method, method_named, with_goal
 from netmoments.moments.request import CALLER, Choice, Request, require_number_of_outputs
 from netmoments.moments.result import MomentErrors, OutputMoments
 from netmoments.sampling.adaptive import Goal, sampled_to_tolerance
-from netmoments.sampling.evaluation import random_seed
 
 CHECK = 256
 """Runs of the network that say how far a formula is off."""
@@ -84,20 +83,6 @@ def output_moments(
     if flat.error is None and check != 0 and (check is not None or not request.wants_gradient):
         flat = checked(request, flat, CHECK if check is None else check)
     return request.shaped(flat, seconds=time.perf_counter() - start)
-
-
-def with_goal(method: Method, tolerance: float | None, samples: int | None, seconds: float | None) -> Method:
-    """The method with a tolerance and limits, which only "auto" has."""
-    given = {"tolerance": tolerance, "samples": samples, "seconds": seconds}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given:
-        return method
-    if not isinstance(method, Auto):
-        raise ValueError(
-            f'{CALLER}: {next(iter(given))}= is for method="auto", got {method}; formulas are as exact as they are, '
-            f"and Sampling(samples) takes as many as it is told"
-        )
-    return dataclasses.replace(method, **given)  # type: ignore[arg-type]
 
 
 def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:

@@ -15,7 +15,7 @@ from netmoments.checks import describe
 from netmoments.covariances import Covariance
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.two_stage import output_indices
-from netmoments.memory import PIECE, memory_limit
+from netmoments.memory import memory_limit
 from netmoments.moments.result import MomentErrors, OutputMoments
 from netmoments.network.interface import Arguments, NoisyArgument
 from netmoments.network.model import NetworkModel
@@ -40,6 +40,8 @@ class Request:
     """The same with one batch dimension, N entries."""
     outputs: Choice
     memory_budget: int | None
+    wants_gradient: bool
+    """Whether the noise requires a gradient, and gradients are on."""
     covariance: bool | None = None
     """Whether covariances are wanted; None for those of up to MANY_OUTPUTS outputs."""
 
@@ -59,17 +61,17 @@ class Request:
         arguments = None
         if not isinstance(noise, Gaussian):
             noise, arguments = joint_noise(noise, caller)
-        model, noise = _fitting_model(network, noise, arguments, key, caller)
         flat = noise.flattened()
+        wanted = flat.mean.requires_grad or flat.covariance.variances().requires_grad
+        wanted = wanted and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        try:
+            model = NetworkModel.of_any(network, flat.mean, caller, arguments=arguments, key=key)
+        except ValueError as refusal:
+            model, noise = _read_otherwise(refusal, network, noise, arguments, key, caller)
+            flat = noise.flattened()
         if memory_budget is not None:
             memory_limit(flat.device, memory_budget)
-        return cls(model, noise, flat, outputs, memory_budget, covariance)
-
-    @property
-    def wants_gradient(self) -> bool:
-        """Whether the noise requires a gradient, and gradients are on."""
-        wanted = self.flat.mean.requires_grad or self.flat.covariance.variances().requires_grad
-        return wanted and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        return cls(model, noise, flat, outputs, memory_budget, wanted, covariance)
 
     def products(self, count: int) -> bool:
         """Whether all covariances of so many outputs are wanted."""
@@ -124,32 +126,23 @@ class Request:
                 flat = Gaussian._trusted(flat.mean.clone(), covariance, flat.event_ndim)
             yield flat
 
-    def fitting(self, bytes_each: int) -> int:
-        """How many Jacobians, of so many bytes each, are held at a time."""
-        limit = memory_limit(self.flat.device, self.memory_budget)
-        if self.memory_budget is None:
-            limit = min(limit, PIECE.get(self.flat.device.type, PIECE["cpu"])["matrices"])
-        return max(1, limit // bytes_each)
 
-
-def _fitting_model(
-    network: Any, noise: Gaussian, arguments: Arguments | None, key: str | int | None, caller: str
+def _read_otherwise(
+    refusal: ValueError, network: Any, noise: Gaussian, arguments: Arguments | None, key: str | int | None, caller: str
 ) -> tuple[NetworkModel, Gaussian]:
-    """The model for this noise; where the network cannot take it as it was read, for another reading that it can."""
-    tries: list[tuple[Gaussian, Arguments | None]] = [(noise, arguments)]
+    """Another reading of the noise that the network can take, with the model for it; else the first one's refusal."""
+    tries: list[tuple[Gaussian, Arguments | None]]
     if arguments is None:
-        tries += [(other, None) for other in noise.readings()]
+        tries = [(other, None) for other in noise.readings()]
     else:
-        tries.append((noise, dataclasses.replace(arguments, repeated=False)))
-    refusal: ValueError | None = None
+        tries = [(noise, dataclasses.replace(arguments, repeated=False))]
     for reading, called in tries:
         try:
             inputs = reading.flattened().mean
             return NetworkModel.of_any(network, inputs, caller, arguments=called, key=key), reading
-        except ValueError as error:
-            refusal = refusal or error
-    assert refusal is not None
-    if arguments is not None or len(tries) == 1 or "cannot take an input" not in str(refusal):
+        except ValueError:
+            continue
+    if arguments is not None or not tries or "cannot take an input" not in str(refusal):
         raise refusal
     raise ValueError(
         f"{refusal}; the mean of shape {tuple(noise.mean.shape)} was read as a batch {tuple(noise.batch_shape)} of "

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from netmoments.checks import describe, require_float_tensor
@@ -159,9 +159,13 @@ class NetworkModel:
     most_images: int
     """How many images the network takes at a time; some exported programs have a bound."""
     _caller: str
-    _form: tuple[Arguments | None, str | int | None]
-    """How the network is called, and which of its outputs is meant."""
+    _form: tuple[Arguments | None, str | int | None] | None
+    """How the network is called, and which of its outputs is meant; None if it must return scores (N, d) itself."""
     _knowledge: _Knowledge
+    _unseen = False
+    """Whether `answer` still has to check what is known."""
+    _changed = False
+    """Whether a check in the midst of an answer found that something was out of date."""
 
     def __init__(self, network: Any, example: Tensor, *, key: str | int | None = None) -> None:
         caller = "NetworkModel"
@@ -182,8 +186,9 @@ class NetworkModel:
         """The model of a network, or of a model's network, for a batch (N, ...) of inputs; errors name the caller."""
         model = cls.__new__(cls)
         model.given = model.network = network_of(network, caller)
+        model._form = None
         model._require_fitting(inputs, caller)
-        model.image, model._caller, model._form = inputs[:1].detach(), caller, (None, None)
+        model.image, model._caller = inputs[:1].detach(), caller
         model._learn()
         return model
 
@@ -199,13 +204,12 @@ class NetworkModel:
     ) -> NetworkModel:
         """The same for a network of any arguments and outputs, as a function of rows."""
         model = cls.__new__(cls)
-        if isinstance(network, NetworkModel):
-            key = network._form[1] if key is None else key
-        model.given = network_of(network, caller)
-        flat = FlatNetwork(model.given, arguments, key)
-        model.network = flat
+        if isinstance(network, NetworkModel) and network._form is not None and key is None:
+            key = network._form[1]
+        model.given = model.network = network_of(network, caller)
+        model._form = arguments, key
         model._require_fitting(inputs, caller)
-        model.image, model._caller, model._form = inputs[:1].detach(), caller, (arguments, key)
+        model.image, model._caller = inputs[:1].detach(), caller
         model._learn()
         return model
 
@@ -215,7 +219,7 @@ class NetworkModel:
             raise ValueError(
                 f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}"
             )
-        allowed = (inputs.dtype, *(HALVES if isinstance(self.network, FlatNetwork) else ()))
+        allowed = (inputs.dtype, *(() if self._form is None else HALVES))
         for name, parameter in self.given.named_parameters():
             if parameter.is_floating_point() and parameter.dtype not in allowed:
                 raise TypeError(
@@ -230,15 +234,11 @@ class NetworkModel:
 
     def _learn(self) -> None:
         """What is known of the network for such inputs, or is found now."""
-        arguments, chosen = self._form
+        arguments, chosen = self._form or (None, None)
         form = None if arguments is None else arguments.key, chosen
         key = self.image.shape, self.image.dtype, self.image.device, form
         with _lock:
             every = _known.setdefault(self.given, {})
-            if key in every and every[key].parts is None:
-                self.network = self.given
-            elif key in every and self.network is self.given:
-                examined(self.network, self.image, self._caller)  # says that its outputs are no scores
             while key not in every:
                 before = [x._version for x in self._tensors() if not x.is_inference()]
                 try:
@@ -248,7 +248,11 @@ class NetworkModel:
                 except ValueError:  # while others train it, two runs may well differ
                     if before == [x._version for x in self._tensors() if not x.is_inference()]:
                         raise
-            self._knowledge = every[key]
+            self._knowledge, self.network = every[key], self.given
+            if self._knowledge.parts is not None and self._form is None:
+                examined(self.given, self.image, self._caller)  # says that its outputs are no scores
+            elif self._knowledge.parts is not None:
+                self.network = FlatNetwork(self.given, arguments, chosen)
         trace = self._knowledge.trace
         self.relus, self.outputs, self.largest = trace.relus, trace.output.shape[1], trace.largest
         self.differentiable, self.smooth = trace.differentiable, trace.smooth
@@ -259,11 +263,13 @@ class NetworkModel:
 
     def _parts(self) -> tuple[OutputPart, ...] | None:
         """What the outputs are; None, and the network as it was given, if they are scores (N, d) as they come."""
-        if not isinstance(self.network, FlatNetwork):
+        self.network = self.given
+        if self._form is None:
             return None
+        flat = FlatNetwork(self.given, *self._form)
         try:
             with full_precision():
-                parts = output_parts(self.network, self.image, self._caller)
+                parts = output_parts(flat, self.image, self._caller)
         except REFUSALS as error:
             if str(error).startswith(f"{self._caller}: "):
                 raise
@@ -271,10 +277,10 @@ class NetworkModel:
                 f"{self._caller}: the network cannot take an input of shape {tuple(self.image.shape[1:])}: "
                 f"{first_line(error)}"
             ) from error
-        if needs_flattening(parts, self.network):
-            return parts
-        self.network = self.given
-        return None
+        if not needs_flattening(parts, flat):
+            return None
+        self.network = flat
+        return parts
 
     def relu(self, layer: int | str) -> Relu:
         """The ReLU that `layer` names: a number counted from either end, or a name."""
@@ -358,17 +364,24 @@ class NetworkModel:
     def answer(self, compute: Callable[[], Found]) -> Found:
         """`compute()` from what is known, and once more if the network turns out to have changed since.
 
-        The check comes last: on a GPU the host is then free for it while the answer is computed.
+        The check comes last, or when `compute` calls `look`: on a GPU the host is free for it while the device works.
         """
+        self._unseen, self._changed = True, False
         try:
             found = compute()
+            changed = self.renewed() if self._unseen else self._changed
         except Exception:
-            if not self.renewed():
+            if not (self._changed or self.renewed()):
                 raise
-        else:
-            if not self.renewed():
-                return found
-        return compute()
+            changed = True
+        finally:
+            self._unseen = False
+        return compute() if changed else found
+
+    def look(self) -> None:
+        """Check now what is known, instead of at the end of `answer`, if that is waiting for it."""
+        if self._unseen:
+            self._unseen, self._changed = False, self.renewed()
 
     def refreshed(self) -> NetworkModel:
         """Itself, once what is known has been checked: for what does not go through `answer`."""
@@ -475,21 +488,25 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        leaves, structure = tree_flatten((args, kwargs))
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                known = self.known.get(leaf)
-                leaves[place] = _Constant(leaf) if known is None else (known, leaf.shape)
-            elif isinstance(leaf, float) and leaf != leaf:  # NaN differs from itself
-                leaves[place] = "nan"
-            elif isinstance(leaf, torch.ScriptObject):  # packed weights, a profiler's record: not to be compared
-                leaves[place] = type(leaf)
-        self.operations.append((func, structure, leaves))
+        given = [self._described(value) for value in args]
+        self.operations.append((func, given, {name: self._described(value) for name, value in kwargs.items()}))
         result = func(*args, **kwargs)
-        for made in tree_leaves(result):
+        for made in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(made, Tensor) and made not in self.known:
                 self.known[made] = len(self.operations)
         return result
+
+    def _described(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            known = self.known.get(value)
+            return _Constant(value) if known is None else (known, value.shape)
+        if isinstance(value, float) and value != value:  # NaN differs from itself
+            return "nan"
+        if isinstance(value, list | tuple):
+            return [self._described(each) for each in value]
+        if isinstance(value, torch.ScriptObject):  # packed weights, a profiler's record: not to be compared
+            return type(value)
+        return value
 
 
 def operations_of(network: nn.Module, image: Tensor) -> list[tuple[Any, ...]]:

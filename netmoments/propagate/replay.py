@@ -16,13 +16,24 @@ Work = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(eq=False)
+class _Pool:
+    """Memory that the recordings of a device share: they are replayed one after the other."""
+
+    handle: Any = field(default_factory=torch.cuda.graph_pool_handle)
+    used: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+
+_pools: dict[torch.device, _Pool] = {}
+
+
+@dataclass(eq=False)
 class _Recording:
     """A recorded graph, and the tensors it reads and writes, which it owns."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    used: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    pool: _Pool
 
     @classmethod
     def of(cls, work: Work, inputs: tuple[Tensor, ...]) -> _Recording:
@@ -30,24 +41,30 @@ class _Recording:
         device = inputs[0].device
         before = torch.cuda.current_stream(device)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        if device not in _pools:
+            _pools[device] = _Pool()
+        pool = _pools[device]
         with torch.inference_mode(False), torch.no_grad():  # else callers outside inference mode could not use it
             own = tuple(x.clone() for x in inputs)
             try:
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
                     outputs = work(*own)
+            except BaseException:
+                del _pools[device]  # it may be spoilt
+                raise
             finally:
                 torch.cuda.set_stream(before)
-        return cls(graph, own, outputs)
+        return cls(graph, own, outputs, pool)
 
     def replay(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         stream = torch.cuda.current_stream(inputs[0].device)
-        stream.wait_event(self.used)  # of a caller on another stream
+        stream.wait_event(self.pool.used)  # of a caller on another stream
         for own, given in zip(self.inputs, inputs, strict=True):
             own.copy_(given)
             own.record_stream(stream)
         self.graph.replay()
         found = tuple(x.clone() for x in self.outputs)
-        self.used.record(stream)
+        self.pool.used.record(stream)
         return found
 
 
@@ -58,8 +75,16 @@ class _Shapes:
     recording: _Recording | None = None
     refused: bool = False
 
+    def record(self, work: Work, inputs: tuple[Tensor, ...]) -> None:
+        """Unless that was tried before."""
+        if self.recording is None and not self.refused:
+            try:
+                self.recording = _Recording.of(work, inputs)
+            except RuntimeError:  # something in it cannot be recorded
+                self.refused = True
 
-KEPT = 4
+
+KEPT = 8
 """Shapes that are remembered: those of a batch's parts, and of its last; of samples and of their gradients."""
 
 _lock = threading.Lock()
@@ -76,15 +101,23 @@ def replayed(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[T
         return work(*inputs)
     key = tuple((x.shape, x.dtype, x.device) for x in inputs)
     with _lock, torch.cuda.device_of(inputs[0]):
-        found = recordings.pop(key, None)
-        recordings[key] = found or _Shapes()  # the latest last
+        known = recordings.pop(key, None)
+        found = recordings[key] = known or _Shapes()  # the latest last
         if len(recordings) > KEPT:
             del recordings[next(iter(recordings))]
-        if found is not None and found.recording is None and not found.refused:
-            try:
-                found.recording = _Recording.of(work, inputs)
-            except RuntimeError:  # something in it cannot be recorded
-                found.refused = True
-        if found is not None and found.recording is not None:
+        if known is not None:
+            found.record(work, inputs)
+        if found.recording is not None:
             return found.recording.replay(inputs)
     return work(*inputs)
+
+
+def recorded(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """The same, but recorded as soon as it was done once: for work that comes again and again."""
+    result = replayed(recordings, work, *inputs)
+    key = tuple((x.shape, x.dtype, x.device) for x in inputs)
+    if not torch.cuda.is_current_stream_capturing():
+        with _lock, torch.cuda.device_of(inputs[0]):
+            if key in recordings:
+                recordings[key].record(work, inputs)
+    return result

@@ -20,13 +20,14 @@ layer of any width there, comes from Owen's T (1956). Up to moderate correlation
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from netmoments.memory import Scratch, common_shape
 from netmoments.normal import density, distribution, owen_t, standard_deviation, standardize
 from netmoments.relu.quadrature_rules import (
     NONLINEAR_RULES,
@@ -56,6 +57,12 @@ SMALL = 2**14
 
 SURVEY = 1024
 """How many pairs of a block are looked at to choose its rule: a matter of speed, every pair gets nodes enough."""
+
+SLOTS = 21
+"""Buffers of the size of one tile: 13 for the quadrature, 6 more for derivatives, 2 for their weights."""
+
+KEPT_BYTES = 64 * 2**20
+"""Up to this size a CPU thread keeps its scratch memory for the next call: fresh pages cost more than arithmetic."""
 
 
 def nonlinear_part(
@@ -143,6 +150,48 @@ def nonlinear_part_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
 def orthant_excess_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
     """D with one rule for every pair (Owen's T if its limit is 1): to study rules."""
     return _excess_sum(rule, h, k, rho, _fresh(h, k, rho))
+
+
+_kept = threading.local()
+
+
+class Scratch:
+    """Named buffers of one dtype and device, each of up to `elements` elements, in one block of memory.
+
+    A buffer's content lasts until its name is asked for again. Only what is used becomes resident.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, elements: int) -> None:
+        self.elements = elements
+        with torch.inference_mode(False):  # else a block kept from inside inference mode would be unusable outside
+            self._block = torch.empty(SLOTS, elements, dtype=dtype, device=device)
+        self._slots: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: torch.Size) -> Tensor:
+        """An uninitialized tensor of this shape."""
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = self._slots[name] = self._block[len(self._slots)]
+        return slot[: shape.numel()].view(shape)
+
+
+def scratch_for(like: Tensor, elements: int) -> Scratch:
+    """Scratch memory for blocks of up to `elements` pairs; on a CPU the thread's own, kept between calls."""
+    size = SLOTS * elements * like.dtype.itemsize
+    if like.device.type != "cpu" or size > KEPT_BYTES:
+        return Scratch(like.dtype, like.device, elements)
+    kept: dict[torch.dtype, Scratch] = _kept.__dict__.setdefault("by_dtype", {})
+    if like.dtype not in kept or kept[like.dtype].elements < elements:
+        kept[like.dtype] = Scratch(like.dtype, like.device, elements)
+    return kept[like.dtype]
+
+
+def common_shape(*tensors: Tensor) -> torch.Size:
+    """The broadcast shape of tensors with equally many dimensions (`torch.broadcast_shapes` is slow)."""
+    return torch.Size(map(max, *map(_shape, tensors)))
+
+
+_shape = attrgetter("shape")
 
 
 def _fresh(h: Tensor, k: Tensor, rho: Tensor) -> Scratch:

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from netmoments.checks import describe, require_broadcastable, require_float_tensors
-from netmoments.memory import Scratch, scratch_budget, scratch_for
+from netmoments.memory import scratch_budget
 from netmoments.normal import distribution
 from netmoments.precision import full_precision, matmul, row_products
-from netmoments.relu.bivariate import SMALL, Units, nonlinear_matrix, units_of
+from netmoments.relu.bivariate import SMALL, Scratch, Units, nonlinear_matrix, scratch_for, units_of
 from netmoments.relu.marginal import unit_variance, variance_slopes
 from netmoments.relu.quadratic_form import flatten_batch, unflatten_batch
 from netmoments.relu.tiles import (

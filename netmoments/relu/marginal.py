@@ -14,12 +14,35 @@ from torch import Tensor
 from torch.autograd import Function
 
 from netmoments.checks import require_broadcastable, require_float_tensors
-from netmoments.normal import TAIL, density, distribution, standard_deviation, standardize, tail_moments
+from netmoments.normal import density, distribution, standard_deviation, standardize
+
+TAIL = 3.0
+"""Beyond this many standard deviations tail moments come from a continued fraction."""
+
+_FRACTION_TERMS = {torch.float32: 16, torch.float64: 40}
 
 
 def open_probability(mean: Tensor, variance: Tensor) -> Tensor:
     """P(z > 0) = Φ(h), the expected slope of the ReLU; 1/2 at m = s = 0."""
     return distribution(standardize(mean, standard_deviation(variance)))
+
+
+def tail_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """M_n(x) = ∫₀^∞ tⁿ exp(−xt − t²/2) dt for n = 0, 1, 2 and x ≥ `TAIL`.
+
+    φ(x)·M_n(x) is the n-th moment of a standard normal's excess over x; M₀ is Mills' ratio.
+    Integration by parts gives x M_n + M_{n+1} = n M_{n−1}, hence M_n/M_{n−1} = n / (x + M_{n+1}/M_n):
+    a continued fraction of positive terms, without the cancellation that the closed forms suffer
+    (a factor x⁴ for M₂). Relative error below 1e-14 in float64.
+    """
+    terms = _FRACTION_TERMS[x.dtype]
+    ratio = 0.5 * (torch.sqrt(x * x + 4 * (terms + 1)) - x)
+    for n in range(terms, 2, -1):
+        ratio = n / (x + ratio)
+    second = 2 / (x + ratio)
+    first = 1 / (x + second)
+    zeroth = 1 / (x + first)
+    return zeroth, first * zeroth, second * first * zeroth
 
 
 def unit_mean(h: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from netmoments.memory import scratch_budget, scratch_for
+from netmoments.memory import scratch_budget
 from netmoments.precision import full_precision
-from netmoments.relu.bivariate import SMALL, Units, nonlinear_matrix, units_of
+from netmoments.relu.bivariate import SMALL, Units, nonlinear_matrix, scratch_for, units_of
 from netmoments.relu.tiles import (
     Chunk,
     Tile,

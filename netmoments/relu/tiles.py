@@ -17,9 +17,17 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from netmoments.memory import SLOTS, Scratch, common_shape
 from netmoments.normal import density, distribution
-from netmoments.relu.bivariate import TileSeries, Units, conditional, nonlinear_part, orthant_excess
+from netmoments.relu.bivariate import (
+    SLOTS,
+    Scratch,
+    TileSeries,
+    Units,
+    common_shape,
+    conditional,
+    nonlinear_part,
+    orthant_excess,
+)
 
 
 class Tile(NamedTuple):

@@ -276,9 +276,8 @@ def _between(breaks: Tensor, polynomial: tuple[Tensor, Tensor, Tensor, Tensor] |
 
     From breaks (n, c − 1, P) to (n, c, P): before the first, between, after the last.
     """
-    phi, square = density(breaks), breaks * breaks
+    phi, below, square = density(breaks), distribution(breaks), breaks * breaks
     h0, h1 = _falls(phi), _falls(breaks * phi)
-    below = distribution(breaks)
     p = torch.diff(torch.cat([torch.zeros_like(below[:, :1]), below, torch.ones_like(below[:, :1])], 1), dim=1)
     if polynomial is None:
         return _Between(p, h0, p + h1, p, h0)

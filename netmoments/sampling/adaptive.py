@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from netmoments.gaussian import Gaussian
-from netmoments.memory import directions_at_once, elements_together
+from netmoments.gaussian import Gaussian, random_seed
+from netmoments.memory import elements_together
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
-from netmoments.sampling.evaluation import random_seed
 from netmoments.sampling.fast_network import FastNetwork, fast_network, half_network
 from netmoments.sampling.pair_sums import (
     FOLDS,
@@ -35,8 +34,10 @@ from netmoments.sampling.pair_sums import (
     combined,
     corrected,
     estimated,
+    pair_costs,
     pair_weights,
 )
+from netmoments.sampling.slopes import Slopes, expected_slopes, lines, points_worth
 
 PILOT = 64
 """Pairs of the first round."""
@@ -46,22 +47,20 @@ MARGIN = 1.05
 """More pairs than the errors so far ask for, so that another round is seldom needed."""
 ENOUGH = 0.75
 """A round has the pairs that this share of its inputs still needs at most; the others go on."""
+SHORT = 2e-3
+"""Seconds of a GPU that are less than another round would take: all inputs get what the neediest needs."""
 HALF_SHARE = 0.5
 """Of the tolerance: half precision is used if its correction is known to within this."""
 BLOCK = 1024
 """Pairs of one input that are summed at a time on a CPU."""
-GPU_ROWS = 2048
-"""Inputs that go through the network together on a GPU, for one input; more for several."""
-BACKWARD = 3
-"""What one output's gradient costs, in runs of the network."""
-MOST_POINTS = 16
-"""Points at which gradients are taken, at most."""
-SLOPE_NUMBERS = 2**26
-"""Slopes are kept for all inputs of a call if these are no more numbers than that."""
 OVERFLOWED = ", in float32 as float16 overflowed"
 """What is said of it."""
 ROUNDING = 16
 """Units in the last place of an output's mean, up to which it is taken not to vary."""
+
+
+Work = Callable[..., tuple[Tensor, ...]]
+"""Of tensors only, so that it can be recorded (see `FastNetwork.replayed`)."""
 
 
 @dataclass(frozen=True)
@@ -156,51 +155,58 @@ def sampled_plainly(model: NetworkModel, noise: Gaussian, outputs: Tensor, sampl
     """Means and variances from so many independent samples, without covariances: for any number of outputs."""
     with torch.inference_mode(False), full_precision():
         work = _Sampling(model, noise, outputs, seed)
-        work.share = 0.0
+        work.mirrors = False
         return work.until(Goal(1e-12, samples), False, time.perf_counter())
 
 
 class _Sampling:
-    """A network, and the noise that is put into it."""
+    """A network, and the noise that is put into it.
+
+    On a GPU the host would wait longer than the device works, so each step is recorded work on tensors (see
+    `FastNetwork.replayed`), and the host reads a few numbers once a round.
+    """
 
     def __init__(self, model: NetworkModel, noise: Gaussian, outputs: Tensor | None, seed: int) -> None:
         self.model, self.outputs, self.seed = model, outputs, seed
         self.noise = Gaussian._trusted(noise.mean.detach(), noise.covariance.to(noise.dtype), noise.event_ndim)
         self.mean = self.noise.flat_mean
+        self.on_gpu = self.noise.device.type == "cuda"
         self.fast, self.half = fast_network(model), half_network(model)
-        self.slopes: Tensor | None = None
-        self.known: Tensor | None = None
-        self.correction: CorrectionSums | None = None
-        self.points = 0
-        self.share, self.costs = 1.0, PairCosts((1.0, 1.0), (1.0, 1.0))
-        self.remark = ""
+        self.mirrors, self.remark = True, ""
 
     def until(self, goal: Goal, products: bool, start: float) -> Adaptive:
         """Rounds of pairs until the goal is reached; in half precision if the first round says that it can be.
 
         `start` is when the work of the goal began.
         """
-        share = self.share
         try:
             return self._until(goal, products, start)
         except _Overflow:  # all anew
-            self.half, self.correction, self.remark = None, None, OVERFLOWED
-            self.share, self.slopes, self.known, self.points = share, None, None, 0
+            self.half, self.remark = None, OVERFLOWED
             return self._until(goal, products, start)
 
     def _until(self, goal: Goal, products: bool, start: float) -> Adaptive:
         stopped: str | None = None
         self.generator = torch.Generator(self.noise.device).manual_seed(self.seed)
-        self.bad: Tensor | None = None
         most = max(FOLDS, goal.samples // 2 // FOLDS * FOLDS)
         self.sums: dict[bool, PairSums] = {}
-        self._first_round(most, goal, products)
+        undecided = self._first_round(most, goal, products)
+        if self.on_gpu:
+            self.model.look()
         with Progress("sampling", most) as progress:
             shown = 0
             while True:
                 estimate, errors = self._estimate(products)
-                reached, done = errors.cpu(), self._pairs()
-                self._require_finite(int(done.sum()))
+                told = torch.cat([errors, *self._counts(), *undecided]).cpu()
+                reached, counts, infinite, decisions = told.split(
+                    [*2 * [len(errors)], 1, len(told) - 2 * len(errors) - 1]
+                )
+                done = counts.long()
+                if undecided:
+                    self._decide(decisions, goal, products)
+                    undecided = ()
+                if bool(infinite):
+                    self._refuse_infinite(int(done.sum()))
                 progress.advance(int(done.min()) - shown)
                 shown = int(done.min())
                 missing = missing_pairs(reached, done, goal.tolerance, most)
@@ -212,89 +218,152 @@ class _Sampling:
                     stopped = f"the limit of {goal.seconds:g} seconds"
                     break
                 self._round(missing, done, most, goal, start)
-        runs = 2 * done + self.points + (0 if self.correction is None else 2 * self.correction.count)
+        points = 0 if self.slopes is None else self.slopes.points
+        runs = 2 * done + points + (2 * self.pilot if self.correction else 0)
         wins = torch.stack([sums.wins for sums in self.sums.values()]).sum(0)
         wins = wins / wins.sum(-1, keepdim=True)
         found = allowing_for_skewness(estimate)
-        return Adaptive(found, runs, wins, reached, self.points, stopped, self.remark, self.share)
+        return Adaptive(found, runs, wins, reached, points, stopped, self.remark, self.share)
 
-    def _pairs(self) -> Tensor:
-        """How many pairs of each entry there are, (E,)."""
-        return torch.stack([sums.pairs for sums in self.sums.values()]).sum(0)
+    def _counts(self) -> tuple[Tensor, Tensor]:
+        """How many pairs of each entry there are, (E,), and how many samples gave no numbers, (1,)."""
+        pairs = torch.stack([sums.pairs for sums in self.sums.values()]).sum(0)
+        return pairs, self.bad[:1].double()
 
-    def _first_round(self, most: int, goal: Goal, products: bool) -> None:
-        """A few pairs of all entries, and what they decide: the slopes, how many pairs to mirror, half precision.
+    def _first_round(self, most: int, goal: Goal, products: bool) -> tuple[Tensor, ...]:
+        """A few pairs of all entries, and the slopes; the numbers that decide how to go on (see `_decide`).
 
         They are mirrored, unless all are to be independent.
         """
-        every = torch.arange(len(self.mean), device=self.noise.device)
-        mirrored = self.share > 0
-        pairs = PILOT
-        if self.noise.device.type == "cuda":  # where they cost next to nothing
-            pairs = max(PILOT, min(8 * PILOT, 32 * PILOT // len(every) // FOLDS * FOLDS))
-        deviations, others = self._draw(every, min(pairs, most), mirrored)
-        values = self._values(self.fast, self.mean, deviations, others, self.outputs)
-        centre = ((values[0] + values[1]) / 2).mean(0).double()
-        lines = None
-        if mirrored:
-            self._find_slopes(values[0], values[1], goal, products)
-            lines = None if self.slopes is None else (_lines(deviations, self.slopes), None)
-            self.costs = PairCosts.seen(values[0], values[1], None if lines is None else lines[0])
-            share = self.costs.share
-            self.share = share if 0.1 < share < 0.9 else float(round(share))
-        if self.half is not None:
-            low = self._values(self.half, self.mean, deviations, others, self.outputs)
-            correction = CorrectionSums(centre, values, low, products)
-            left = relative_errors(correction.alone(centre, values, products), self.noise.dtype)
-            if bool((left <= HALF_SHARE * goal.tolerance).all()):
-                values, self.correction = low, correction
-            else:
-                self.half = None
-                self.remark = "" if bool(torch.isfinite(torch.stack(low)).all()) else OVERFLOWED
-        self._count_bad(torch.stack(values))
+        entries, mirrored = len(self.mean), self.mirrors
+        self.pilot = PILOT
+        if self.on_gpu:  # where they cost next to nothing
+            fitting = elements_together("pass", self.mean, 2 * entries * self.noise.size)
+            self.pilot = max(PILOT, min(8 * PILOT, 32 * PILOT // entries, fitting) // FOLDS * FOLDS)
+        self.pilot = min(self.pilot, most)
+        deviations, others = self._draw(None, self.pilot, mirrored)
+        given = [x for x in (self.outputs, others) if x is not None]
+        given_kind = self.outputs is not None, others is not None, self.half is not None
+        centre, *values = self.fast.replayed(("pilot", *given_kind), self._pilot_work(), self.mean, deviations, *given)
+        self.slopes = self._slopes(values[0], values[1], goal, products) if mirrored else None
+        controls = [] if self.slopes is None else [self.slopes.slopes]
+        kind = "sums of pilot", products, mirrored, len(controls), self.half is not None, goal.tolerance
+        sums, wins, self.bad, self.costs, decisions, *correction = self.fast.replayed(
+            kind, self._pilot_sums_work(products, mirrored, goal), centre, deviations, *controls, *values
+        )
+        self.correction = tuple(correction)
+        self.share = 1.0 if mirrored else 0.0
         self.sums[mirrored] = PairSums(centre, products, mirrored)
-        self.sums[mirrored].add(every, len(deviations), *block_sums(*values, lines, centre, products))
-        if self.share < 1 and mirrored:
-            self.sums[False] = PairSums(centre, products, False)
+        self.sums[mirrored].add(None, sums, wins)
+        return self.costs.flatten(), decisions
+
+    def _pilot_work(self) -> Work:
+        """Both values of pairs (p, E, d), exact and if there is one in half precision, and before them their mean."""
+        fast, half, choice = self.fast, self.half, self.outputs is not None
+
+        def work(mean: Tensor, deviations: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            given = list(rest)
+            outputs = given.pop(0) if choice else None
+            others = given.pop(0) if given else None
+            exact = self._values(fast, mean, deviations, others, outputs)
+            low = () if half is None else self._values(half, mean, deviations, others, outputs)
+            return ((exact[0] + exact[1]) / 2).mean(0).double(), *exact, *low
+
+        return work
+
+    def _slopes(self, first: Tensor, second: Tensor, goal: Goal, products: bool) -> Slopes | None:
+        runs = min(goal.tolerance**-2, goal.samples)
+        if self.half is not None:  # in runs of float32
+            runs *= self.half.cost / self.fast.cost
+        points = points_worth(first, second, runs)
+        generator = torch.Generator(self.noise.device).manual_seed(random_seed(self.seed, "slopes", 0))
+        return expected_slopes(self.model, self.fast, self.noise, self.outputs, points, products, generator)
+
+    def _pilot_sums_work(self, products: bool, mirrored: bool, goal: Goal) -> Work:
+        """Sums, winners, what is no number, costs, decisions, and the correction of half precision if there is one.
+
+        Half precision is used if its correction is known well enough; else its correction is 0, and the sums are of
+        exact values. The decisions are whether it is used, and whether its values were all numbers.
+        """
+        controlled, dtype = self.slopes is not None, self.noise.dtype
+
+        def work(centre: Tensor, deviations: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            given = list(rest)
+            line = lines(deviations, given.pop(0)) if controlled else None
+            first, second, *low = given
+            both = None if line is None else (line, None)
+            found = [*block_sums(first, second, both, centre, products), not_finite(torch.stack([first, second]))]
+            costs = pair_costs(first, second, line) if mirrored else centre.new_ones(2, 2)
+            if not low:
+                return *found, costs, centre.new_zeros(0)
+            rough = CorrectionSums(centre, (first, second), (low[0], low[1]), products)
+            left = relative_errors(rough.alone(centre, (first, second), products), dtype)
+            used = (left <= HALF_SHARE * goal.tolerance).all()
+            in_half = [*block_sums(low[0], low[1], both, centre, products), not_finite(torch.stack(low))]
+            found = [torch.where(used, half, exact) for half, exact in zip(in_half, found, strict=True)]
+            decisions = torch.stack([used, in_half[2][0] == 0]).double()
+            parts = (rough.even, rough.even_error, rough.target, rough.target_error)
+            return *found, costs, decisions, *(torch.where(used, part, 0.0) for part in parts)
+
+        return work
+
+    def _decide(self, told: Tensor, goal: Goal, products: bool) -> None:
+        """How many of the pairs to mirror, and whether to go on in half precision, from what the first round told."""
+        if self.half is not None:
+            used, finite = told[4:].bool().tolist()
+            if not used:
+                self.half, self.correction = None, ()
+                self.remark = "" if finite else OVERFLOWED
+        if self.mirrors:
+            share = PairCosts.of(told[:4].reshape(2, 2)).share
+            self.share = share if 0.1 < share < 0.9 else float(round(share))
+            if self.share < 1:
+                self.sums[False] = PairSums(self.sums[True].centre, products, False)
 
     def _round(self, missing: Tensor, done: Tensor, most: int, goal: Goal, start: float) -> None:
         """So many more pairs for the entries that miss some, a block at a time."""
-        network, on_gpu = self.half or self.fast, self.noise.device.type == "cuda"
-        active = missing.nonzero().squeeze(1)
-        entries = len(active)
-        if on_gpu:  # few different shapes, so that work can be recorded: all entries, the neediest half, a quarter, …
+        network, entries = self.half or self.fast, int((missing > 0).sum())
+        if self.on_gpu:  # few different shapes, so that work can be recorded: all entries, the neediest half, a quarter
             entries = max(1, len(missing) // 2 ** math.ceil(math.log2(len(missing) / entries)))
-            active = missing.argsort(descending=True, stable=True)[:entries].sort().values
-            block = max(FOLDS, min(network.batch, max(GPU_ROWS, len(missing) * GPU_ROWS // 4)) // (2 * entries))
-        else:
-            block = max(network.batch // (2 * entries), BLOCK // entries)
-        block = min(block, elements_together("pass", self.mean, 2 * entries * self.noise.size))
-        block = max(FOLDS, block // FOLDS * FOLDS)
+        active = missing.argsort(descending=True, stable=True)[:entries].sort().values
         wanted = missing[active].sort().values
-        pairs = int(wanted[int(ENOUGH * (len(wanted) - 1))])
-        unit = block if on_gpu else FOLDS
-        pairs = min(-(-pairs // unit) * unit, most - int(done[active].max()))
-        mirrored = pairs if self.share == 1 else min(pairs, round(self.share * pairs / unit) * unit)
-        chosen = active.to(self.noise.device)
+        left = most - int(done[active].max())
+        pairs = int(wanted[-1])
+        if 2 * entries * pairs * network.cost > SHORT or not self.on_gpu:
+            pairs = int(wanted[int(ENOUGH * (len(wanted) - 1))])
+        fitting = elements_together("pass", self.mean, 2 * entries * self.noise.size)
+        if self.on_gpu:
+            fitting = min(fitting, network.batch // (2 * entries))
+            pairs = min(rounded_up(pairs), left)
+        else:
+            fitting = min(fitting, max(network.batch // (2 * entries), BLOCK // entries))
+            pairs = min(pairs, left)
+        mirrored = pairs
+        if self.share < 1:
+            unit = step_of(pairs) if self.on_gpu else FOLDS
+            mirrored = min(pairs, round(self.share * pairs / unit) * unit)
+        where = active.to(self.noise.device) if entries < len(self.mean) else None
         for kind, count in ((True, mirrored), (False, pairs - mirrored)):
-            for begun in range(0, count, block):
+            for block in (powers_of_two if self.on_gpu else even_blocks)(count, max(FOLDS, fitting)):
                 if goal.seconds is not None and time.perf_counter() - start > goal.seconds:
                     return
-                self._add_block(network, chosen, min(block, count - begun), kind)
+                self._add_block(network, where, block, kind)
 
-    def _add_block(self, network: FastNetwork, chosen: Tensor, count: int, mirrored: bool) -> None:
-        """So many pairs of one kind more, of the chosen entries."""
+    def _add_block(self, network: FastNetwork, where: Tensor | None, count: int, mirrored: bool) -> None:
+        """So many pairs of one kind more, of the entries with these indices, or of all."""
         sums = self.sums[mirrored]
-        own = [self.mean[chosen], sums.centre[chosen]]
-        own += [x[chosen] for x in (self.slopes, self.outputs) if x is not None]
-        drawn = [x for x in self._draw(chosen, count, mirrored) if x is not None]
+        own = [self.mean, sums.centre]
+        own += [] if self.slopes is None else [self.slopes.slopes]
+        own += [] if self.outputs is None else [self.outputs]
+        own = own if where is None else [x[where] for x in own]
+        drawn = [x for x in self._draw(where, count, mirrored) if x is not None]
         work, kind = self._block_work(network, sums.products, mirrored), self._kind("block", sums.products)
         found, wins, bad = network.replayed((*kind, mirrored), work, *own, *drawn)
-        self.bad = bad if self.bad is None else self.bad + bad
-        sums.add(chosen, count, found, wins)
+        self.bad = self.bad + bad
+        sums.add(where, found, wins)
 
-    def _block_work(self, network: FastNetwork, products: bool, mirrored: bool) -> Callable[..., tuple[Tensor, ...]]:
-        """The sums of a block of pairs, their winners, and what is no number, from tensors only (see `replayed`)."""
+    def _block_work(self, network: FastNetwork, products: bool, mirrored: bool) -> Work:
+        """The sums of a block of pairs, their winners, and what is no number."""
         controlled, choice = self.slopes is not None, self.outputs is not None
 
         def work(mean: Tensor, centre: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
@@ -303,26 +372,24 @@ class _Sampling:
             outputs = given.pop(0) if choice else None
             deviations, others = given[0], None if mirrored else given[1]
             first, second = self._values(network, mean, deviations, others, outputs)
-            lines = None
+            both = None
             if slopes is not None:
-                lines = _lines(deviations, slopes), None if others is None else _lines(others, slopes)
-            found, wins = block_sums(first, second, lines, centre, products)
-            return found, wins, _not_finite(torch.stack([first, second]))
+                both = lines(deviations, slopes), None if others is None else lines(others, slopes)
+            found, wins = block_sums(first, second, both, centre, products)
+            return found, wins, not_finite(torch.stack([first, second]))
 
         return work
 
     def _kind(self, name: str, products: bool) -> tuple[Any, ...]:
         """What else recorded work depends on."""
-        controls = self.slopes is not None, self.outputs is not None, self.correction is not None
+        controls = self.slopes is not None, self.outputs is not None, len(self.correction)
         return name, products, *controls, *self.sums
 
     def _estimate(self, products: bool) -> tuple[PairEstimate, Tensor]:
         """The estimates so far, and the tolerance they meet."""
-        correction, kinds = self.correction, list(self.sums)
-        controlled = self.known is not None
-        extra = [] if self.known is None else [self.known]
-        if correction is not None:
-            extra += [correction.even, correction.even_error, correction.target, correction.target_error]
+        kinds, dtype = list(self.sums), self.noise.dtype
+        controlled = self.slopes is not None
+        extra = [*([] if self.slopes is None else [self.slopes.known]), *self.correction]
 
         def work(centre: Tensor, costs: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             totals, given = rest[: len(kinds)], list(rest[len(kinds) :])
@@ -339,24 +406,19 @@ class _Sampling:
                 )
             if given:
                 found = corrected(found, centre, *given)
-            return (
-                found.mean,
-                found.second,
-                found.mean_error,
-                found.second_error,
-                relative_errors(found, self.noise.dtype),
-            )
+            return found.mean, found.second, found.mean_error, found.second_error, relative_errors(found, dtype)
 
         totals = [sums.sums for sums in self.sums.values()]
         centre = next(iter(self.sums.values())).centre
-        costs = torch.tensor(self.costs, dtype=torch.float64, device=centre.device)
-        *found, errors = self.fast.replayed(self._kind("estimate", products), work, centre, costs, *totals, *extra)
+        *found, errors = self.fast.replayed(self._kind("estimate", products), work, centre, self.costs, *totals, *extra)
         return PairEstimate(*found), errors
 
-    def _draw(self, active: Tensor, pairs: int, mirrored: bool) -> tuple[Tensor, Tensor | None]:
+    def _draw(self, where: Tensor | None, pairs: int, mirrored: bool) -> tuple[Tensor, Tensor | None]:
         """Deviations (p, A, n) from the means: of the first sample of a pair; of the second, if it is not mirrored."""
-        covariance = self.noise.covariance.entries(active)
-        shape = (pairs, len(active))
+        covariance = self.noise.covariance
+        shape = (pairs, len(self.mean))
+        if where is not None:
+            covariance, shape = covariance.entries(where), (pairs, len(where))
         first = covariance.draw(shape, self.generator)
         return first, None if mirrored else covariance.draw(shape, self.generator)
 
@@ -370,15 +432,8 @@ class _Sampling:
             values = values.gather(3, outputs.expand(*inputs.shape[:2], -1, -1))
         return values[0].to(self.noise.dtype), values[1].to(self.noise.dtype)
 
-    def _count_bad(self, values: Tensor) -> None:
-        found = _not_finite(values)
-        self.bad = found if self.bad is None else self.bad + found
-
-    def _require_finite(self, pairs: int) -> None:
+    def _refuse_infinite(self, pairs: int) -> None:
         """An error that says how many samples gave no numbers, and which outputs; or another try in float32."""
-        assert self.bad is not None
-        if not bool(self.bad[0]):
-            return
         if self.half is not None:
             raise _Overflow
         where = self.bad[1:].nonzero().squeeze(1).tolist()
@@ -389,86 +444,8 @@ class _Sampling:
             f"outputs="
         )
 
-    def _find_slopes(self, first: Tensor, second: Tensor, goal: Goal, products: bool) -> None:
-        """Expected slopes S (E, d, n), from gradients at points of their own, if they are worth their cost.
 
-        With the share v of the outputs' variance that is even in the noise, slopes from K gradients lose about 2v/K of
-        the variance they explain, which costs 8v/K more pairs of 1/tolerance² (see `pair_sums`), and BACKWARD·d·K runs
-        of the network: the best K follows.
-        """
-        if not self.model.differentiable or any(x.is_inference() for x in self.model.network.parameters()):
-            return
-        even, odd = ((first + second) / 2).double().var(0), ((first - second) / 2).double().square().mean(0)
-        total = even + odd
-        share = float(torch.where(total > 0, even / torch.where(total > 0, total, 1.0), 0.0).mean())
-        outputs = first.shape[-1]
-        worth = min(goal.tolerance**-2, goal.samples)
-        best = math.sqrt(8 * share * worth / (BACKWARD * outputs))
-        affordable = 0.25 * worth / (BACKWARD * outputs)
-        points = int(min(best + 0.5, affordable, MOST_POINTS))
-        points = max(points, 1) if affordable >= 0.5 else 0
-        if points == 0 or self.noise.size * outputs * len(self.noise.mean) > SLOPE_NUMBERS:
-            return
-        try:
-            points = points if points == 1 else points // 2 * 2
-            slopes = self._expected_slopes(points, outputs)
-        except RuntimeError:
-            return
-        if not bool(torch.isfinite(slopes).all()):
-            return
-        covariance = self.noise.covariance.to(torch.float64)
-        spread = covariance.push_diagonal(slopes.double()).sqrt()  # controls of variance 1, or none
-        scaled = (slopes / spread.unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).to(slopes.dtype)
-        known = covariance.push(scaled.double()) if products else covariance.push_diagonal(scaled.double())
-        self.slopes, self.points = scaled, points
-        self.known = known.expand(len(slopes), *known.shape[1:])
-
-    def _expected_slopes(self, points: int, outputs: int) -> Tensor:
-        """The average gradient (E, d, n) over points of the noise, mirrored ones; at the mean itself for one point."""
-        noise, generator = self.noise, torch.Generator(self.noise.device)
-        generator.manual_seed(random_seed(self.seed, "slopes", 0))
-        entries = len(noise.mean)
-        mean = noise.flat_mean
-        if points == 1:
-            inputs = mean.unsqueeze(0)
-        else:
-            half = noise.covariance.draw((points // 2, entries), generator)
-            inputs = torch.cat([mean + half, mean - half])
-        each = points * (outputs if noise.device.type == "cuda" else 1)
-        together = max(1, directions_at_once(noise.device, self.model.largest, noise.dtype.itemsize, None) // each)
-        parts = []
-        for some in torch.arange(entries, device=noise.device).split(together):
-            parts.append(self._gradients(inputs[:, some], some).mean(1))
-        return torch.cat(parts)
-
-    def _gradients(self, inputs: Tensor, entries: Tensor) -> Tensor:
-        """Gradients (A, K, d, n) of the outputs at K points (K, A, n) of each of A entries.
-
-        One output at a time with one run for all, or on a GPU all at once, each with a run of its own.
-        """
-        points = len(inputs)
-        rows = inputs.reshape(-1, *self.noise.event_shape).detach()
-        chosen = None if self.outputs is None else self.outputs[entries].repeat(points, 1)
-        count = self.model.outputs if chosen is None else chosen.shape[1]
-        if rows.device.type == "cuda":
-            each = torch.arange(count, device=rows.device).repeat_interleave(len(rows)).unsqueeze(1)
-            each = each if chosen is None else chosen.repeat(count, 1).gather(1, each)
-            slopes = self.fast.gradients(rows.repeat(count, *(1,) * (rows.dim() - 1)), each)
-            return slopes.reshape(count, points, len(entries), -1).movedim((0, 1, 2), (2, 1, 0))
-        with torch.enable_grad():
-            x = rows.requires_grad_()
-            values = self.fast(x.clone())  # which it may write into
-            values = values if chosen is None else values.gather(1, chosen)
-            found = [torch.autograd.grad(values[:, k].sum(), x, retain_graph=k + 1 < count)[0] for k in range(count)]
-        return torch.stack([slope.reshape(points, len(entries), -1) for slope in found], 2).movedim(0, 1)
-
-
-def _lines(deviations: Tensor, slopes: Tensor) -> Tensor:
-    """The control ℓ = S δ, (p, A, d), of deviations (p, A, n) with slopes (A, d, n)."""
-    return torch.matmul(deviations.movedim(0, 1), slopes.mT).movedim(0, 1)
-
-
-def _not_finite(values: Tensor) -> Tensor:
+def not_finite(values: Tensor) -> Tensor:
     """How many samples (..., d) are not finite, and how often each of the d outputs is not, (1 + d)."""
     bad = ~torch.isfinite(values)
     each = bad.flatten(0, -2).sum(0)
@@ -477,6 +454,32 @@ def _not_finite(values: Tensor) -> Tensor:
 
 class _Overflow(Exception):
     """Half precision gave something that is not a number."""
+
+
+def step_of(pairs: int) -> int:
+    """An eighth to a quarter of a number of pairs, a power of two."""
+    return max(FOLDS, 2 ** (max(1, pairs).bit_length() - 3))
+
+
+def rounded_up(pairs: int) -> int:
+    """To one of four numbers between any two powers of two."""
+    return -(-pairs // step_of(pairs)) * step_of(pairs)
+
+
+def powers_of_two(count: int, most: int) -> list[int]:
+    """A number of pairs as blocks of powers of two up to a limit, so that recorded work comes again; and a rest."""
+    blocks, least = [], step_of(count)
+    while count > 0:
+        rest = count < least and count <= most
+        blocks.append(count if rest else 2 ** (min(count, most).bit_length() - 1))
+        count -= blocks[-1]
+    return blocks
+
+
+def even_blocks(count: int, most: int) -> list[int]:
+    """A number of pairs, a multiple of FOLDS, as blocks of that limit, a multiple of it too, and a rest."""
+    block = max(FOLDS, most // FOLDS * FOLDS)
+    return [min(block, count - begun) for begun in range(0, count, block)]
 
 
 def missing_pairs(reached: Tensor, done: Tensor, tolerance: float, most: int) -> Tensor:

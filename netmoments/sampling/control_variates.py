@@ -21,8 +21,7 @@ from netmoments.gaussian import Gaussian, require_matrix_for
 from netmoments.precision import full_precision, matvec
 from netmoments.progress import Progress
 from netmoments.sampling.cross_fit import FOLDS, LEAST_SAMPLES, Estimate, cross_fitted
-from netmoments.sampling.evaluation import evaluation, for_entries
-from netmoments.sampling.monte_carlo import SampledMoments
+from netmoments.sampling.monte_carlo import SampledMoments, evaluation, for_entries
 
 
 class Surrogate(Protocol):

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +27,7 @@ from netmoments.network.model import NetworkModel
 from netmoments.network.replica import TensorSlots, replica
 from netmoments.network.validate import another_image, same_values
 from netmoments.precision import full_precision, without_cudnn
-from netmoments.propagate.replay import replayed
+from netmoments.propagate.replay import recorded
 
 LEAST_BATCH, MOST_BATCH = 8, 512
 """Inputs at a time on a CPU: more than the largest never paid, and a batch should end before a second is over."""
@@ -32,8 +35,8 @@ PATIENCE = 0.25
 """Seconds: no larger batch is tried once a batch takes this long."""
 FASTER = 0.9
 """Of the time of float32: half precision must be below it to be used."""
-GPU_BYTES = 2**31
-"""What the largest tensor of a batch may take on a GPU."""
+GPU_BYTES, GPU_SHARE = 2**28, 128
+"""What the largest tensor of a batch may take on a GPU, at most, and of its memory: steps on that take long enough."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -56,6 +59,8 @@ class FastNetwork:
     """Seconds that an input took when the batch was chosen."""
     recordings: dict[Any, dict[Any, Any]] | None = None
     """Of work on a GPU, by kind and shapes."""
+    derivatives: Callable[[], AbstractContextManager[None]] = nullcontext
+    """In which the copy can be differentiated (see `without_cudnn`)."""
 
     def prepared(self, inputs: Tensor) -> Tensor:
         """Inputs in the dtype and layout that the copy likes."""
@@ -88,21 +93,17 @@ class FastNetwork:
         """`work(*inputs)`, on a GPU from a recording if there is one of this kind for such inputs."""
         if self.recordings is None:
             return work(*inputs)
-        return replayed(self.recordings.setdefault(kind, {}), work, *inputs)
+        return recorded(self.recordings.setdefault(kind, {}), work, *inputs)
 
     def gradients(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         """The gradient (N, ...) of one output of each input, the output by its index (N, 1)."""
 
         def work(x: Tensor, which: Tensor) -> tuple[Tensor, ...]:
-            with torch.enable_grad():
+            with torch.enable_grad(), self.derivatives():
                 x = x.detach().requires_grad_()
                 return torch.autograd.grad(self(x.clone()).gather(1, which).sum(), x)
 
-        try:
-            return self.replayed("gradients", work, inputs, outputs)[0]
-        except RuntimeError:
-            with without_cudnn():
-                return work(inputs, outputs)[0]
+        return self.replayed("gradients", work, inputs, outputs)[0]
 
 
 def fast_network(model: NetworkModel) -> FastNetwork:
@@ -135,12 +136,13 @@ def _tuned(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
         if image.dim() == 4:
             twins[torch.channels_last] = _copy(model, image, dtype, torch.channels_last)
         if image.device.type == "cuda":
-            fitting = GPU_BYTES // max(1, model.largest * dtype.itemsize)
-            batch = min(2 ** max(3, min(14, fitting.bit_length() - 1)), model.most_images)
+            room = min(GPU_BYTES, torch.cuda.get_device_properties(image.device).total_memory // GPU_SHARE)
+            fitting = room // max(1, model.largest * dtype.itemsize)
+            batch = min(2 ** max(3, min(15, fitting.bit_length() - 1)), model.most_images)
             tried = min(batch, 2048)
             made = [FastNetwork(run, dtype, layout, batch, math.inf, {}) for layout, run in twins.items()]
             timed = [replace(one, cost=_seconds(one, image, tried) / tried) for one in made]
-            return min(timed, key=lambda one: one.cost)
+            return _differentiable(min(timed, key=lambda one: one.cost), image)
         start = min(LEAST_BATCH, model.most_images)
         made = [FastNetwork(run, dtype, layout, start, math.inf) for layout, run in twins.items()]
         chosen = min(made, key=lambda one: _seconds(one, image, min(64, model.most_images)))
@@ -153,6 +155,18 @@ def _tuned(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
                 break
             size *= 2
         return chosen
+
+
+def _differentiable(network: FastNetwork, image: Tensor) -> FastNetwork:
+    """Without cuDNN in derivatives if it has none."""
+    try:
+        with warnings.catch_warnings():  # cuBLAS says so when a thread of autograd uses it for the first time
+            warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
+            first = torch.zeros(1, 1, dtype=torch.int64, device=image.device)
+            replace(network, recordings=None).gradients(image, first)
+    except RuntimeError:
+        return replace(network, derivatives=without_cudnn)
+    return network
 
 
 def _seconds(network: FastNetwork, image: Tensor, count: int) -> float:
@@ -196,6 +210,9 @@ def _with_own_weights(
             for layer, norm in pairs:
                 _fold(layer, norm)
             _replace(twin, {id(norm) for _, norm in pairs})
+    if dtype != image.dtype and image.device.type == "cuda":  # only its values are used
+        for layer in rectified(twin, image):
+            vars(layer)["forward"] = partial(_convolution_relu, layer)
     slots = TensorSlots(twin)
     own = image.dtype
     exact = {id(x) for module in twin.modules() if type(module) in _NORMS for x in _own_tensors(module)}
@@ -220,12 +237,15 @@ def _laid_out(x: Tensor, dtype: torch.dtype, layout: torch.memory_format) -> Ten
 
 
 class _Takers(TorchDispatchMode):
-    """Who takes each of the watched tensors, by id: the module that is running, or None for any other operation."""
+    """Who takes each of the watched tensors, by id: the module that is running, or None for any other operation; and
+    by which operations, in order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.running: nn.Module | None = None
         self.of: dict[int, set[nn.Module | None]] = {}
+        self.by: dict[int, list[Any]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -233,6 +253,7 @@ class _Takers(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs)):
             if id(leaf) in self.of:
                 self.of[id(leaf)].add(self.running)
+                self.by.setdefault(id(leaf), []).append(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -274,6 +295,47 @@ def foldable(twin: nn.Module, image: Tensor) -> list[tuple[nn.Module, nn.Module]
         if isinstance(norm, _NORMS) and not others and alone and calls[layer] == calls[norm] == 1:
             found.append((layer, norm))
     return found
+
+
+def rectified(twin: nn.Module, image: Tensor) -> list[nn.Conv2d]:
+    """Convolutions of whose outputs nothing but the positive part is ever used: a ReLU takes each, and it alone or in
+    place.
+    """
+    takers, made = _Takers(), list[tuple[nn.Conv2d, Tensor]]()
+
+    def after(layer: Any, args: tuple[Any, ...], output: Tensor) -> None:
+        made.append((layer, output))
+        takers.of[id(output)] = set()
+
+    layers = [module for module in twin.modules() if _may_rectify(module)]
+    handles = [layer.register_forward_hook(after) for layer in layers]
+    try:
+        with takers:
+            twin(image.clone())
+    finally:
+        for handle in handles:
+            handle.remove()
+    aten = torch.ops.aten
+    used = {layer for layer, _ in made}
+    for layer, output in made:
+        by = takers.by.get(id(output), [])
+        if not (by[:1] == [aten.relu_.default] or by == [aten.relu.default]):
+            used.discard(layer)
+    return [layer for layer in layers if layer in used]
+
+
+def _may_rectify(module: nn.Module) -> bool:
+    if type(module) is not nn.Conv2d or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return False
+    return module.bias is not None and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+
+
+def _convolution_relu(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """relu(W x + b) in one step of cuDNN, where torch takes three; without a derivative."""
+    padding = cast(tuple[int, ...], layer.padding)
+    return torch.cudnn_convolution_relu(
+        x, layer.weight, layer.bias, layer.stride, padding, layer.dilation, layer.groups
+    )
 
 
 def _may_fold(module: nn.Module) -> bool:

@@ -82,16 +82,23 @@ class PairSums:
         self.centre = centre
         """About which all sums are, (E, d): float64, of values that the samples' dtype has."""
         self.products, self.mirrored = products, mirrored
-        self.pairs = torch.zeros(entries, dtype=torch.int64)
         numbers = 1 + 7 * outputs + 9 * (outputs**2 if products else outputs)
         self.sums = centre.new_zeros(entries, FOLDS, numbers)
         self.wins = centre.new_zeros(entries, outputs)
 
-    def add(self, entries: Tensor, pairs: int, sums: Tensor, wins: Tensor) -> None:
-        """Count in sums (A, FOLDS, m) and wins (A, d) of so many more pairs of A of the entries."""
-        self.pairs[entries.cpu()] += pairs
-        self.sums.index_add_(0, entries, sums)
-        self.wins.index_add_(0, entries, wins)
+    @property
+    def pairs(self) -> Tensor:
+        """How many there are of each input, (E,), in float64."""
+        return self.sums[..., 0].sum(1)
+
+    def add(self, where: Tensor | None, sums: Tensor, wins: Tensor) -> None:
+        """Count in sums (A, FOLDS, m) and wins (A, d) of the entries with A indices, or of all."""
+        if where is None:
+            self.sums += sums
+            self.wins += wins
+        else:
+            self.sums.index_add_(0, where, sums)
+            self.wins.index_add_(0, where, wins)
 
     def estimate(self, known: Tensor | None) -> PairEstimate:
         """The estimates; `known` is R, the covariance or the variances of ℓ, None where there was no control."""
@@ -244,25 +251,13 @@ class PairCosts(NamedTuple):
     @classmethod
     def seen(cls, first: Tensor, second: Tensor, line: Tensor | None) -> PairCosts:
         """From values (p, E, d) of both samples of a few mirrored pairs, and their control."""
-        odd, even = (first - second).double() / 2, (first + second).double() / 2
-        even = even - even.mean(0)
-        control = torch.zeros_like(odd) if line is None else line.double()
-        variance = (odd**2 + even**2).mean(0)
-        square = control**2
+        return cls.of(pair_costs(first, second, line))
 
-        def share(left: Tensor, scale: Tensor) -> float:
-            return max(float((left / scale).nan_to_num(0.0, 0.0, 0.0).mean()), 1e-12)
-
-        mirrored = (
-            2 * share(_unexplained(even, square), variance),
-            share(_unexplained(odd**2 + even**2, square), variance**2),
-        )
-        values, controls = torch.cat([odd + even, even - odd]), torch.cat([control, -control])
-        independent = (
-            share(_unexplained(values, controls), variance),
-            share(_unexplained(values**2, controls**2), variance**2) / 2,
-        )
-        return cls(mirrored, independent)
+    @classmethod
+    def of(cls, numbers: Tensor) -> PairCosts:
+        """From a tensor (2, 2)."""
+        (a0, a1), (b0, b1) = numbers.tolist()
+        return cls((a0, a1), (b0, b1))
 
     @property
     def share(self) -> float:
@@ -278,6 +273,29 @@ class PairCosts(NamedTuple):
             if one > 0 and other > 0:
                 best.append((one + other, one / (one + other)))
         return min(best)[1]
+
+
+def pair_costs(first: Tensor, second: Tensor, line: Tensor | None) -> Tensor:
+    """`PairCosts` as a tensor (2, 2), without the host waiting for it."""
+    odd, even = (first - second).double() / 2, (first + second).double() / 2
+    even = even - even.mean(0)
+    control = torch.zeros_like(odd) if line is None else line.double()
+    variance = (odd**2 + even**2).mean(0)
+    square = control**2
+
+    def share(left: Tensor, scale: Tensor) -> Tensor:
+        return (left / scale).nan_to_num(0.0, 0.0, 0.0).mean().clamp(min=1e-12)
+
+    mirrored = [
+        2 * share(_unexplained(even, square), variance),
+        share(_unexplained(odd**2 + even**2, square), variance**2),
+    ]
+    values, controls = torch.cat([odd + even, even - odd]), torch.cat([control, -control])
+    independent = [
+        share(_unexplained(values, controls), variance),
+        share(_unexplained(values**2, controls**2), variance**2) / 2,
+    ]
+    return torch.stack([*mirrored, *independent]).reshape(2, 2)
 
 
 def pair_weights(costs: Tensor, mirrored: Tensor, independent: Tensor) -> tuple[Tensor, Tensor]:

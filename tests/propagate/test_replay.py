@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from netmoments.propagate import replay as module
-from netmoments.propagate.replay import replayed
+from netmoments.propagate.replay import recorded, replayed
 
 
 class Recorded:
@@ -56,10 +56,20 @@ def test_some_shapes_are_kept_and_one_more_takes_the_place_of_the_oldest(asked):
         for size in sizes:
             asked(size)
     assert Recorded.made == module.KEPT
-    asked(7)
+    asked(module.KEPT + 1)
     assert [float(asked(size)) for size in sizes[1:]] == [-2] * (module.KEPT - 1)
     assert float(asked(1)) == 2
     assert Recorded.made == module.KEPT
+
+
+def test_work_that_comes_again_is_recorded_at_once(monkeypatch):
+    monkeypatch.setattr(module, "_Recording", Recorded)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Recorded, "made", 0)
+    known: dict = {}
+    found = [float(recorded(known, lambda x: (2 * x,), torch.full((3,), 1.0))[0][0]) for _ in range(3)]
+    assert found == [2, -2, -2]
+    assert Recorded.made == 1
 
 
 def test_what_cannot_be_recorded_is_done_as_it_is(asked):

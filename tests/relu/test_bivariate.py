@@ -10,16 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from netmoments.memory import Scratch
 from netmoments.normal import density, distribution
 from netmoments.relu.bivariate import (
+    Scratch,
     SeriesFactors,
     TileSeries,
+    common_shape,
     conditional,
     excess_by_owen,
     nonlinear_part,
     nonlinear_sum,
     orthant_excess,
+    scratch_for,
 )
 from netmoments.relu.quadrature_rules import nonlinear_limits, recurrence
 from tests.closeness import assert_close
@@ -157,3 +159,31 @@ def test_a_unit_given_the_other(dtype):
     given = conditional(first, second, ends, Scratch(dtype, ends.device, 5))
     assert distribution(given.first).tolist() == [1.0, 0.0, 0.5, 0.5, 1.0]
     assert density(given.first).tolist()[:2] == [0.0, 0.0]
+
+
+def test_scratch_gives_back_the_same_memory():
+    scratch = Scratch(torch.float32, torch.device("cpu"), elements=20)
+    first = scratch.take("a", torch.Size((4, 5)))
+    assert scratch.take("a", torch.Size((2, 3))).data_ptr() == first.data_ptr()
+    assert scratch.take("b", torch.Size((2, 3))).data_ptr() != first.data_ptr()
+    kept = scratch_for(first, elements=1000)
+    assert scratch_for(first, elements=500) is kept
+    assert scratch_for(first.double(), elements=500) is not kept
+    assert scratch_for(first, elements=10**7) is not kept
+
+
+def test_scratch_of_inference_mode_is_of_use_outside():
+    """A thread keeps it, and the next call may have gradients."""
+    with torch.inference_mode():
+        scratch = Scratch(torch.float32, torch.device("cpu"), elements=4)
+        scratch.take("a", torch.Size((4,)))
+    weight = torch.ones(4, requires_grad=True)
+    with torch.no_grad():
+        block = torch.mul(weight, 2, out=scratch.take("a", torch.Size((4,))))
+    assert not block.is_inference()
+    (block * weight).sum().backward()
+    assert weight.grad.tolist() == [2.0] * 4
+
+
+def test_shapes_are_broadcast():
+    assert common_shape(torch.zeros(1, 4, 1), torch.zeros(3, 1, 1), torch.zeros(1, 1, 2)) == (3, 4, 2)

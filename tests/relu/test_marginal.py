@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import netmoments as nm
-from netmoments.relu.marginal import unit_nonlinear_variance
+from netmoments.relu.marginal import TAIL, tail_moments, unit_nonlinear_variance
 from tests.closeness import assert_close
 
 mpmath.mp.dps = 40
@@ -136,3 +136,14 @@ def test_bad_input(case):
     call, kind, message = BAD[case]
     with pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_tail_moments(dtype, rtol):
+    x = torch.tensor([TAIL, 3.7, 5.0, 9.0, 20.0, 40.0], dtype=dtype)
+    for n, moment in enumerate(tail_moments(x)):
+        exact = [
+            float(mpmath.quad(lambda t, v=v, n=n: t**n * mpmath.exp(-v * t - t * t / 2), [0, 1 / v, 5, 30]))
+            for v in x.tolist()
+        ]
+        assert_close(moment, torch.tensor(exact, dtype=torch.float64), rtol=rtol, what=f"M_{n}")

@@ -20,8 +20,11 @@ from netmoments.sampling.adaptive import (
     PILOT,
     Adaptive,
     Goal,
+    even_blocks,
     missing_pairs,
+    powers_of_two,
     relative_errors,
+    rounded_up,
     sampled_to_tolerance,
 )
 from netmoments.sampling.fast_network import FastNetwork, fast_network
@@ -251,6 +254,16 @@ def test_pairs_that_are_missing():
     assert 64 < int(missing[3]) <= 64 * 10
     assert bool((missing % FOLDS == 0).all())
     assert missing_pairs(reached, done, 0.01, 64).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("pairs", "most"), [(4488, 2**20), (124, 4), (3584, 1024), (8, 4), (4, 4), (5000, 512)])
+def test_blocks_on_a_gpu_are_powers_of_two_within_the_limit_and_one_rest(pairs, most):
+    blocks = powers_of_two(pairs, most)
+    assert sum(blocks) == pairs
+    assert max(blocks) <= most
+    assert all(block.bit_count() == 1 for block in blocks[:-1])
+    assert pairs <= rounded_up(pairs) <= 1.25 * pairs + 4
+    assert sum(even_blocks(pairs, most)) == pairs
 
 
 def test_the_tolerance_that_an_estimate_meets():

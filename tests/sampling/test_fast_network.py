@@ -14,7 +14,7 @@ from torch.nn import functional
 import netmoments as nm
 from netmoments.network.model import NetworkModel
 from netmoments.network.replica import replica
-from netmoments.sampling.fast_network import FastNetwork, fast_network, foldable, half_network
+from netmoments.sampling.fast_network import FastNetwork, fast_network, foldable, half_network, rectified
 from tests.closeness import assert_close
 from tests.networks import FACTORIES, Residual, inputs, network, seeded
 
@@ -346,3 +346,30 @@ def test_a_norm_without_statistics_is_not_folded():
         assert foldable(replica(net), torch.ones(1, 2, 7, dtype=torch.float64)) == []
     with pytest.raises(ValueError, match="depends on the other images of the batch"):
         nm.output_moments(net, nm.Gaussian(spread_inputs((2, 7))[:2], std=0.1, event_ndim=2))
+
+
+class Rectified(nn.Module):
+    """Convolutions with a ReLU behind them, in place or not, one that another layer takes too, one without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.inplace, self.shared, self.bare = (nn.Conv2d(2, 2, 3, padding=1) for _ in range(4))
+        self.last = nn.Linear(2 * 36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.plain(x))
+        x = torch.relu_(self.inplace(x))
+        both = self.shared(x)
+        x = torch.relu(both) + both
+        return self.last(self.bare(x).flatten(1))
+
+
+def test_convolutions_whose_positive_part_alone_is_used():
+    net = Rectified().eval()
+    with torch.no_grad():
+        found = rectified(net, torch.ones(1, 2, 6, 6))
+    assert found == [net.plain, net.inplace]
+    net.plain.register_forward_hook(lambda module, args, output: None)
+    with torch.no_grad():
+        assert rectified(net, torch.ones(1, 2, 6, 6)) == [net.inplace]
+    assert "forward" not in vars(net.inplace)

@@ -64,11 +64,11 @@ class Pairs:
 
     def sums(self, centre: Tensor, products: bool, blocks: list[int]) -> PairSums:
         """All of them, so many at a time."""
-        sums, every, start = PairSums(centre, products, self.mirrored), torch.arange(len(centre)), 0
+        sums, start = PairSums(centre, products, self.mirrored), 0
         for count in blocks:
             span, start = slice(start, start + count), start + count
             found = block_sums(self.first[span], self.second[span], self.lines(span), centre, products)
-            sums.add(every, count, *found)
+            sums.add(None, *found)
         return sums
 
     def estimate(self, products: bool = True, blocks: list[int] | None = None, off: float = 0.1) -> PairEstimate:
@@ -178,9 +178,9 @@ def test_some_entries_may_have_more_pairs():
     sums = PairSums(centre, products=True, mirrored=True)
     early, late, some = slice(32), slice(32, None), torch.tensor([2, 0])
     found = block_sums(pairs.first[early], pairs.second[early], pairs.lines(early), centre, True)
-    sums.add(torch.arange(3), 32, *found)
+    sums.add(None, *found)
     rest = pairs.first[late][:, some], pairs.second[late][:, some], pairs.lines(late, some)
-    sums.add(some, 64, *block_sums(*rest, centre[some], True))
+    sums.add(some, *block_sums(*rest, centre[some], True))
     assert sums.pairs.tolist() == [96, 32, 96]
     found = sums.estimate(known)
     for entries, count, blocks in (([0, 2], 96, [32, 64]), ([1], 32, [32])):

@@ -1,0 +1,147 @@
+"""Expected slopes of a network under noise, the control of its samples: how many gradients they are worth, and they.
+
+With the share v of the outputs' variance that is even in the noise, slopes from K gradients lose about 2v/K of the
+variance they explain, which costs 8v/K more pairs of 1/tolerance² (see `pair_sums`), and BACKWARD·d·K runs of the
+network: the best K follows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from netmoments.covariances import Covariance
+from netmoments.gaussian import Gaussian
+from netmoments.memory import directions_at_once
+from netmoments.network.model import NetworkModel
+from netmoments.sampling.fast_network import FastNetwork
+
+BACKWARD = 3
+"""What one output's gradient costs, in runs of the network."""
+MOST_POINTS = 16
+"""Points at which gradients are taken, at most."""
+UNSEEN_POINTS = 8
+"""The same where the share of the variance that is even is not waited for, on a GPU."""
+SLOPE_NUMBERS = 2**26
+"""Slopes are kept for all inputs of a call if these are no more numbers than that."""
+
+
+class Slopes(NamedTuple):
+    """Controls ℓ = S δ of variance 1, or 0 for an output without a slope."""
+
+    slopes: Tensor
+    """S, (E, d, n)."""
+    known: Tensor
+    """R = S Σ Sᵀ, (E, d, d), or its diagonal (E, d), in float64."""
+    points: int
+    """Points at which the network was differentiated."""
+
+
+def lines(deviations: Tensor, slopes: Tensor) -> Tensor:
+    """The control ℓ = S δ, (p, A, d), of deviations (p, A, n) with slopes (A, d, n)."""
+    return torch.matmul(deviations.movedim(0, 1), slopes.mT).movedim(0, 1)
+
+
+def points_worth(first: Tensor, second: Tensor, runs: float) -> int:
+    """Points that gradients are worth where `runs` plain samples would do, from values (p, E, d) of mirrored pairs.
+
+    Slopes explain at most (1 − v)² of the variance of squares, which must be more of these runs than a point costs. On
+    a GPU the host does not wait for v where gradients are cheap.
+    """
+    outputs = first.shape[-1]
+    affordable = 0.25 * runs / (BACKWARD * outputs)
+    if affordable < 0.5:
+        return 0
+    if first.device.type == "cuda" and affordable > UNSEEN_POINTS:
+        return UNSEEN_POINTS
+    even, odd = ((first + second) / 2).double().var(0), ((first - second) / 2).double().square().mean(0)
+    total = even + odd
+    share = float(torch.where(total > 0, even / torch.where(total > 0, total, 1.0), 0.0).mean())
+    if (1 - share) ** 2 * runs < BACKWARD * outputs:
+        return 0
+    best = math.sqrt(8 * share * runs / (BACKWARD * outputs))
+    points = max(1, int(min(best + 0.5, affordable, MOST_POINTS)))
+    return points if points == 1 else points // 2 * 2
+
+
+def expected_slopes(
+    model: NetworkModel,
+    fast: FastNetwork,
+    noise: Gaussian,
+    outputs: Tensor | None,
+    points: int,
+    products: bool,
+    generator: torch.Generator,
+) -> Slopes | None:
+    """The average gradient over points of the noise, mirrored ones, or at the mean itself for one point.
+
+    None where the network cannot be differentiated, where slopes are no numbers, or would take too much memory.
+    """
+    count = model.outputs if outputs is None else outputs.shape[1]
+    if not model.differentiable or any(x.is_inference() for x in model.network.parameters()):
+        return None
+    if points == 0 or noise.size * count * len(noise.mean) > SLOPE_NUMBERS:
+        return None
+    mean, entries = noise.flat_mean, len(noise.mean)
+    inputs = mean.unsqueeze(0)
+    if points > 1:
+        half = noise.covariance.draw((points // 2, entries), generator)
+        inputs = torch.cat([mean + half, mean - half])
+    each = points * (count if noise.device.type == "cuda" else 1)
+    together = max(1, directions_at_once(noise.device, model.largest, noise.dtype.itemsize, None) // each)
+    rows = inputs.reshape(points, entries, *noise.event_shape)
+    try:
+        parts = [
+            _average_gradients(fast, rows[:, start : start + together], count, _some(outputs, start, together))
+            for start in range(0, entries, together)
+        ]
+    except RuntimeError:
+        return None
+    slopes = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if slopes.device.type != "cuda" and not bool(torch.isfinite(slopes).all()):
+        return None
+    covariance = noise.covariance
+    structure = tuple((type(part).__name__, part.size) for part in getattr(covariance, "parts", (covariance,)))
+
+    def work(given: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _of_variance_one(given, covariance.with_tensors(tensors), products)
+
+    scaled, known = fast.replayed(("controls", structure, products), work, slopes, *covariance.tensors())
+    return Slopes(scaled, known, points)
+
+
+def _some(outputs: Tensor | None, start: int, count: int) -> Tensor | None:
+    return None if outputs is None else outputs[start : start + count]
+
+
+def _average_gradients(fast: FastNetwork, points: Tensor, count: int, outputs: Tensor | None) -> Tensor:
+    """Average gradients (A, d, n) of d outputs at K points (K, A, ...) of each of A entries.
+
+    One output at a time with one run for all, or on a GPU all at once, each with a run of its own.
+    """
+    number, entries = points.shape[:2]
+    rows = points.flatten(0, 1).detach()
+    chosen = None if outputs is None else outputs.repeat(number, 1)
+    if rows.device.type == "cuda":
+        each = torch.arange(count, device=rows.device).repeat_interleave(len(rows)).unsqueeze(1)
+        each = each if chosen is None else chosen.repeat(count, 1).gather(1, each)
+        slopes = fast.gradients(rows.repeat(count, *(1,) * (rows.dim() - 1)), each)
+        return slopes.reshape(count, number, entries, -1).mean(1).movedim(0, 1)
+    with torch.enable_grad():
+        x = rows.requires_grad_()
+        values = fast(x.clone())  # which it may write into
+        values = values if chosen is None else values.gather(1, chosen)
+        found = [torch.autograd.grad(values[:, k].sum(), x, retain_graph=k + 1 < count)[0] for k in range(count)]
+    return torch.stack([slope.reshape(number, entries, -1).mean(0) for slope in found], 1)
+
+
+def _of_variance_one(slopes: Tensor, covariance: Covariance, products: bool) -> tuple[Tensor, Tensor]:
+    """Slopes (E, d, n) scaled so that each control has the variance 1, or 0 where it has none, and R."""
+    exact = covariance.to(torch.float64)
+    spread = exact.push_diagonal(slopes.double()).sqrt()
+    scaled = (slopes / spread.unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).to(slopes.dtype)
+    known = exact.push(scaled.double()) if products else exact.push_diagonal(scaled.double())
+    return scaled, known.expand(len(slopes), *known.shape[1:])
