@@ -14,7 +14,7 @@ from netmoments.attacks.evaluation import Bounds, Success, noisy_scores
 from netmoments.attacks.margins import ClassPairs, Formula, LinearizedScores, fooled_margin
 from netmoments.attacks.result import AttackResult, SkippedImage, joined
 from netmoments.checks import describe, require_finite, require_float_tensor
-from netmoments.linearize.two_stage import linearized_at
+from netmoments.linearize.two_stage import linearized_at, tangent_at
 from netmoments.memory import memory_limit
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.network.replica import replica
@@ -240,7 +240,8 @@ class Attack(ABC):
 
     Args:
         bounds: lowest and highest value of a pixel, which M + μ keeps; None for no such limit, as in the paper.
-        layer: the ReLU that the linearization at the image keeps; see `two_stage`.
+        layer: the ReLU that the linearization at the image keeps; see `two_stage`. Of a network without one, all is
+            linearized.
         rivals: without targets, how many of the best other classes are tried; the best of them is kept.
         polish: steps on the network itself after those on the formula, which is linearized at the image: within a box
             where too few samples are fooled, for sparse and smooth noise always; 0 for the formula alone, as in the
@@ -320,15 +321,23 @@ class Attack(ABC):
 
     def _group(self, subjects: Subjects) -> int:
         """How many images are attacked at a time."""
-        units = subjects.model.relu(self.layer).shape.numel()
+        units = len(subjects.scores[0])  # rows of the tangent, where there is no ReLU
+        if subjects.model.relus:
+            units = subjects.model.relu(self.layer).shape.numel()
         each = COPIES * units * subjects.images[0].numel() * subjects.images.element_size()
         limit = memory_limit(subjects.images.device, self.memory_budget)
         return max(1, min(limit // each, TOGETHER.get(subjects.images.device.type, TOGETHER["cpu"])))
 
     def _formula(self, subjects: Subjects, free: Tensor | None = None) -> Formula:
-        """The network linearized at the images, the followed classes only; `free` (N, m) are what μ may change."""
-        images, followed = subjects.images, subjects.followed(self.rivals)
-        linearized = linearized_at(subjects.model, images, self.layer, followed, self.memory_budget)
+        """The network linearized at the images, the followed classes only; `free` (N, m) are what μ may change.
+
+        One without a ReLU by its tangent.
+        """
+        images, followed, model = subjects.images, subjects.followed(self.rivals), subjects.model
+        if model.relus:
+            linearized = linearized_at(model, images, self.layer, followed, self.memory_budget)
+        else:
+            linearized = tangent_at(model, images, followed, self.memory_budget)
         return Formula(images, followed, linearized, LinearizedScores.of(linearized, images, free))
 
     def _box(self, subjects: Subjects) -> tuple[Tensor, Tensor]:

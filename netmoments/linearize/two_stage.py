@@ -88,6 +88,26 @@ def linearized_at(
     return AffineReluAffine.trusted(*(groups[0] if len(groups) == 1 else _joined(groups)))
 
 
+def tangent_at(model: NetworkModel, points: Tensor, indices: Tensor, memory_budget: int | None) -> AffineReluAffine:
+    """The network's tangent at points (N, *event), for the scores with indices (N, k): f(p) + J(x − p).
+
+    For networks without a ReLU: it has one unit, which is never open and has no weight.
+    """
+    model.require_linearizable()
+    together = directions_at_once(points.device, model.largest, points.element_size(), memory_budget) // DIRECTIONS
+    together = min(max(1, together), model.most_images, len(points))
+    working = directions_at_once(points.device, model.largest * together, points.element_size(), memory_budget)
+    groups: list[Parts] = []
+    with Progress("linearizing", len(points)) as progress:
+        for start in range(0, len(points), together):
+            at = points[start : start + together]
+            out, D = linearized(model.network, at, indices[start : start + together], working)
+            A, B = at.new_zeros(len(at), 1, D.shape[2]), at.new_zeros(len(at), D.shape[1], 1)
+            groups.append((A, at.new_full((len(at), 1), -1.0), B, out - matvec(D, at.flatten(1)), D))
+            progress.advance(len(at))
+    return AffineReluAffine.trusted(*(groups[0] if len(groups) == 1 else _joined(groups)))
+
+
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """A, c₁, B, c₂ and D of a group of points, all with one batch dimension."""
 

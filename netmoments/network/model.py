@@ -310,7 +310,7 @@ class NetworkModel:
                 f"derivative needs; take that out, or use sampling"
             )
         with _lock:
-            new = trace.smooth and not any(known.warned for known in _known[self.given].values())
+            new = trace.smooth and self.relus and not any(known.warned for known in _known[self.given].values())
             self._knowledge.warned |= bool(new)
         if new:
             warnings.warn(

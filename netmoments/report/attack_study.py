@@ -9,12 +9,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from netmoments.attacks.base import Attack
+from netmoments.attacks.base import FOLLOWED, Attack
 from netmoments.attacks.box import PixelSupport, Targeted
 from netmoments.attacks.result import AttackResult
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages
 from netmoments.network.model import NetworkModel, network_of
+from netmoments.network.relu_calls import Relu
 from netmoments.precision import full_precision
 from netmoments.report.arguments import class_numbered, spread, with_classes_of
 from netmoments.report.pictures import PictureRow
@@ -45,8 +46,8 @@ class AttackStudy:
     """Names of the network's classes, () if unknown."""
     labels_are_answers: bool
     """Whether the images came without labels, and the network's own answers were taken."""
-    relu: str
-    """The name of the ReLU that the linearization keeps."""
+    relu: str | None
+    """The name of the ReLU that the linearization keeps; None for a network without one."""
     result: AttackResult
     noisy: Tensor
     """A sample of each image's noise, (N, C, H, W), not cut to the bounds."""
@@ -208,7 +209,8 @@ def few_attacks(
         return NotAttacked("The network gets none of these images right by itself, so there is nothing to fool.")
     few = spread(dataclasses.replace(images, labels=answers, classes=classes).take(right), count)
     try:
-        units, size = _relu(network, few, attack, device).size, few.event_shape.numel()
+        relu, size = _relu(network, few, attack, device), few.event_shape.numel()
+        units = FOLLOWED if relu is None else relu.size
         if len(few) * units * size > QUICK.get(device.type, QUICK["cpu"]):
             return NotAttacked(
                 f"Linearizing {len(few)} images takes {units:,} × {size:,} numbers each, which takes long here; "
@@ -270,12 +272,14 @@ def _attacked(
     noisy = result.samples(1, attack.seed)[0] if len(result) else result.images
     with torch.no_grad(), full_precision():
         classes = network(noisy).argmax(1) if len(result) else result.labels
-    return AttackStudy(attack, images, names, False, relu.name, result.to("cpu"), noisy.cpu(), classes.cpu())
+    name = None if relu is None else relu.name
+    return AttackStudy(attack, images, names, False, name, result.to("cpu"), noisy.cpu(), classes.cpu())
 
 
-def _relu(network: nn.Module, images: LabelledImages, attack: Attack, device: torch.device) -> Any:
-    """The ReLU that the linearization keeps."""
-    return NetworkModel.of(network, images.images[:1].to(device), CALLER).refreshed().relu(attack.layer)
+def _relu(network: nn.Module, images: LabelledImages, attack: Attack, device: torch.device) -> Relu | None:
+    """The ReLU that the linearization keeps, of a network that has any."""
+    model = NetworkModel.of(network, images.images[:1].to(device), CALLER).refreshed()
+    return model.relu(attack.layer) if model.relus else None
 
 
 def _answers(network: nn.Module, images: LabelledImages, device: torch.device) -> Tensor:

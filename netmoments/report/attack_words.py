@@ -116,10 +116,15 @@ def method_in_words(found: AttackStudy) -> str:
     """What was solved, how, and what the numbers mean."""
     attack = found.attack
     own = _sparse_smooth(attack) if isinstance(attack, SparseSmooth) else _box(attack, found.result.targets is None)
+    how = "linearized at the image, as it has no ReLU"
+    if found.relu is not None:
+        how = (
+            f"linearized before and after the ReLU {found.relu!r} at the image (two-stage linearization), with that "
+            f"ReLU treated exactly"
+        )
     return (
         f"Noise is Gaussian, N(μ, σ²I), added to pixels in [0, 1]; a grey level is 1/255. {own} The expected scores "
-        f"are those of the network linearized before and after the ReLU {found.relu!r} at the image (two-stage "
-        f"linearization), with that ReLU treated exactly. {_bounds(attack)} What counts is the network itself: it is "
+        f"are those of the network {how}. {_bounds(attack)} What counts is the network itself: it is "
         f"asked about {attack.samples:,} noisy copies of each image, and fooled as asked means "
         f"{asked_in_words(attack)}, to within the error of sampling."
     )

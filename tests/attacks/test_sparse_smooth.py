@@ -162,3 +162,16 @@ def test_what_cannot_be_fooled_is_flagged():
     boxed = Targeted(beta=0.1, iterations=20, polish=10, samples=20)(network, torch.full((1, 1, 4, 4), 0.5), 0, 1)
     assert not bool(boxed.feasible.any())
     assert 50 < float(boxed.margin) < 101
+
+
+def test_a_network_without_a_relu_is_fooled_too():
+    """A smooth network on two blobs: the formula is its tangent, the polishing on the network itself does the rest."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.Tanh(), nn.Linear(12, 3)).eval()
+    images = torch.rand(4, 1, 6, 6, generator=torch.Generator().manual_seed(5))
+    labels = network(images).argmax(1)
+    result = SparseSmooth(confidence=0.9, sigma=0.02, bounds=None, samples=400)(network, images, labels)
+    assert bool(result.fooled.all())
+    scores = network(result.samples(2000, seed=7).flatten(0, 1)).unflatten(0, (2000, 4))
+    seen = (scores.argmax(-1) != labels).double().mean(0)
+    assert float((seen - 0.9).abs().max()) < 5 * (0.1 * 0.9 * (1 / 400 + 1 / 2000)) ** 0.5

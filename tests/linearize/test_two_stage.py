@@ -13,7 +13,15 @@ from torch.nn import functional
 
 import netmoments as nm
 from netmoments.linearize import two_stage as module
-from netmoments.linearize.two_stage import along, by_forward_mode, by_reverse_mode, linearized, two_stage_value
+from netmoments.linearize.two_stage import (
+    along,
+    by_forward_mode,
+    by_reverse_mode,
+    linearized,
+    tangent_at,
+    two_stage_value,
+)
+from netmoments.network.model import NetworkModel
 from netmoments.network.relu_calls import Cut
 from netmoments.network.zoo import LeNet
 from tests.closeness import assert_close, assert_within_standard_errors
@@ -511,3 +519,16 @@ def test_bad_points(case):
     call, error, message = BAD_POINTS[case]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_tangent_is_the_jacobian_at_the_point():
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
+    points = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    indices = torch.tensor([[2, 0]]).expand(5, -1)
+    found = tangent_at(NetworkModel.of(network, points, "test"), points, indices, None)
+    for point, D, c2 in zip(points, found.D, found.c2, strict=True):
+        jacobian = torch.autograd.functional.jacobian(network, point)[[2, 0]]
+        torch.testing.assert_close(D, jacobian)
+        torch.testing.assert_close(c2 + D @ point, network(point)[[2, 0]])
+    torch.testing.assert_close(found(points), network(points)[:, [2, 0]])
