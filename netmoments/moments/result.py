@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -125,10 +126,13 @@ class OutputMoments:
         """How often each class would win, (*batch, k).
 
         Sampled moments have the frequencies of their own samples, with the Gaussian of these moments counted as one
-        sample more, so that what was never seen is not 0. Formulas take the scores for Gaussian with these moments:
-        small probabilities are then accurate for that Gaussian, and only as right as it is. Of a choice of scores, how
-        often each would win among them. They sum to 1, are in float64 and carry no gradient.
+        sample more, so that what was never seen is not 0. Formulas take the scores for Gaussian with these moments, an
+        approximation: small probabilities are accurate for that Gaussian, and useless for most networks
+        (`nm.class_probabilities` and `nm.flip_probability` ask the network, and have intervals). Outputs that are
+        probabilities, of a softmax, are far from Gaussian, and a warning says so. Of a choice of scores, how often each
+        would win among them. They sum to 1, are in float64 and carry no gradient.
         """
+        self._warn_of_probabilities("class_probabilities")
         if self.covariance is None:
             if self.wins is None:
                 raise ValueError(
@@ -144,6 +148,7 @@ class OutputMoments:
 
         `label` is the class, an int or an int tensor of the batch's shape.
         """
+        self._warn_of_probabilities("flip_probability")
         place = self._position(label)
         if self.covariance is None:
             fitted = None
@@ -157,6 +162,20 @@ class OutputMoments:
         where = torch.as_tensor(place, device=self.wins.device).expand(self.wins.shape[:-1]).unsqueeze(-1)
         lost = 1 - self.wins.double().gather(-1, where).squeeze(-1)
         return lost if fitted is None else self._with_fitted(lost, fitted)
+
+    def _warn_of_probabilities(self, name: str) -> None:
+        """Formulas fit a Gaussian to the outputs, which is no fit where these are a softmax's."""
+        if self.wins is not None:
+            return
+        mean = self._flat_mean()
+        variance = self.variance.detach().double().reshape(mean.shape)
+        inside = bool((variance <= (mean * (1 - mean)).clamp(min=0) + 1e-3).all())  # as of what lies between 0 and 1
+        if mean.shape[-1] > 1 and inside and bool(((mean.sum(-1) - 1).abs() < 1e-3).all()):
+            warnings.warn(
+                f"{name}: the outputs seem to be probabilities (they sum to 1), which a Gaussian does not fit; give "
+                f"the network without its softmax, or use netmoments.{name}(network, noise), which asks the network",
+                stacklevel=3,
+            )
 
     def _flat_mean(self) -> Tensor:
         """The means (*batch, D) of outputs of any shape, in float64."""

@@ -227,3 +227,14 @@ def test_comparison_needs_covariances_and_errors():
             one.compare(other)
     checked = nm.output_moments(net, given, "layerwise")
     assert float(checked.compare(nm.output_moments(net, given)).mean.abs().max()) < 50  # a formula is a little off
+
+
+@pytest.mark.parametrize("ask", [lambda found: found.class_probabilities(), lambda found: found.flip_probability(0)])
+def test_a_gaussian_fitted_to_probabilities_is_warned_of(ask):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3), nn.Softmax(1)).eval()
+    noise = nm.Gaussian(torch.zeros(3), std=0.3)
+    with pytest.warns(UserWarning, match="seem to be probabilities"):
+        ask(nm.output_moments(network, noise, "sketch"))
+    ask(nm.output_moments(network, noise))  # frequencies of its own samples
+    ask(nm.output_moments(network[:3], noise, "sketch"))
