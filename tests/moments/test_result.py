@@ -237,4 +237,4 @@ def test_a_gaussian_fitted_to_probabilities_is_warned_of(ask):
     with pytest.warns(UserWarning, match="seem to be probabilities"):
         ask(nm.output_moments(network, noise, "sketch"))
     ask(nm.output_moments(network, noise))  # frequencies of its own samples
-    ask(nm.output_moments(network[:3], noise, "sketch"))
+    ask(nm.output_moments(network[:3].eval(), noise, "sketch"))
