@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-gpu lint golden bench bench-gpu bench-attacks bench-rivals clean
+.PHONY: demo test test-slow test-gpu lint golden bench bench-gpu bench-attacks bench-rivals bench-flips clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/netmoments report digits digits --sigma 0.05
@@ -46,6 +46,15 @@ bench-attacks: $(READY)
 # Hours on a CPU, minutes on a GPU.
 bench-rivals: $(READY)
 	$(BIN)/python -m benchmarks.rival_attacks
+
+# Rare flips: ours, splitting and the last particle; and our intervals. Needs MNIST, a folder with networks.py, and one with
+# FER2013. Hours on a CPU.
+GALLERY ?= data/gallery
+FACES   ?= $(NETMOMENTS_DATA)
+bench-flips: $(READY)
+	$(BIN)/python -m benchmarks.flips $(GALLERY) table --faces $(FACES)
+	$(BIN)/python -m benchmarks.flips $(GALLERY) coverage --seeds 200
+	$(BIN)/python -m benchmarks.flips $(GALLERY) common --faces $(FACES)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from netmoments.affine_relu_affine import AffineReluAffine
     from netmoments.attacks.expected_logits import ExpectedLogits
     from netmoments.covariances import Dense, Diagonal, Isotropic, LowRank
+    from netmoments.flips.class_probabilities import class_probabilities
+    from netmoments.flips.flip_probability import flip_probability
+    from netmoments.flips.result import ClassProbabilities, FlipProbability
     from netmoments.gaussian import Gaussian
     from netmoments.linearize.bank import LinearizationBank
     from netmoments.linearize.matrix_free import two_stage_maps
@@ -34,9 +37,11 @@ if TYPE_CHECKING:
 _HOME = {
     "AffineReluAffine": "netmoments.affine_relu_affine",
     "Auto": "netmoments.moments.methods",
+    "ClassProbabilities": "netmoments.flips.result",
     "Dense": "netmoments.covariances",
     "Diagonal": "netmoments.covariances",
     "ExpectedLogits": "netmoments.attacks.expected_logits",
+    "FlipProbability": "netmoments.flips.result",
     "Gaussian": "netmoments.gaussian",
     "Isotropic": "netmoments.covariances",
     "Layerwise": "netmoments.moments.methods",
@@ -50,6 +55,8 @@ _HOME = {
     "Sketch": "netmoments.moments.methods",
     "Tightness": "netmoments.moments.tightness",
     "TwoStage": "netmoments.moments.methods",
+    "class_probabilities": "netmoments.flips.class_probabilities",
+    "flip_probability": "netmoments.flips.flip_probability",
     "load_network": "netmoments.network.loading",
     "monte_carlo": "netmoments.sampling.monte_carlo",
     "output_moments": "netmoments.moments.output_moments",
@@ -76,9 +83,11 @@ _ROOMS = {
 __all__ = [
     "AffineReluAffine",
     "Auto",
+    "ClassProbabilities",
     "Dense",
     "Diagonal",
     "ExpectedLogits",
+    "FlipProbability",
     "Gaussian",
     "Isotropic",
     "Layerwise",
@@ -93,7 +102,9 @@ __all__ = [
     "Tightness",
     "TwoStage",
     "attacks",
+    "class_probabilities",
     "data",
+    "flip_probability",
     "load_network",
     "monte_carlo",
     "orthant_probability",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,7 +14,7 @@ from netmoments import __version__
 
 app = App(
     name="netmoments",
-    help="What a trained ReLU network does under Gaussian noise, computed instead of sampled.",
+    help="What a trained network does under Gaussian noise, computed instead of sampled.",
     version=__version__,
     suppress_keyboard_interrupt=False,  # `main` says what becomes of the work
 )
@@ -31,25 +32,35 @@ def report(
     model: str,
     data: str,
     *,
-    sigma: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 0.05,
+    sigma: AboveZero = 0.05,
     weights: Path | None = None,
     images: Positive = 500,
-    layer: str = "-1",
+    tolerance: Annotated[float, Parameter(validator=validators.Number(gt=0, lt=0.5))] = 0.01,
+    samples: AtLeastTwo = 10_000,
+    rare: str = "24",
+    seconds: AboveZero | None = None,
+    method: str = "auto",
+    covariance: Path | None = None,
+    grey: Annotated[bool, Parameter(negative="")] = False,
+    mean: str | None = None,
+    std: str | None = None,
     split: str = "test",
     data_dir: Path | None = None,
     size: Positive | None = None,
     classes: Path | None = None,
-    check: NotNegative = 6,
-    samples: AtLeastTwo = 2000,
     scores: AtLeastTwo = 10,
     attacks: NotNegative = 4,
+    layer: str = "-1",
     seed: NotNegative = 0,
     device: str = "auto",
+    engine: Literal["local", "ray"] | None = None,
+    address: str | None = None,
     out: Path = Path("noise-report"),
 ) -> None:
     """What noise does to a network's answers on your images: flip probabilities, accuracy over noise, fragile images.
 
-    Prints the result and writes report.html, report.json and images.csv.
+    Prints the result and writes report.html, report.json and images.csv, for every network that runs. Ctrl-C keeps
+    what is known by then.
 
     Parameters
     ----------
@@ -64,8 +75,24 @@ def report(
         Safetensors file with the weights, for file.py:factory or a network of the zoo.
     images
         Use at most this many, evenly spread over the data.
-    layer
-        The ReLU that is kept exactly: its number, from either end, or its name; see `netmoments relus`.
+    tolerance
+        Half-width of the 95 % intervals of flip probabilities: 0.01 for one point.
+    samples
+        Samples of each image for that, at most.
+    rare
+        For how many of the images nearest to flipping the probability is found to 10 % of itself, however rare; or all.
+    seconds
+        Time for the whole; by default half a minute and a tenth of a second an image. If it is too short, that is said.
+    method
+        Of the scores: auto for those of the samples, or a formula: layerwise, sketch, two-stage, linear.
+    covariance
+        Of the noise, in place of sigma: an .npy file with the variance of every pixel, or all covariances.
+    grey
+        Bring images in colour to grey.
+    mean
+        What the network's preprocessing subtracts: a number, or one for each channel (0.485,0.456,0.406).
+    std
+        What it divides by.
     split
         Which part of a dataset.
     data_dir
@@ -74,26 +101,35 @@ def report(
         Bring images to this many pixels a side.
     classes
         Text file with a class name a line.
-    check
-        How many images are also sampled.
-    samples
-        Samples for each of those, at each noise level.
     scores
-        Of more than 20 classes, how many of the largest scores of an image are followed.
+        Of more than 20 classes, how many of the largest scores of an image are shown.
     attacks
         For how many images noise is made that fools the network; see `netmoments attack`.
+    layer
+        The ReLU that these attacks keep exactly: its number, from either end, or its name; see `netmoments relus`.
     seed
         Seed of the samples.
     device
         cpu, cuda, or auto: a GPU if there is one.
+    engine
+        For large folders: the images in parts that are kept in the output folder and resumed by the same command, on
+        every GPU here (local) or on a Ray cluster; there is no limit of time then.
+    address
+        Of a Ray cluster; without it one is started here.
     out
         Folder for the files.
     """
     from rich.console import Console
 
     from netmoments.files import require_writable_folder
-    from netmoments.network.loading import load_network
-    from netmoments.report.arguments import class_names_in, device_named, images_for, layer_named, spread
+    from netmoments.report.arguments import (
+        Subject,
+        class_names_in,
+        count_or_all,
+        covariance_in,
+        device_named,
+        layer_named,
+    )
     from netmoments.report.noise_page import write_report
     from netmoments.report.noise_study import StudyConfig, study
     from netmoments.report.noise_words import draw
@@ -101,14 +137,22 @@ def report(
 
     place = device_named(device)
     require_writable_folder(out)
-    config = StudyConfig(sigma, layer_named(layer), check, samples, seed, scores, place, attacks)
-    network = load_network(model, weights)
-    chosen = spread(images_for(model, data, split, data_dir, size), images)
-    found = study(network, chosen, config, class_names_in(classes))
-    console = Console()
+    config = StudyConfig(
+        sigma, tolerance, samples, count_or_all("--rare", rare), seconds, method, covariance_in(covariance), seed,
+        scores=scores, device=place, attacks=attacks, layer=layer_named(layer),
+    )  # fmt: skip
+    subject = Subject(model, data, weights, images, split, data_dir, size, grey, mean, std)
+    console, said = Console(), Console(stderr=True)
+    if engine is None:
+        network, chosen = subject.load()
+        tell = partial(said.print, highlight=False)
+        found = study(network, chosen, config, class_names_in(classes), say=tell)
+    else:
+        from netmoments.report.noise_sweep import engine_named, study_in_parts
+
+        found = study_in_parts(subject, config, class_names_in(classes), out, engine_named(engine, place, address))
     console.print(draw(found))
-    title, source = Path(model).name, data if not Path(data).exists() else Path(data).name
-    written = write_report(found, Provenance.of_this_run(place, seed), out, title, source)
+    written = write_report(found, Provenance.of_this_run(place, seed), out, subject.title, subject.source)
     console.print(f"\nwritten: {', '.join(str(path) for path in written.values())}", markup=False, highlight=False)
 
 
@@ -131,6 +175,9 @@ def attack(
     polish: NotNegative = 100,
     samples: AtLeastTwo = 200,
     unbounded: Annotated[bool, Parameter(negative="")] = False,
+    grey: Annotated[bool, Parameter(negative="")] = False,
+    mean: str | None = None,
+    std: str | None = None,
     layer: str = "-1",
     split: str = "test",
     data_dir: Path | None = None,
@@ -183,8 +230,15 @@ def attack(
         Noisy copies of each image that the network is asked about.
     unbounded
         Let pixels of image + μ leave [0, 1].
+    grey
+        Bring images in colour to grey.
+    mean
+        What the network's preprocessing subtracts: a number, or one for each channel (0.485,0.456,0.406).
+    std
+        What it divides by.
     layer
-        The ReLU that is kept exactly: its number, from either end, or its name; see `netmoments relus`.
+        The ReLU that is kept exactly: its number, from either end, or its name; see `netmoments relus`. A network
+        without one is linearized whole.
     split
         Which part of a dataset.
     data_dir
@@ -206,7 +260,7 @@ def attack(
 
     from netmoments.files import require_writable_folder
     from netmoments.network.loading import load_network
-    from netmoments.report.arguments import class_names_in, device_named, images_for, layer_named
+    from netmoments.report.arguments import class_names_in, device_named, images_for, layer_named, prepared
     from netmoments.report.attack_page import write_attack
     from netmoments.report.attack_study import AttackOptions, Choice, conduct_attack
     from netmoments.report.attack_words import draw_attack
@@ -222,8 +276,8 @@ def attack(
     made = options.attack(bounds=bounds, layer=layer_named(layer), polish=polish, samples=samples, seed=seed)
     require_writable_folder(out)
     require_matplotlib()
-    network = load_network(model, weights)
     given = images_for(model, data, split, data_dir, size)
+    network, given = prepared(load_network(model, weights), given, grey, mean, std)
     found = conduct_attack(network, given, made, Choice(images, label, target), class_names_in(classes), place)
     console = Console()
     console.print(draw_attack(found))

@@ -292,6 +292,13 @@ def read_image_files(paths: Sequence[Path], folder: Path, size: int | None) -> L
         listed = "; ".join(f"{Path(path).name}: {reason}" for path, reason in skipped[:FEW])
         raise ValueError(f"{folder}: none of {len(skipped)} image files can be read: {listed}")
     channels = max(picture.shape[0] for picture in pictures.values())
+    coloured = [name for name, picture in pictures.items() if picture.shape[0] == 3]
+    if 0 < len(coloured) < len(pictures):
+        warnings.warn(
+            f"{folder}: {len(coloured)} of {len(pictures)} images are in colour ({coloured[0]}"
+            f"{', …' if len(coloured) > 1 else ''}) and the others grey; all are read with three channels",
+            stacklevel=2,
+        )
     images = torch.stack([picture.expand(channels, -1, -1) for picture in pictures.values()])
     return LabelledImages(images, None, tuple(pictures), (), tuple(skipped))
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from netmoments import data as datasets
 from netmoments.data.images import LabelledImages, correct, evenly_spread
 from netmoments.network import zoo
+from netmoments.network.loading import load_network, with_preprocessing
 
 
 def accuracy_in_words(
@@ -48,6 +52,114 @@ def images_for(model: str, data: str, split: str, data_dir: Path | None, size: i
     if size is None and model in zoo.ZOO and Path(data).is_dir():
         size = zoo.entry(model).input_shape[-1]
     return datasets.load(data, split=split, data_dir=data_dir, size=size)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network and images, in the words of a command line; any process can load them."""
+
+    model: str
+    data: str
+    weights: Path | None = None
+    images: int | None = None
+    """At most so many, evenly spread."""
+    split: str = "test"
+    data_dir: Path | None = None
+    size: int | None = None
+    grey: bool = False
+    mean: str | None = None
+    std: str | None = None
+
+    def load(self) -> tuple[nn.Module, LabelledImages]:
+        """The network with its preprocessing, and the images with the channels that it takes."""
+        chosen = images_for(self.model, self.data, self.split, self.data_dir, self.size)
+        chosen = chosen if self.images is None else spread(chosen, self.images)
+        return prepared(load_network(self.model, self.weights), chosen, self.grey, self.mean, self.std)
+
+    @property
+    def title(self) -> str:
+        return Path(self.model).name
+
+    @property
+    def source(self) -> str:
+        return Path(self.data).name if Path(self.data).exists() else self.data
+
+
+def numbers_in(option: str, text: str | None) -> tuple[float, ...] | None:
+    """One number, or one for each channel, with commas between them.
+
+    >>> numbers_in("--mean", "0.485,0.456,0.406")
+    (0.485, 0.456, 0.406)
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option} {text!r}: give a number, or one for each channel, such as 0.5,0.5,0.5") from None
+
+
+def prepared(
+    network: nn.Module, images: LabelledImages, grey: bool, mean: str | None, std: str | None
+) -> tuple[nn.Module, LabelledImages]:
+    """The network with its preprocessing before it, and the images with the channels that it takes.
+
+    Pixels stay in [0, 1]: that is where the noise is added. Images in colour are brought to grey if asked, or if the
+    network takes nothing else.
+    """
+    network = with_preprocessing(network, numbers_in("--mean", mean), numbers_in("--std", std))
+    if images.event_shape[0] == 1:
+        return network, images
+    in_grey = dataclasses.replace(images, images=grey_of(images.images))
+    if grey:
+        return network, in_grey
+    if not _takes(network, images) and _takes(network, in_grey):
+        warnings.warn(
+            "the images are in colour and the network takes one channel: they are brought to grey", stacklevel=2
+        )
+        return network, in_grey
+    return network, images
+
+
+def grey_of(images: Tensor) -> Tensor:
+    """(N, 1, H, W): the brightness of RGB images (ITU-R BT.601)."""
+    weights = torch.tensor([0.299, 0.587, 0.114], dtype=images.dtype, device=images.device)
+    return (images * weights.reshape(3, 1, 1)).sum(1, keepdim=True)
+
+
+def _takes(network: nn.Module, images: LabelledImages) -> bool:
+    """Whether a network runs on the first of the images."""
+    first = next((x for x in network.parameters() if x.is_floating_point()), images.images)
+    try:
+        with torch.no_grad():
+            network(images.images[:1].to(first.device, first.dtype))
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return True
+
+
+def covariance_in(path: Path | None) -> Tensor | None:
+    """A covariance from an .npy file: the shape of an image, or (n, n)."""
+    if path is None:
+        return None
+    if not path.is_file():
+        raise FileNotFoundError(f"no file with a covariance at {path}")
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is no .npy file of numbers: {error}") from error
+    if not isinstance(array, np.ndarray) or array.dtype.kind != "f":
+        raise ValueError(f"{path}: wanted one array of floating-point numbers, the variance of every pixel or (n, n)")
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def count_or_all(option: str, text: str) -> int | None:
+    """A number, or None for "all"."""
+    if text == "all":
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"{option} {text!r}: give a number, or all")
+    return int(text)
 
 
 def spread(images: LabelledImages, count: int) -> LabelledImages:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import numpy as np
 from netmoments.attacks.base import Attack
 from netmoments.attacks.box import BoxAttack
 from netmoments.attacks.sparse_smooth import SparseSmooth
-from netmoments.files import require_writable_folder, whole_file
 from netmoments.report.attack_study import AttackStudy, NotAttacked
 from netmoments.report.attack_words import (
     answers_in_words,
@@ -33,8 +31,8 @@ from netmoments.report.attack_words import (
     success_in_words,
     verdict_in_words,
 )
-from netmoments.report.pictures import HEADINGS, draw_rows, figure_png, png_data
-from netmoments.report.templating import render
+from netmoments.report.page import finite, png_data, render, write_files
+from netmoments.report.pictures import HEADINGS, draw_rows, figure_png
 from netmoments.report.words import Provenance
 
 NO_SETTING = {"preprocessing", "mask", "memory_budget"}
@@ -90,7 +88,7 @@ def noise_npz(found: AttackStudy) -> bytes:
 
 def _image_records(found: AttackStudy) -> list[dict[str, Any]]:
     return [
-        {"name": found.name(number), **{key: _finite(value) for key, value in record.items()}}
+        {"name": found.name(number), **{key: finite(value) for key, value in record.items()}}
         for number, record in enumerate(found.result.records())
     ]
 
@@ -103,10 +101,6 @@ def _settings(attack: Attack) -> dict[str, Any]:
     if isinstance(attack, BoxAttack):
         given |= {"beta": attack.reach, "largest_sigma": attack.most_noise}
     return given
-
-
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def render_attack_page(found: AttackStudy, provenance: Provenance, model: str, data: str) -> str:
@@ -197,12 +191,7 @@ def write_attack(found: AttackStudy, provenance: Provenance, folder: Path, model
         "pictures.png": _pictures(found),
         "noise.npz": noise_npz(found),
     }
-    require_writable_folder(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        with whole_file(folder / name) as temporary:
-            temporary.write_bytes(content)
-    return {name: folder / name for name in contents}
+    return write_files(folder, contents)
 
 
 def _pictures(found: AttackStudy) -> bytes:

@@ -1,8 +1,15 @@
-"""What noise does to a network's answers on a set of images: what was asked, and what came out."""
+"""What noise does to a network's answers on a set of images: what was asked, and what came out.
+
+Every image is sampled until its flip probability is known to a point or so; how rare flips are of the images that are
+nearest to one is then found, down to 1e-12. Everything has an interval, and says what it took.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,71 +17,130 @@ import torch
 from torch import Tensor, nn
 
 from netmoments.attacks.sparse_smooth import SparseSmooth
-from netmoments.covariances import Isotropic
 from netmoments.data.images import LabelledImages
-from netmoments.gaussian import Gaussian
-from netmoments.moments.methods import TwoStage
+from netmoments.flips.flip_probability import flip_probability
+from netmoments.flips.margins import Clock
+from netmoments.flips.survey import Survey, SurveyGoal, expected_share_error, shares_interval, surveyed
+from netmoments.gaussian import Gaussian, random_seed
 from netmoments.moments.output_moments import output_moments
-from netmoments.moments.result import OutputMoments
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
 from netmoments.report.arguments import with_classes_of
 from netmoments.report.attack_study import AttackStudy, NotAttacked, few_attacks
-from netmoments.sampling.monte_carlo import class_frequencies, monte_carlo
+from netmoments.report.words import seconds_in_words
+from netmoments.sampling.fast_network import fast_network
 
 CALLER = "report"
 RELATIVE_LEVELS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Noise levels of the accuracy curve, in units of the chosen one."""
+RELATIVE_ERROR = 0.1
+"""Of the flip probabilities of the images nearest to flipping."""
+FIRST_ROUND = (16, 192)
+"""Samples of every image, at least where they take long, and where they do not."""
+CURVE_SAMPLES = (16, 64, 2000)
+"""Samples of every image at each other level of the curve: at least where they take long, at least, and at most."""
+CURVE_TOTAL = 20_000
+"""Of all images together, where there are few."""
+ALL_SCORES = 20
+"""Up to so many classes, the scores of all are shown; of more, only the largest."""
+TIME_IS_OVER, INTERRUPTED = "the time allowed", "an interruption"
+"""What may end the work early."""
+COPIES = 5
+"""Noisy copies that are shown of an image."""
 
 
 @dataclass(frozen=True)
 class StudyConfig:
-    """How much noise, and how it is computed and checked."""
+    """How much noise, and how well its effect is to be known."""
 
     sigma: float
-    layer: int | str = -1
-    check: int = 6
-    """Images that are also sampled."""
-    samples: int = 2000
+    tolerance: float = 0.01
+    """Half-width of the 95 % intervals of flip probabilities."""
+    samples: int = 10_000
+    """Samples of each image for that, at most."""
+    rare: int | None = 24
+    """Images nearest to flipping whose flip probability is found to 10 % of itself; None for all."""
+    seconds: float | None = None
+    """That the whole may take; None for half a minute and a tenth of a second an image."""
+    method: str = "auto"
+    """Of the scores: "auto" for those that were sampled anyway, or a formula."""
+    covariance: Tensor | None = None
+    """Of the noise, in place of sigma² on every pixel: of the shape of an image, or (n, n)."""
     seed: int = 0
     scores: int = 10
-    """How many of the largest scores are followed when there are many classes."""
+    """How many of the largest scores are shown when there are many classes."""
+    examples: int = 6
+    """Images that are shown with noisy copies and scores."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     attacks: int = 4
     """Images that noise is made for, to fool the network."""
+    layer: int | str = -1
+    """The ReLU that these attacks keep exactly."""
 
     def __post_init__(self) -> None:
         if not 0 < self.sigma < float("inf"):
             raise ValueError(f"{CALLER}: sigma must be a positive number (pixels are in [0, 1]), got {self.sigma}")
-        if self.check < 0 or self.attacks < 0 or self.samples < 2 or self.scores < 2:
-            raise ValueError(
-                f"{CALLER}: check and attacks must be ≥ 0, samples ≥ 2 and scores ≥ 2, got {self.check}, "
-                f"{self.attacks}, {self.samples} and {self.scores}"
-            )
+        if not 0 < self.tolerance < 0.5:
+            raise ValueError(f"{CALLER}: tolerance must be between 0 and 0.5 (0.01 for a point), got {self.tolerance}")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise ValueError(f"{CALLER}: seconds must be a positive number, got {self.seconds}")
+        least = {"samples": 2, "scores": 2, "examples": 0, "attacks": 0, "rare": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ValueError(f"{CALLER}: {name} must be at least {bound}, got {value}")
 
     @property
     def levels(self) -> tuple[float, ...]:
         return tuple(self.sigma * level for level in RELATIVE_LEVELS)
 
+    def noise(self, pixels: Tensor, level: float = 1.0) -> Gaussian:
+        """On images (N, ...), at a level relative to the chosen one."""
+        if self.covariance is None:
+            return Gaussian(pixels, std=level * self.sigma, event_ndim=pixels.dim() - 1)
+        covariance = level**2 * self.covariance.to(pixels.device, pixels.dtype)
+        return Gaussian(pixels, covariance, event_ndim=pixels.dim() - 1)
+
+    def allowance(self, images: int) -> float:
+        """Seconds for so many images."""
+        return 30 + 0.1 * images if self.seconds is None else self.seconds
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """At one noise level: the share of answers that are right (without labels: the same), with a 95 % band."""
+
+    sigma: float
+    share: float
+    low: float
+    high: float
+
 
 @dataclass(frozen=True, eq=False)
-class Check:
-    """One image sampled, beside what was computed for it."""
+class Example:
+    """One image with noisy copies."""
 
     image: int
-    flips: Tensor
-    """Sampled flip frequencies at the levels of the curve."""
-    kept: Tensor
-    """Sampled frequencies of what the curve counts: the right answer, or the same one where there are no labels."""
+    noisy: Tensor
+    noisy_classes: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Of each image the k scores that are largest without noise: (N, k) each, with standard errors."""
+
+    outputs: Tensor
     mean: Tensor
     deviation: Tensor
-    """Sampled mean and standard deviation of the scores that are shown, at the chosen noise."""
-    draws: Tensor
-    """A few sampled scores, (draws, k)."""
-    noisy: Tensor
-    """A few noisy copies of the image."""
-    noisy_classes: Tensor
+    mean_error: Tensor
+    deviation_error: Tensor
+    method: str
+
+    def place(self, number: int, label: int) -> int | None:
+        """Where a class is among those of an image."""
+        places = (self.outputs[number] == label).nonzero().flatten().tolist()
+        return places[0] if places else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,37 +150,44 @@ class Study:
     config: StudyConfig
     images: LabelledImages
     classes: tuple[str, ...]
-    scores: Tensor
-    """Without noise, (N, classes)."""
-    moments: OutputMoments
-    """At the chosen noise, of the k scores that are largest without noise."""
-    probabilities: Tensor
-    """How often each of the k classes wins at the chosen noise, (N, k)."""
-    flips: Tensor
-    """How often another class than the predicted one wins, at each level, (N, L)."""
-    right: Tensor | None
-    """How often the right class wins, (N, L); None without labels."""
-    checks: tuple[Check, ...]
+    predicted: Tensor
+    """The answers without noise, (N,)."""
+    count: int
+    """Of the network's classes."""
+    scores: Scores
+    shares: Tensor
+    """How often each of the classes whose scores are shown won among the samples at the chosen noise, (N, k)."""
+    samples: Tensor
+    """How many these were, (N,)."""
+    lead: Tensor
+    """How many standard deviations the answer's score is ahead of the best other, (N,)."""
+    flip: Tensor
+    """How often another class than the network's answer without noise wins, (N,)."""
+    interval: Tensor
+    """Of 95 %, (N, 2)."""
+    runs: Tensor
+    """Of the network, that this took, (N,)."""
+    route: tuple[str, ...]
+    """How each was found: "frequencies", "importance", "splitting", …"""
+    rivals: Tensor
+    """The class that wins most often instead; where none was seen, the one with the best score, (N,)."""
+    curve: tuple[CurvePoint, ...]
+    """Beginning without noise."""
+    examples: tuple[Example, ...] = ()
     attacks: AttackStudy | NotAttacked | None = None
     """Noise made to fool the network, or why there is none; None where none was asked for."""
+    stopped: str = ""
+    """What ended the work early, if something did."""
+    seconds: float = 0.0
 
     @property
-    def predicted(self) -> Tensor:
-        return self.scores.argmax(1)
-
-    @property
-    def chosen_level(self) -> int:
-        return RELATIVE_LEVELS.index(1.0)
-
-    @property
-    def flip(self) -> Tensor:
-        """At the chosen noise, (N,)."""
-        return self.flips[:, self.chosen_level]
-
-    @property
-    def ranking(self) -> Tensor:
-        """The images, the most fragile first."""
-        return self.flip.argsort(descending=True, stable=True)
+    def order(self) -> Tensor:
+        """The images, the most fragile first, (N,): by flip probability; of those that have none but a bound, the ones
+        whose answer leads by fewer standard deviations first.
+        """
+        bounded = self.flip == 0
+        key = torch.where(bounded, 1 / (1 + self.lead.clamp(min=0)) - 2, self.flip)
+        return key.argsort(descending=True, stable=True)
 
     @property
     def clean_accuracy(self) -> float | None:
@@ -122,194 +195,338 @@ class Study:
         return None if labels is None else float((self.predicted == labels).double().mean())
 
     @property
-    def curve(self) -> list[tuple[float, float]]:
-        """(sigma, share of answers that are right; without labels, that stay the same), beginning without noise."""
-        return self._curve_of(torch.arange(len(self.images)))
+    def half_width(self) -> Tensor:
+        """Of the intervals, (N,)."""
+        return (self.interval[:, 1] - self.interval[:, 0]) / 2
 
     @property
-    def checked_curve(self) -> list[tuple[float, float]]:
-        """The same of the images that were sampled."""
-        return self._curve_of(torch.tensor([check.image for check in self.checks]))
+    def bounded(self) -> Tensor:
+        """Where nothing finer than an upper bound is known, (N,)."""
+        return self.flip == 0
 
     @property
-    def sampled_curve(self) -> list[tuple[float, float, float]]:
-        """(sigma, share, standard error) of the sampled images."""
-        kept = torch.stack([check.kept for check in self.checks])
-        error = (kept * (1 - kept) / self.config.samples).sum(0).sqrt() / len(kept)
-        return list(zip(self.config.levels, kept.mean(0).tolist(), error.tolist(), strict=True))
-
-    def _curve_of(self, images: Tensor) -> list[tuple[float, float]]:
-        labels = self.images.labels
-        clean = torch.ones(len(images)) if labels is None else (self.predicted == labels)[images]
-        shares = self.kept[images].double().mean(0).tolist()
-        return [(0.0, float(clean.double().mean())), *zip(self.config.levels, shares, strict=True)]
-
-    @property
-    def largest_check_error(self) -> float | None:
-        """The largest difference between computed and sampled flip probability at the chosen noise."""
-        level = self.chosen_level
-        gaps = [abs(float(self.flips[c.image, level]) - float(c.flips[level])) for c in self.checks]
-        return max(gaps) if gaps else None
-
-    def rival(self, number: int) -> int:
-        """The class that wins most often in place of the predicted one."""
-        assert self.moments.outputs is not None
-        outputs = self.moments.outputs[number]
-        mine = outputs == self.predicted[number]
-        others = self.probabilities[number].masked_fill(mine, -1.0)
-        if float(others.max()) <= 0:
-            others = self.moments.mean[number].masked_fill(mine, float("-inf"))
-        return int(outputs[others.argmax()])
-
-    @property
-    def followed(self) -> int:
-        """How many scores of each image were followed."""
-        return self.moments.mean.shape[1]
-
-    @property
-    def kept(self) -> Tensor:
-        """What the curve is the mean of, (N, L): the right answer, or the same one where there are no labels."""
-        return 1 - self.flips if self.right is None else self.right
+    def labelled(self) -> bool:
+        return self.images.labels is not None
 
     def class_name(self, number: int) -> str:
         return self.classes[number] if self.classes else str(number)
 
 
-ALL_SCORES = 20
-"""Up to so many classes, the scores of all are followed; of more, only the largest, which keeps thousands cheap."""
+def study(
+    network: Any,
+    images: LabelledImages,
+    config: StudyConfig,
+    classes: tuple[str, ...] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> Study:
+    """Compute a `Study`; `say` is told what it will take.
 
-
-def study(network: Any, images: LabelledImages, config: StudyConfig, classes: tuple[str, ...] = ()) -> Study:
-    """Compute a `Study`: two-stage moments of every image at every level, samples of a few."""
+    Ctrl-C after the first round of samples ends the work early and keeps what is known.
+    """
+    start = time.perf_counter()
     network = network_of(network.to(config.device) if isinstance(network, nn.Module) else network, CALLER)
     pixels = images.images.to(config.device)
-    count = NetworkModel.of(network, pixels, CALLER).outputs
-    if count < 2:
+    model = classifier(network, pixels)
+    images, names = with_classes_of(images, classes, model.outputs, CALLER)
+    plan = TimePlan.of(model, len(images), config)
+    say(plan.in_words(len(images)))
+    found = model.answer(lambda: _found(model, pixels, images, names, config, plan))
+    attacks = attacks_on(network, found)
+    return dataclasses.replace(found, attacks=attacks, seconds=time.perf_counter() - start)
+
+
+def survey_of(network: nn.Module, images: LabelledImages, config: StudyConfig, plan: TimePlan) -> Study:
+    """The flips of all images by samples alone, and the curve: a part of a study of many."""
+    network, pixels = network.to(config.device), images.images.to(config.device)
+    model = classifier(network_of(network, CALLER), pixels)
+    alone = dataclasses.replace(config, rare=0, examples=0, attacks=0)
+    return model.answer(lambda: _found(model, pixels, images, (), alone, plan))
+
+
+def classifier(network: nn.Module, pixels: Tensor) -> NetworkModel:
+    """The model of a network that gives each image two scores or more."""
+    model = NetworkModel.of_any(network, pixels, CALLER)
+    if len(model.parts) != 1 or len(model.parts[0].shape) != 1:
+        shapes = ", ".join(str(tuple(part.shape)) for part in model.parts)
+        raise ValueError(f"{CALLER}: the network must give each image one row of scores, got {shapes}")
+    if model.outputs < 2:
         raise ValueError(
-            f"{CALLER}: a class wins against others, and the network has only {count} score; make it two, [0, score] "
-            f"for a yes-or-no network"
+            f"{CALLER}: a class wins against others, and the network has only {model.outputs} score; make it two, "
+            f"[0, score] for a yes-or-no network"
         )
-    images, names = with_classes_of(images, classes, count, CALLER)
-    with torch.no_grad(), full_precision():
-        scores = torch.cat([network(part) for part in pixels.split(256)]).cpu()
-    parts = []
-    with Progress("images", len(images)) as progress:
-        for span in torch.arange(len(images)).split(_together(images, config.device)):
-            parts.append(_computed(network, pixels[span], scores[span], _labels(images, span), config))
-            progress.advance(len(span))
-    moments = _joined([part.moments for part in parts])
-    flips = torch.cat([part.flips for part in parts])
-    right = None if images.labels is None else torch.cat([part.right for part in parts if part.right is not None])
-    probabilities = torch.cat([part.probabilities for part in parts])
-    found = Study(config, images, names, scores, moments, probabilities, flips, right, ())
-    checks = tuple(_check(network, pixels, found, number, config) for number in checked_images(found))
-    return dataclasses.replace(found, checks=checks, attacks=_attacks(network, found))
+    return model
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    moments: OutputMoments
-    probabilities: Tensor
-    flips: Tensor
-    right: Tensor | None
+@dataclass(frozen=True)
+class TimePlan:
+    """How the time is spent: on a first look at all images, on the curve, on what is rare."""
+
+    cost: float
+    """Seconds of a run of the network, in a batch."""
+    first: int
+    """Samples of each image in the first round."""
+    curve: int
+    """At each other level of the curve."""
+    survey_seconds: float
+    seconds: float
+
+    @classmethod
+    def of(cls, model: NetworkModel, images: int, config: StudyConfig) -> TimePlan:
+        with torch.no_grad():
+            cost = fast_network(model).cost
+        seconds = config.allowance(images)
+        per_image = seconds / (cost * images)
+        first = int(min(max(0.25 * per_image, FIRST_ROUND[0]), FIRST_ROUND[1], config.samples))
+        least, enough, most = CURVE_SAMPLES
+        wanted = min(max(CURVE_TOTAL / images, enough), most)
+        curve = int(min(max(0.2 * per_image / (len(RELATIVE_LEVELS) - 1), least), wanted, max(config.samples, 2)))
+        return cls(cost, first, curve, 0.5 * seconds, seconds)
+
+    @classmethod
+    def without_limit(cls, images: int) -> TimePlan:
+        """The same for any machine."""
+        _, enough, most = CURVE_SAMPLES
+        return cls(0.0, FIRST_ROUND[1], int(min(max(CURVE_TOTAL / images, enough), most)), math.inf, math.inf)
+
+    def in_words(self, images: int) -> str:
+        """What it will take, before it begins."""
+        least = images * (self.first + (len(RELATIVE_LEVELS) - 1) * self.curve)
+        return (
+            f"{images:,} images, {1e3 * self.cost:.2g} ms a run: at least {least:,} runs of the network "
+            f"({seconds_in_words(least * self.cost)}), at most about {seconds_in_words(self.seconds)} (--seconds)"
+        )
 
 
-def _computed(network: nn.Module, pixels: Tensor, scores: Tensor, labels: Tensor | None, config: StudyConfig) -> _Part:
-    """Moments of some images at every level; the linearization of each image is shared by the levels."""
-    rows = _followed(scores, labels, config.scores)
-    levels = torch.tensor(config.levels, dtype=pixels.dtype, device=pixels.device)
-    means = pixels.unsqueeze(1).expand(-1, len(levels), *pixels.shape[1:])
-    spread = Isotropic(levels.square().expand(len(pixels), -1), pixels[0].numel())
-    noise = Gaussian(means, spread, event_ndim=pixels.dim() - 1)
-    wide = rows.unsqueeze(1).expand(-1, len(levels), -1).reshape(-1, rows.shape[1])
-    every = output_moments(network, noise, TwoStage(layer=config.layer), wide, check=0).to("cpu")
-    chances = every.class_probabilities()
-    mine = rows == scores.argmax(1, keepdim=True)
-    flips = chances.masked_fill(mine.unsqueeze(1), 0.0).sum(-1)
-    right = None
-    if labels is not None:
-        right = chances.masked_fill((rows != labels.unsqueeze(1)).unsqueeze(1), 0.0).sum(-1)
-    place = RELATIVE_LEVELS.index(1.0)
-    assert every.covariance is not None
-    chosen = OutputMoments(
-        every.mean[:, place], every.variance[:, place], every.covariance[:, place], every.method, every.cut, rows
-    )
-    return _Part(chosen, chances[:, place], flips, right)
+def _found(
+    model: NetworkModel,
+    pixels: Tensor,
+    images: LabelledImages,
+    names: tuple[str, ...],
+    config: StudyConfig,
+    plan: TimePlan,
+) -> Study:
+    clock = Clock(plan.seconds)
+    with torch.inference_mode(False), torch.no_grad(), full_precision():
+        clean = torch.cat([model.network(part.clone()) for part in pixels.split(256)])
+    if not bool(torch.isfinite(clean).all()):
+        bad = int((~torch.isfinite(clean)).any(1).nonzero()[0])
+        raise ValueError(f"{CALLER}: the network's scores for {images.names[bad]} are not finite, even without noise")
+    predicted = clean.argmax(1)
+    labels = None if images.labels is None else images.labels.to(pixels.device)
+    followed = followed_scores(clean, labels, config.scores)
+    goal = SurveyGoal(config.tolerance, plan.first, config.samples)
+    noise = config.noise(pixels)
+    survey = surveyed(
+        model, noise, predicted, followed, goal, seed=random_seed(config.seed, "survey", 0),
+        clock=Clock(plan.survey_seconds),
+        description="flips of all images",
+    )  # fmt: skip
+    found = _of_survey(config, images, names, clean, followed, survey)
+    short = (found.half_width > config.tolerance) & (found.samples < config.samples)
+    if bool(short.any()):
+        found = dataclasses.replace(found, stopped=TIME_IS_OVER)
+    try:
+        found = dataclasses.replace(found, curve=_curve(model, pixels, found, plan))
+        found = _rare(model, noise, found, clock)
+        if found.stopped == INTERRUPTED:
+            return found
+        found = dataclasses.replace(
+            found, scores=_scores(model, noise, found), examples=examples_of(model, noise, found)
+        )
+    except KeyboardInterrupt:
+        found = dataclasses.replace(found, stopped=INTERRUPTED)
+    return found
 
 
-def _followed(scores: Tensor, labels: Tensor | None, largest: int) -> Tensor:
-    """The scores that are followed: all of a few classes, else the largest ones and the right one."""
-    count = scores.shape[1]
+def followed_scores(clean: Tensor, labels: Tensor | None, largest: int) -> Tensor:
+    """The scores that are shown, (N, k): all of a few classes, else the largest ones and the right one."""
+    count = clean.shape[1]
     if count <= max(ALL_SCORES, largest):
-        return torch.arange(count).expand(len(scores), -1)
-    rows = scores.topk(largest, 1).indices
+        return torch.arange(count, device=clean.device).expand(len(clean), -1)
+    rows = clean.topk(largest, 1).indices
     if labels is not None:
         missing = ~(rows == labels.unsqueeze(1)).any(1)
         rows[missing, -1] = labels[missing]
     return rows
 
 
-def checked_images(found: Study) -> list[int]:
-    """Half of the checks go to the most fragile images, the others evenly down the ranking."""
-    ranking = found.ranking.tolist()
-    count = min(found.config.check, len(ranking))
+def _of_survey(
+    config: StudyConfig,
+    images: LabelledImages,
+    names: tuple[str, ...],
+    clean: Tensor,
+    followed: Tensor,
+    survey: Survey,
+) -> Study:
+    """What samples alone say."""
+    predicted = clean.argmax(1, keepdim=True)
+    kept = survey.wins.gather(1, predicted).squeeze(1)
+    flips = survey.samples - kept
+    flip = flips / survey.samples.double()
+    others = survey.wins.scatter(1, predicted, -1)
+    best = clean.scatter(1, predicted, -torch.inf).argmax(1)
+    rivals = torch.where(flips > 0, others.argmax(1), best)
+    scores = Scores(followed, survey.mean, survey.deviation, survey.mean_error, survey.deviation_error, "sampling")
+    curve = (_clean_point(images, clean), _point(images, survey, clean.argmax(1), config.sigma))
+    shares = survey.wins.gather(1, followed) / survey.samples.double().unsqueeze(1)
+    samples, interval = survey.samples.cpu(), shares_interval(flips, survey.samples).cpu()
+    return Study(
+        config, images, names, clean.argmax(1).cpu(), clean.shape[1], _on_cpu(scores), shares.cpu(), samples,
+        survey.lead.cpu(), flip.cpu(), interval, samples, ("frequencies",) * len(flip), rivals.cpu(), curve,
+    )  # fmt: skip
+
+
+def _on_cpu(scores: Scores) -> Scores:
+    moved: dict[str, Any] = {name: x.cpu() for name, x in vars(scores).items() if isinstance(x, Tensor)}
+    return dataclasses.replace(scores, **moved)
+
+
+def _clean_point(images: LabelledImages, clean: Tensor) -> CurvePoint:
+    share = 1.0
+    if images.labels is not None:
+        share = float((clean.argmax(1).cpu() == images.labels).double().mean())
+    return CurvePoint(0.0, share, share, share)
+
+
+def _point(images: LabelledImages, survey: Survey, predicted: Tensor, sigma: float) -> CurvePoint:
+    """The mean over the images, with a band of two standard errors."""
+    wanted = predicted if images.labels is None else images.labels.to(predicted.device)
+    count = survey.wins.gather(1, wanted.unsqueeze(1)).squeeze(1)
+    share = float((count / survey.samples.double()).mean())
+    error = 2 * expected_share_error(count, survey.samples)
+    return CurvePoint(sigma, share, max(0.0, share - error), min(1.0, share + error))
+
+
+def _curve(model: NetworkModel, pixels: Tensor, found: Study, plan: TimePlan) -> tuple[CurvePoint, ...]:
+    """The same noise at every level, scaled: what is left of chance is common to all."""
+    config, predicted = found.config, found.predicted.to(pixels.device)
+    start, chosen = found.curve
+    points, goal = [start], SurveyGoal(1.0, plan.curve, plan.curve)
+    nothing = predicted.new_empty(len(predicted), 0)
+    with Progress("accuracy over noise", len(RELATIVE_LEVELS)) as progress:
+        for level, sigma in zip(RELATIVE_LEVELS, config.levels, strict=True):
+            if math.isclose(level, 1.0):
+                points.append(chosen)
+            else:
+                noise = config.noise(pixels, level)
+                sampled = surveyed(model, noise, predicted, nothing, goal, seed=random_seed(config.seed, "curve", 0))
+                points.append(_point(found.images, sampled, predicted, sigma))
+            progress.advance(1)
+    return tuple(points)
+
+
+def _rare(model: NetworkModel, noise: Gaussian, found: Study, clock: Clock) -> Study:
+    """The flip probabilities of the images nearest to flipping, to 10 % of themselves, as far as the time goes."""
+    numbers, refined, stopped = rare_candidates(found), [], found.stopped
+    try:
+        with Progress("rare flips", len(numbers)) as progress:
+            for number in numbers:
+                left = seconds_left(clock)
+                if left is not None and left <= 0:
+                    stopped = TIME_IS_OVER
+                    break
+                own, label = noise.entries(torch.tensor([number], device=noise.device)), int(found.predicted[number])
+                refined.append(Refined.alone(model, own, number, label, found.config.seed, left))
+                progress.advance(1)
+    except KeyboardInterrupt:
+        stopped = INTERRUPTED
+    return dataclasses.replace(with_refined(found, refined), stopped=stopped)
+
+
+def seconds_left(clock: Clock) -> float | None:
+    """Until the time is over; None where there is no end."""
+    if clock.seconds is None or math.isinf(clock.seconds):
+        return None
+    return clock.seconds - (time.perf_counter() - clock.start)
+
+
+def rare_candidates(found: Study) -> list[int]:
+    """The images nearest to flipping, but those whose flips were seen so often that 10 % are reached already."""
+    nearest = found.order if found.config.rare is None else found.order[: found.config.rare]
+    seen = found.flip * found.samples
+    return [number for number in nearest.tolist() if float(seen[number]) < RELATIVE_ERROR**-2]
+
+
+@dataclass(frozen=True)
+class Refined:
+    """What importance sampling or splitting found for one image."""
+
+    number: int
+    flip: float
+    low: float
+    high: float
+    runs: int
+    route: str
+    rival: int
+    """−1 where none was seen."""
+
+    @classmethod
+    def alone(
+        cls, model: NetworkModel, noise: Gaussian, number: int, label: int, seed: int, seconds: float | None = None
+    ) -> Refined:
+        """Of the image with this number, whose noise, a batch of one, and answer are given."""
+        one = flip_probability(model, noise, label, RELATIVE_ERROR, seconds=seconds, seed=seed)
+        low, high = one.interval[0].tolist()
+        return cls(number, float(one.probability), low, high, int(one.runs), one.route[0], int(one.rival))
+
+
+def with_refined(found: Study, refined: Sequence[Refined]) -> Study:
+    """A study with these in place of what samples said, where they say more."""
+    flip, interval, runs = found.flip.clone(), found.interval.clone(), found.runs.clone()
+    route, rivals = list(found.route), found.rivals.clone()
+    for one in refined:
+        runs[one.number] += one.runs
+        if one.flip > 0 or one.high < float(interval[one.number, 1]):
+            flip[one.number], route[one.number] = one.flip, one.route
+            interval[one.number] = torch.tensor([one.low, one.high], dtype=interval.dtype)
+        if one.rival >= 0:
+            rivals[one.number] = one.rival
+    return dataclasses.replace(found, flip=flip, interval=interval, runs=runs, route=tuple(route), rivals=rivals)
+
+
+def _scores(model: NetworkModel, noise: Gaussian, found: Study) -> Scores:
+    """Those that were sampled, or by a formula."""
+    if found.config.method == "auto":
+        return found.scores
+    outputs = found.scores.outputs
+    moments = output_moments(model, noise, found.config.method, outputs).to("cpu")
+    assert moments.error is not None
+    deviation = moments.variance.sqrt()
+    return Scores(
+        outputs, moments.mean, deviation, moments.error.mean,
+        moments.error.variance / (2 * deviation).clamp(min=1e-30), moments.method,
+    )  # fmt: skip
+
+
+def examples_of(model: NetworkModel, noise: Gaussian, found: Study) -> tuple[Example, ...]:
+    """Noisy copies of the most fragile images, and of others evenly down the ranking."""
+    made = []
+    for number in example_images(found):
+        generator = torch.Generator(noise.device).manual_seed(random_seed(found.config.seed, "copies", number))
+        one = noise.entries(torch.tensor([number], device=noise.device))
+        noisy = one.sample(COPIES, generator=generator)[:, 0]
+        with torch.inference_mode(False), torch.no_grad(), full_precision():
+            classes = model.network(noisy.clone()).argmax(1)
+        made.append(Example(number, noisy.cpu(), classes.cpu()))
+    return tuple(made)
+
+
+def example_images(found: Study) -> list[int]:
+    """Half of them the most fragile, the others evenly down the ranking."""
+    ranking = found.order.tolist()
+    count = min(found.config.examples, len(ranking))
     fragile = (count + 1) // 2
     rest = ranking[fragile:]
     spread = [rest[(2 * i + 1) * len(rest) // (2 * (count - fragile))] for i in range(count - fragile)]
     return ranking[:fragile] + spread
 
 
-def _check(network: nn.Module, pixels: Tensor, found: Study, number: int, config: StudyConfig) -> Check:
-    """Sample one image at every level of the curve."""
-    labels, moments, scores = found.images.labels, found.moments, found.scores
-    label = None if labels is None else int(labels[number])
-    image, predicted = pixels[number], int(scores[number].argmax())
-    won = torch.stack(
-        [
-            class_frequencies(network, Gaussian(image, std=sigma), config.samples, seed=config.seed + level).cpu()
-            for level, sigma in enumerate(config.levels)
-        ]
-    )
-    noise = Gaussian(image, std=config.sigma)
-    assert moments.outputs is not None
-    rows = moments.outputs[number]
-    sampled = monte_carlo(lambda x: network(x)[:, rows.to(x.device)], noise, config.samples, seed=config.seed)
-    noisy = noise.sample(40, generator=torch.Generator(image.device).manual_seed(config.seed))
-    with torch.no_grad(), full_precision():
-        draws = network(noisy).cpu()
-    return Check(
-        number,
-        1 - won[:, predicted],
-        won[:, predicted if label is None else label],
-        sampled.mean.cpu(),
-        sampled.variance.sqrt().cpu(),
-        draws[:, rows],
-        noisy[:5].cpu(),
-        draws[:5].argmax(1),
-    )
-
-
-def _attacks(network: nn.Module, found: Study) -> AttackStudy | NotAttacked | None:
+def attacks_on(network: nn.Module, found: Study) -> AttackStudy | NotAttacked | None:
     """Noise made to fool the network, on a few of the images that it gets right; None where none was asked for."""
     config = found.config
     if not config.attacks:
         return None
+    if found.stopped:
+        return NotAttacked(f"No noise was made: {found.stopped} ended the work before.")
     attack = SparseSmooth(layer=config.layer, seed=config.seed)
     return few_attacks(network, found.images, found.classes, found.predicted, attack, config.attacks, config.device)
-
-
-def _joined(parts: list[OutputMoments]) -> OutputMoments:
-    tensors: dict[str, Any] = {
-        name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("mean", "variance", "covariance", "outputs")
-    }
-    return OutputMoments(**tensors, method=parts[0].method, cut=parts[0].cut)
-
-
-def _labels(images: LabelledImages, span: Tensor) -> Tensor | None:
-    return None if images.labels is None else images.labels[span]
-
-
-def _together(images: LabelledImages, device: torch.device) -> int:
-    """Images between two steps of the progress bar."""
-    return max(1, (64 if device.type == "cuda" else 16) * 784 // max(784, images.event_shape.numel()))

@@ -39,6 +39,46 @@ def in_words(value: float) -> str:
     return f"{value:,.0f}" if abs(rounded) >= 1000 else f"{rounded:.3g}"
 
 
+def at_most_in_words(bound: float) -> str:
+    """A probability that is not exceeded, rounded up to two digits: a percentage, below a thousandth scientific.
+
+    >>> [at_most_in_words(bound) for bound in (1.0, 3 / 192, 0.0031, 2.91e-7)]
+    ['100%', '1.6%', '0.31%', '3e-7']
+    """
+    if bound <= 0:
+        return "0"
+    unit = 10.0 ** (math.floor(math.log10(bound)) - 1)
+    rounded = unit * math.ceil(bound / unit - 1e-5)
+    return f"{100 * rounded:.2g}%" if 0.001 <= rounded < 0.995 else "100%" if rounded > 0.5 else in_words(rounded)
+
+
+def interval_in_words(value: float, low: float, high: float) -> tuple[str, str, str]:
+    """A probability and the ends of its interval, all above 0, with as many digits as the interval is narrow.
+
+    >>> interval_in_words(0.4027, 0.39297, 0.41245)
+    ('0.40', '0.39', '0.41')
+    >>> interval_in_words(1.29e-4, 1.116e-4, 1.49e-4)
+    ('1.3e-4', '1.1e-4', '1.5e-4')
+    >>> interval_in_words(1 / 192, 9.2e-4, 0.0289)
+    ('0.0052', '9.2e-4', '0.029')
+    """
+    last = math.floor(math.log10((high - low) / 1.5)) if high > low else -15
+    return _to_place(value, last), _to_place(low, last), _to_place(high, last)
+
+
+def _to_place(value: float, last: int) -> str:
+    """Down to the digit of 10^last, with two digits at least and four at most; scientific below a thousandth."""
+    if value <= 0:
+        return "0"
+    first = math.floor(math.log10(value))
+    place = max(min(last, first - 1), first - 3)
+    rounded = round(value / 10.0**place) * 10.0**place
+    if rounded >= 0.9995e-3:
+        return f"{rounded:.{max(0, -place)}f}"
+    mantissa, _, exponent = f"{rounded:.{math.floor(math.log10(rounded) + 1e-9) - place}e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
 def difference_in_words(value: float | None) -> str:
     """With its sign.
 

@@ -37,7 +37,7 @@ from netmoments.sampling.pair_sums import (
     pair_costs,
     pair_weights,
 )
-from netmoments.sampling.slopes import Slopes, expected_slopes, lines, points_worth
+from netmoments.sampling.slopes import SlopeControls, expected_slopes, lines, points_worth
 
 PILOT = 64
 """Pairs of the first round."""
@@ -187,7 +187,9 @@ class _Sampling:
 
     def _until(self, goal: Goal, products: bool, start: float) -> Adaptive:
         stopped: str | None = None
-        self.generator = torch.Generator(self.noise.device).manual_seed(self.seed)
+        # not the seed itself: a network whose weights were drawn with that would meet them again
+        own = random_seed(self.seed, "samples", 0)
+        self.generator = torch.Generator(self.noise.device).manual_seed(own)
         most = max(FOLDS, goal.samples // 2 // FOLDS * FOLDS)
         self.sums: dict[bool, PairSums] = {}
         undecided = self._first_round(most, goal, products)
@@ -271,7 +273,7 @@ class _Sampling:
 
         return work
 
-    def _slopes(self, first: Tensor, second: Tensor, goal: Goal, products: bool) -> Slopes | None:
+    def _slopes(self, first: Tensor, second: Tensor, goal: Goal, products: bool) -> SlopeControls | None:
         runs = min(goal.tolerance**-2, goal.samples)
         if self.half is not None:  # in runs of float32
             runs *= self.half.cost / self.fast.cost

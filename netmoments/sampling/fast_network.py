@@ -145,7 +145,10 @@ def _tuned(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
             return _differentiable(min(timed, key=lambda one: one.cost), image)
         start = min(LEAST_BATCH, model.most_images)
         made = [FastNetwork(run, dtype, layout, start, math.inf) for layout, run in twins.items()]
-        chosen = min(made, key=lambda one: _seconds(one, image, min(64, model.most_images)))
+        tried = min(64, model.most_images)
+        if len(made) > 1 and _seconds(made[0], image, start) > PATIENCE:
+            tried = start
+        chosen = min(made, key=lambda one: _seconds(one, image, tried))
         size = start
         while size <= min(MOST_BATCH, model.most_images):
             seconds = _seconds(chosen, image, size)

@@ -18,7 +18,7 @@ from netmoments.checks import (
     require_float_tensor,
     require_float_tensors,
 )
-from netmoments.gaussian import Gaussian
+from netmoments.gaussian import Gaussian, random_seed
 from netmoments.memory import piece_bytes
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
@@ -223,7 +223,9 @@ class Evaluation:
     batch: int
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        generator = torch.Generator(self.noise.device).manual_seed(self.seed)
+        # not the seed itself: a network whose weights were drawn with that would meet them again
+        own = random_seed(self.seed, "samples", 0)
+        generator = torch.Generator(self.noise.device).manual_seed(own)
         for start in range(0, self.samples, self.batch):
             x = self.noise.sample(min(self.batch, self.samples - start), generator=generator)
             yield x, self._values(x)

@@ -29,7 +29,7 @@ SLOPE_NUMBERS = 2**26
 """Slopes are kept for all inputs of a call if these are no more numbers than that."""
 
 
-class Slopes(NamedTuple):
+class SlopeControls(NamedTuple):
     """Controls ℓ = S δ of variance 1, or 0 for an output without a slope."""
 
     slopes: Tensor
@@ -75,7 +75,7 @@ def expected_slopes(
     points: int,
     products: bool,
     generator: torch.Generator,
-) -> Slopes | None:
+) -> SlopeControls | None:
     """The average gradient over points of the noise, mirrored ones, or at the mean itself for one point.
 
     None where the network cannot be differentiated, where slopes are no numbers, or would take too much memory.
@@ -110,7 +110,7 @@ def expected_slopes(
         return _of_variance_one(given, covariance.with_tensors(tensors), products)
 
     scaled, known = fast.replayed(("controls", structure, products), work, slopes, *covariance.tensors())
-    return Slopes(scaled, known, points)
+    return SlopeControls(scaled, known, points)
 
 
 def _some(outputs: Tensor | None, start: int, count: int) -> Tensor | None:

@@ -13,7 +13,7 @@ from netmoments.data.images import LabelledImages
 from netmoments.report.attack_study import AttackStudy, Choice, conduct_attack
 from netmoments.report.noise_study import Study, study
 from netmoments.report.words import Provenance
-from tests.report.shown import CHECKED, FAST, PLAIN
+from tests.report.shown import FAST, PLAIN, STUDIED
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def digits() -> LabelledImages:
 
 @pytest.fixture(scope="session")
 def found(network, digits) -> Study:
-    return study(network, digits.first(40), CHECKED)
+    return study(network, digits.first(40), STUDIED)
 
 
 @pytest.fixture(scope="session")

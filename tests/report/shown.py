@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
+import re
 
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.report.noise_study import StudyConfig
 
-CHECKED = StudyConfig(0.1, samples=4000, check=4)
-PLAIN = StudyConfig(0.1, check=0)
+STUDIED = StudyConfig(0.1, tolerance=0.02, samples=4000, rare=4, seconds=300, examples=4, attacks=2)
+"""Everything a report has; there is time enough wherever this runs."""
+PLAIN = StudyConfig(0.1, tolerance=0.05, samples=400, rare=0, seconds=300, examples=2)
+"""Samples alone, and attacks."""
 FAST = SparseSmooth(iterations=60, polish=20, samples=40)
 
 
 def in_a_terminal(drawn) -> str:
     from rich.console import Console
 
-    console = Console(width=110, record=True, file=io.StringIO())
+    console = Console(width=120, record=True, file=io.StringIO())
     console.print(drawn)
     return " ".join(console.export_text().split())
+
+
+def read_on_the_page(page: str) -> str:
+    """The words of a page, without markup, style and pictures."""
+    bare = re.sub(r"<style>.*?</style>|<[^>]*>", " ", page, flags=re.S)
+    return " ".join(html.unescape(bare).split())
 
 
 def strict_json(text: str) -> dict:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
+from netmoments.data.images import LabelledImages
 from netmoments.report.arguments import (
     accuracy_in_words,
     class_names_in,
     class_numbered,
+    count_or_all,
+    covariance_in,
     device_named,
+    grey_of,
     images_for,
     layer_named,
+    numbers_in,
+    prepared,
     spread,
     with_classes_of,
 )
@@ -99,3 +107,56 @@ def test_accuracy_is_told_without_what_was_trained_on(network, digits):
     assert accuracy_in_words(network, wrong, digits.first(10), torch.device("cpu")) == (
         "test accuracy 75.00% of 20 images; 50.00% without the 10 that are also in the training set"
     )
+
+
+def test_numbers_of_channels():
+    assert numbers_in("--mean", "0.5") == (0.5,)
+    assert numbers_in("--mean", None) is None
+    with pytest.raises(ValueError, match=r"--std '0.5;0.5': give a number, or one for each channel"):
+        numbers_in("--std", "0.5;0.5")
+
+
+def test_preprocessing_comes_before_the_network():
+    images = LabelledImages(torch.rand(2, 3, 4, 4), None, ("a", "b"), ())
+    network, given = prepared(nn.Flatten().eval(), images, False, "0.5,0.25,0", "2")
+    assert given is images
+    expected = (images.images - torch.tensor([0.5, 0.25, 0.0]).reshape(3, 1, 1)) / 2
+    torch.testing.assert_close(network(images.images), expected.flatten(1))
+    with pytest.raises(ValueError, match="above 0"):
+        prepared(nn.Flatten().eval(), images, False, None, "0")
+
+
+def test_colour_is_brought_to_grey_where_that_is_asked_or_all_that_fits():
+    images = LabelledImages(torch.rand(2, 3, 4, 4), None, ("a", "b"), ())
+    _, asked = prepared(nn.Flatten().eval(), images, True, None, None)
+    assert asked.event_shape == (1, 4, 4)
+    one_channel = nn.Conv2d(1, 2, 3).eval()
+    with pytest.warns(UserWarning, match="brought to grey"):
+        _, fitting = prepared(one_channel, images, False, None, None)
+    torch.testing.assert_close(fitting.images, grey_of(images.images))
+    white = grey_of(torch.ones(1, 3, 2, 2))
+    torch.testing.assert_close(white, torch.ones(1, 1, 2, 2))
+    _, kept = prepared(nn.Conv2d(3, 2, 3).eval(), images, False, None, None)
+    assert kept is images
+
+
+def test_a_covariance_from_a_file(tmp_path):
+    path = tmp_path / "covariance.npy"
+    np.save(path, np.eye(4))
+    torch.testing.assert_close(covariance_in(path), torch.eye(4, dtype=torch.float64))
+    assert covariance_in(None) is None
+    np.save(path, np.array(["no"]))
+    with pytest.raises(ValueError, match="floating-point numbers"):
+        covariance_in(path)
+    path.write_text("no")
+    with pytest.raises(ValueError, match=r"no \.npy file"):
+        covariance_in(path)
+    with pytest.raises(FileNotFoundError, match="no file with a covariance"):
+        covariance_in(tmp_path / "none.npy")
+
+
+def test_a_number_or_all():
+    assert count_or_all("--rare", "24") == 24
+    assert count_or_all("--rare", "all") is None
+    with pytest.raises(ValueError, match="--rare 'some': give a number, or all"):
+        count_or_all("--rare", "some")

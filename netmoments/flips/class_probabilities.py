@@ -1,0 +1,163 @@
+"""`class_probabilities`: how often each class wins, from samples with surrogates as controls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from netmoments.flips.flip_probability import (
+    DEFAULT_RUNS,
+    FlipGoal,
+    labels_of,
+    margins_of,
+    read_classifier,
+    require_positive,
+)
+from netmoments.flips.frequent import FIRST, guided
+from netmoments.flips.importance import Estimating, regressed
+from netmoments.flips.margins import Clock, NoisyMargins, OutOfTime
+from netmoments.flips.result import QUANTILE, ClassProbabilities, wilson
+from netmoments.flips.search import Search
+from netmoments.gaussian import Gaussian
+from netmoments.moments.request import Request
+from netmoments.precision import full_precision
+from netmoments.progress import Progress
+
+CALLER = "class_probabilities"
+
+
+def class_probabilities(
+    network: Any,
+    noise: Gaussian | Mapping[str, Any] | Sequence[Any],
+    absolute_error: float = 0.01,
+    *,
+    runs: int = DEFAULT_RUNS,
+    seconds: float | None = None,
+    seed: int = 0,
+    key: str | int | None = None,
+    memory_budget: int | None = None,
+) -> ClassProbabilities:
+    """How often each class wins under Gaussian noise, each to within ±`absolute_error` (95 %).
+
+    Arguments are those of `flip_probability`, which is for probabilities that are small. Where the network has
+    gradients, a surrogate of the margin chooses most samples and is a control variate for every class: from a third
+    to four fifths of the runs of plain sampling where that was measured.
+
+    >>> from torch import nn
+    >>> network = nn.Linear(2, 2, bias=False)
+    >>> network.weight.data = torch.eye(2)
+    >>> found = class_probabilities(network.eval(), Gaussian(torch.tensor([1.0, 0.0]), std=1.0))
+    >>> bool(found.interval[0, 0] < 0.7602 < found.interval[0, 1])  # Φ(1/√2)
+    True
+    """
+    start = time.perf_counter()
+    require_positive(CALLER, "absolute_error", absolute_error, "0.01 for one point")
+    goal = FlipGoal.read(CALLER, 1e-9, absolute_error, runs, seconds, seed)
+    request = read_classifier(CALLER, network, noise, memory_budget, key)
+    found = request.model.answer(partial(_all, request, goal))
+    batch = request.noise.batch_shape
+    values, bounds, errors = (torch.stack(each) for each in zip(*(one[:3] for one in found), strict=True))
+    counts = torch.tensor([one[3] for one in found], device=values.device)
+    met = errors.amax(1) * QUANTILE <= absolute_error
+    return ClassProbabilities(
+        probability=values.reshape(*batch, -1),
+        interval=bounds.reshape(*batch, -1, 2),
+        standard_error=errors.reshape(*batch, -1),
+        runs=counts.reshape(batch),
+        met=met.reshape(batch),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _all(request: Request, goal: FlipGoal) -> list[tuple[Tensor, Tensor, Tensor, int]]:
+    """For each entry: probabilities (d,), intervals (d, 2), standard errors (d,) and runs."""
+    clock, found = Clock(goal.seconds), []
+    with torch.inference_mode(False), torch.no_grad(), full_precision():
+        labels = labels_of(CALLER, request, None)
+        with Progress("class probabilities", len(labels)) as progress:
+            for entry, label in enumerate(labels.tolist()):
+                margins = margins_of(request, request.flat, entry, label, goal, clock)
+                margins.caller = CALLER
+                found.append((*one_entry(margins, goal), margins.runs))
+                progress.advance(1)
+    return found
+
+
+def one_entry(margins: NoisyMargins, goal: FlipGoal) -> tuple[Tensor, Tensor, Tensor]:
+    """By surrogates where there are gradients; by plain frequencies else."""
+    work = None
+    noisy = bool((margins.covariance.variances() > 0).any())
+    if margins.differentiable and noisy:
+        search = Search.from_noise(margins, margins.generator)
+        search.refit()
+        if search.guide is not None:
+            work = guided(margins, search, goal.target, margins.generator)
+    if work is None:
+        return plain(margins, goal, 1 if not noisy else goal.runs)
+    return controlled_classes(work, margins, goal)
+
+
+def controlled_classes(work: Estimating, margins: NoisyMargins, goal: FlipGoal) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs until every class is known as well as asked."""
+    count = FIRST
+    while True:
+        try:
+            work.run(count)
+        except OutOfTime:
+            if work.samples == 0:
+                raise
+            break
+        values, errors = shares(work, margins)
+        needed = float(errors.max() * QUANTILE / (goal.target.absolute or 1.0)) ** 2
+        count = int(min(work.samples * min(max(1.1 * needed - 1, 0.05), 2.0), goal.runs - margins.runs))
+        if needed <= 1 or count < 4:
+            break
+    values, errors = shares(work, margins)
+    width = QUANTILE * errors
+    least = torch.where(values > 0, 0.0, 3.0 / work.samples)  # of a class that never won
+    bounds = torch.stack([(values - width).clamp(0, 1), torch.maximum(values + width, least).clamp(0, 1)], 1)
+    return values, bounds, errors
+
+
+def shares(work: Estimating, margins: NoisyMargins) -> tuple[Tensor, Tensor]:
+    """P(k wins) (d,) and standard errors: means of 1{k wins}/ρ, regressed on what has a known mean.
+
+    As all classes are regressed on the same, and their sum is 1/ρ, which is regressed on itself, they sum to 1.
+    """
+    weight = 1 / work.mixed()
+    winners = torch.where(torch.cat(work.flips) > 0, torch.cat(work.winners), margins.label)
+    wins = torch.nn.functional.one_hot(winners, margins.rivals).double() * weight.unsqueeze(1)
+    last, failing = work.guides[-1], torch.cat(work.failing)[:, -1]
+    values, errors, _ = regressed(wins, weight, failing, last.expected, last.expected_error)
+    values = values.clamp(min=0)
+    return values / values.sum(), errors
+
+
+def plain(margins: NoisyMargins, goal: FlipGoal, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Frequencies of plain samples, with Wilson's intervals."""
+    wins = torch.zeros(margins.rivals, dtype=torch.float64, device=margins.mean.device)
+    samples, absolute = 0, goal.target.absolute or 1.0
+    while samples < most:
+        count = min(max(256, samples), most - samples)
+        try:
+            found = margins.of(margins.normal(count))
+        except OutOfTime:
+            if samples == 0:
+                raise
+            break
+        winners = torch.where(found.amin(1) < 0, found.argmin(1), margins.label)
+        wins, samples = wins + winners.bincount(minlength=margins.rivals), samples + count
+        middle = (wins + 2) / (samples + 4)
+        if float((middle * (1 - middle)).max()) * (QUANTILE / absolute) ** 2 <= samples:
+            break
+    if most == 1:
+        return wins, torch.stack([wins, wins], 1), torch.zeros_like(wins)
+    bounds = torch.tensor([wilson(int(won), samples) for won in wins.tolist()], dtype=torch.float64)
+    middle = (wins + 2) / (samples + 4)
+    errors = (middle * (1 - middle) / samples).sqrt()
+    return wins / samples, bounds.to(wins.device), errors

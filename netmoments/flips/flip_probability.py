@@ -1,0 +1,256 @@
+"""`flip_probability`: how often noise changes the answer, by the route that fits how rare that is."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from netmoments.checks import describe, require_count
+from netmoments.flips.frequent import by_frequencies, by_guided_frequencies, nothing_found, plain_estimate, plain_wins
+from netmoments.flips.importance import by_importance
+from netmoments.flips.margins import Clock, NoisyMargins, OutOfTime
+from netmoments.flips.result import FlipEstimate, FlipProbability, Found, Target, stacked
+from netmoments.flips.search import Search
+from netmoments.flips.splitting import by_splitting
+from netmoments.gaussian import Gaussian, random_seed
+from netmoments.moments.request import Request
+from netmoments.precision import full_precision
+from netmoments.progress import Progress
+
+CALLER = "flip_probability"
+PILOT = 64
+"""Plain samples, where there are no gradients."""
+COMMON = 0.01
+"""Flips that are expected more often than this are counted."""
+DEFAULT_RUNS = 1_000_000
+
+
+@dataclass(frozen=True)
+class FlipGoal:
+    """What is asked for, checked."""
+
+    target: Target
+    runs: int
+    seconds: float | None
+    seed: int
+
+    @classmethod
+    def read(
+        cls, caller: str, relative_error: Any, absolute_error: Any, runs: Any, seconds: Any, seed: Any
+    ) -> FlipGoal:
+        require_positive(caller, "relative_error", relative_error, "0.1 for ten per cent")
+        if absolute_error is not None:
+            require_positive(caller, "absolute_error", absolute_error, "0.01 for one point, or None")
+        if seconds is not None:
+            require_positive(caller, "seconds", seconds, "None for no limit")
+        require_count(caller, "runs", runs, least=100)
+        require_count(caller, "seed", seed, least=0)
+        absolute = None if absolute_error is None else float(absolute_error)
+        return cls(Target(float(relative_error), absolute), runs, seconds, seed)
+
+
+def require_positive(caller: str, name: str, value: Any, example: str) -> None:
+    """A finite number above 0."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise ValueError(f"{caller}: {name} must be a number above 0, such as {example}, got {describe(value)}")
+
+
+def flip_probability(
+    network: Any,
+    noise: Gaussian | Mapping[str, Any] | Sequence[Any],
+    label: int | Tensor | None = None,
+    relative_error: float = 0.1,
+    *,
+    absolute_error: float | None = None,
+    runs: int = DEFAULT_RUNS,
+    seconds: float | None = None,
+    seed: int = 0,
+    key: str | int | None = None,
+    memory_budget: int | None = None,
+) -> FlipProbability:
+    """How often Gaussian noise has another class than `label` win, however rare that is.
+
+    Args:
+        network: any module in eval mode that runs, an exported program, or a `NetworkModel`; of several outputs, the
+            largest is its answer. Gradients are used where it has them.
+        noise: the input, with any batch dimensions, and any covariance.
+        label: the class that should win, an int or an int tensor of the batch's shape; by default the network's answer
+            at the mean of the noise.
+        relative_error: the standard error that is enough, relative to the probability.
+        absolute_error: a half-width of the 95 % interval that is enough, too: 0.01 for one point.
+        runs: of the network for each input, at most; a backward pass counts two.
+        seconds: for all inputs together, at most.
+        seed: same seed, same network, same device: same answer.
+        key: which output, for a network that returns several.
+        memory_budget: bytes, as elsewhere.
+
+    Common flips are counted, on samples that a quadratic surrogate of the margin chooses and with it as control. Rare
+    ones are found by importance sampling: two searches, from the noise and from samples pulled across the boundary, fit
+    surrogates to gradients; their densities are mixed, and the estimate of one must agree with that of the other.
+    Without gradients, splitting. No run of an estimate was used in a fit; that sampling stops when the error looks
+    small enough, and begins anew when it does not, leaves a small bias. An interval speaks of what was found:
+    flips of a kind that neither search meets, nor any sample, are in no interval. An upper bound
+    that holds for any network never comes cheaper than plain sampling.
+
+    >>> from torch import nn
+    >>> network = nn.Linear(2, 2, bias=False)
+    >>> network.weight.data = torch.eye(2)
+    >>> found = flip_probability(network.eval(), Gaussian(torch.tensor([6.0, 0.0]), std=1.0))
+    >>> bool(found.interval[0] < 1.1e-5 < found.interval[1])  # Φ(−6/√2)
+    True
+    """
+    start = time.perf_counter()
+    goal = FlipGoal.read(CALLER, relative_error, absolute_error, runs, seconds, seed)
+    request = read_classifier(CALLER, network, noise, memory_budget, key)
+    found = request.model.answer(partial(_all, request, label, goal))
+    return found.shaped(request.noise.batch_shape, time.perf_counter() - start)
+
+
+def read_classifier(caller: str, network: Any, noise: Any, memory_budget: int | None, key: str | int | None) -> Request:
+    """The request, of a network with at least two scores."""
+    request = Request.read(network, noise, None, memory_budget, caller, key=key)
+    if request.model.outputs < 2:
+        raise ValueError(
+            f"{caller}: the network must return at least two scores, of which the largest is its answer, got "
+            f"{request.model.outputs}; for one score s, return (s, 0)"
+        )
+    return request
+
+
+@dataclass(frozen=True, eq=False)
+class _Entries:
+    """What was found for every entry of a flat batch."""
+
+    labels: Tensor
+    found: list[Found]
+    runs: list[int]
+
+    def shaped(self, batch: torch.Size, seconds: float) -> FlipProbability:
+        device = self.labels.device
+        estimates = [one.estimate for one in self.found]
+        bounds = [one.interval for one in self.found]
+        rivals = [int(one.wins.argmax()) if float(one.wins.sum()) > 0 else -1 for one in self.found]
+        second = [math.nan if one.second is None else one.second.probability for one in self.found]
+        return FlipProbability(
+            probability=stacked([min(max(one.probability, 0.0), 1.0) for one in estimates], batch, device),
+            interval=torch.tensor(bounds, dtype=torch.float64, device=device).reshape(*batch, 2),
+            standard_error=stacked([one.careful_error for one in estimates], batch, device),
+            label=self.labels.reshape(batch),
+            rival=torch.tensor(rivals, device=device).reshape(batch),
+            runs=torch.tensor(self.runs, device=device).reshape(batch),
+            route=[one.route for one in self.found],
+            met=torch.tensor([one.met for one in self.found], device=device).reshape(batch),
+            agreement=stacked(second, batch, device),
+            agreed=torch.tensor([one.agreed for one in self.found], device=device).reshape(batch),
+            seconds=seconds,
+        )
+
+
+def _all(request: Request, label: int | Tensor | None, goal: FlipGoal) -> _Entries:
+    """Entry by entry."""
+    flat, clock = request.flat, Clock(goal.seconds)
+    with torch.inference_mode(False), torch.no_grad(), full_precision():
+        labels = labels_of(CALLER, request, label)
+        found, runs = [], []
+        with Progress("flips", len(labels)) as progress:
+            for entry, own in enumerate(labels.tolist()):
+                margins = margins_of(request, flat, entry, own, goal, clock)
+                found.append(one_entry(margins, goal))
+                runs.append(margins.runs)
+                progress.advance(1)
+    return _Entries(labels, found, runs)
+
+
+def margins_of(request: Request, flat: Gaussian, entry: int, label: int, goal: FlipGoal, clock: Clock) -> NoisyMargins:
+    generator = torch.Generator(flat.device).manual_seed(random_seed(goal.seed, "flips", entry))
+    here = torch.tensor([entry], device=flat.device)
+    return NoisyMargins(request.model, flat.entries(here), label, generator, clock)
+
+
+def labels_of(caller: str, request: Request, label: int | Tensor | None) -> Tensor:
+    """A class (N,) for each entry: as told, or the answer at the mean."""
+    mean, classes = request.flat.mean, request.model.outputs
+    if label is None:
+        scores = torch.cat([request.model.network(part.clone()) for part in mean.split(64)])
+        if not bool(torch.isfinite(scores).all()):
+            raise ValueError(f"{caller}: the network gives NaN or infinite outputs at the mean of the noise")
+        return scores.argmax(1)
+    wanted = torch.as_tensor(label, device=mean.device)
+    if wanted.is_floating_point() or wanted.is_complex() or wanted.dtype == torch.bool:
+        raise TypeError(f"{caller}: label must be an integer or a tensor of them, got {describe(label)}")
+    batch = request.noise.batch_shape
+    try:
+        wanted = wanted.expand(batch).reshape(-1).long()
+    except RuntimeError:
+        raise ValueError(
+            f"{caller}: label must be one class, or of the noise's batch shape {tuple(batch)}, got {describe(label)}"
+        ) from None
+    if not bool(((wanted >= 0) & (wanted < classes)).all()):
+        raise ValueError(
+            f"{caller}: label must be a class from 0 to {classes - 1}, got {int(wanted.min())} to {int(wanted.max())}"
+        )
+    return wanted
+
+
+def one_entry(margins: NoisyMargins, goal: FlipGoal) -> Found:
+    """One input's estimate, by the route that fits."""
+    if not bool((margins.covariance.variances() > 0).any()):
+        return exact(margins)
+    try:
+        if margins.differentiable:
+            found = _with_gradients(margins, goal)
+            if found is not None:
+                return found
+        return _without_gradients(margins, goal)
+    except OutOfTime:
+        nothing = FlipEstimate(0.0, 0.0, 0)
+        empty = torch.zeros(margins.rivals, dtype=torch.float64, device=margins.mean.device)
+        return Found(nothing, None, True, "out of time", empty, False, (0.0, 1.0))
+
+
+def exact(margins: NoisyMargins) -> Found:
+    """Without noise: 0 or 1."""
+    found = margins.of(margins.normal(1))[0]
+    flipped = bool(found.min() < 0)
+    wins = torch.zeros_like(found)
+    wins[found.argmin()] = float(flipped)
+    p = float(flipped)
+    return Found(FlipEstimate(p, 0.0, 1), None, True, "exact", wins, True, (p, p))
+
+
+def _with_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found | None:
+    """Counted where the first gradients show that flips are common, else by importance sampling."""
+    search = Search.from_noise(margins, margins.generator)
+    plain = search.plain
+    search.refit()
+    if search.guide is None or plain is None:
+        return None
+    flips, samples = int((plain < 0).sum()), len(plain)
+    expected = max(search.guide.expected, flips / samples)
+    absolute = goal.target.absolute
+    if expected > COMMON or (absolute is not None and expected < absolute):
+        return by_guided_frequencies(
+            margins, search, plain_estimate(flips, samples), goal.target, goal.runs, margins.generator
+        )
+    found = by_importance(margins, search, goal.target, goal.runs, margins.generator)
+    return found if found is not None and found.estimate.probability > 0 else None
+
+
+def _without_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found:
+    """Counted where plain samples show flips, else by splitting; where that finds none, a bound from plain samples."""
+    wins = plain_wins(margins, PILOT)
+    before = (PILOT, wins)
+    if float(wins.sum()) >= max(2.0, COMMON * PILOT) or goal.target.absolute is not None:
+        return by_frequencies(margins, goal.target, goal.runs, before)
+    found = by_splitting(margins, goal.target, goal.runs)
+    if found.estimate.probability > 0:
+        return found
+    return nothing_found(margins, goal.target, goal.runs, before)

@@ -1,0 +1,322 @@
+"""Where to run the network: noise drawn where surrogates cannot tell whether it flips, from densities that are known.
+
+With h(ε) the surrogates' probability of a flip, samples have the density φ(ε) ρ(ε), ρ = g/G with G = E g and
+
+    g = √(h (1 − h) + κ h),
+
+which makes the variance of (1{flip} − h)/ρ least where h is right; κ allows for it not to be. h depends on a few
+directions of the noise only, so that many points can be looked at without running the network: a pool, from which
+points are chosen with the chances that make them samples of φ ρ.
+
+The pool is drawn from saddlepoint Gaussians: N(0, I) tilted by exp(−θ q), for some θ between 0 and the one at which the
+surrogate margin q has mean 0. Their densities are φ exp(−θ q − K(θ)), so that the weight of a point in the mixture of
+them (balance heuristic, Veach & Guibas 1995; Owen & Zhou 2000) depends on q alone, in any number of directions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from netmoments.flips.surrogate import Quadratic
+from netmoments.normal import distribution
+
+POOL = 40_000
+"""Points of a pool."""
+FEWER = 8_000
+"""Points of one that is for a few samples only."""
+TRIAL = 4_000
+"""Points that say how much each Gaussian of a pool is needed."""
+MOST_TILTS = 16
+"""Gaussians of a pool for each rival."""
+TILT_STEP = 0.8
+"""Between them, in standard deviations of q."""
+MOST_TILT = 100.0
+"""Beyond so many standard deviations of q nothing is looked for."""
+LEAST_SHARE = 0.1
+"""Of a pool: what is divided equally among its Gaussians."""
+COMMON = 0.005
+"""Where surrogates expect more flips than this, they are a control variate."""
+DOUBT = 0.1
+"""κ: how wrong a surrogate may be where it is sure of a flip."""
+SHARES = (0.4, 0.4, 0.2)
+"""Of the three parts of a guide: g as if surrogates were better than they seem; g as they seem; and tilted Gaussians
+themselves, which keep weights bounded where surrogates are sure and wrong (defensive mixture, Hesterberg 1995).
+"""
+AS_THEY_SEEM = 1
+LEAST_DEFENCE = 0.02
+"""Of the defensive part: what a surrogate gets that hardly matters."""
+AFFORDABLE = 2.5
+"""θ times a surrogate's spread, at most."""
+DEFENSIVE = 0.5
+"""Of the saddlepoint's θ: tilts from there on are in the defensive part."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tilts:
+    """N(0, I) in k directions tilted by exp(−θ q), for some θ (T,): covariance (I + θH)⁻¹, mean −θ(I + θH)⁻¹b."""
+
+    thetas: Tensor
+    means: Tensor
+    """(T, k), in the eigenvectors of H, as the following."""
+    variances: Tensor
+    """(T, k)."""
+    cumulants: Tensor
+    """K(θ) = log E exp(−θ q), (T,)."""
+    vectors: Tensor
+    """Eigenvectors of H, (k, k)."""
+
+    @classmethod
+    def at(cls, surrogate: Quadratic, thetas: Tensor) -> Tilts:
+        """K(θ) = −θa − ½ log det(I + θH) + ½ θ² bᵀ(I + θH)⁻¹b."""
+        values, vectors, slope = surrogate.spectrum
+        variances = 1 / (1 + thetas.unsqueeze(1) * values)
+        means = -thetas.unsqueeze(1) * variances * slope
+        cumulants = -thetas * surrogate.constant + 0.5 * variances.log().sum(1)
+        cumulants = cumulants + 0.5 * thetas.square() * (variances * slope.square()).sum(1)
+        return cls(thetas, means, variances, cumulants, vectors)
+
+    def draw(self, which: Tensor, generator: torch.Generator) -> Tensor:
+        """Points (N, k), each from the Gaussian that it names (N,)."""
+        shape = (len(which), self.means.shape[1])
+        normal = torch.randn(shape, dtype=self.means.dtype, device=self.means.device, generator=generator)
+        return (self.means[which] + self.variances[which].sqrt() * normal) @ self.vectors.mT
+
+    def log_ratios(self, margin: Tensor) -> Tensor:
+        """log of each density over N(0, I), (N, T), at points with this surrogate margin q (N,)."""
+        return -margin.unsqueeze(1) * self.thetas - self.cumulants
+
+
+def tilted_means(surrogate: Quadratic, thetas: Tensor) -> Tensor:
+    """E q under N(0, I) tilted by exp(−θ q), (T,): falls with θ."""
+    values, _, slope = surrogate.spectrum
+    tilts = Tilts.at(surrogate, thetas)
+    square = values * (tilts.means.square() + tilts.variances)
+    return surrogate.constant + tilts.means @ slope + 0.5 * square.sum(1)
+
+
+def saddlepoint(surrogate: Quadratic) -> float:
+    """θ at which the tilted q has mean 0, or the nearest at which I + θH is positive definite and tilts not absurd."""
+    values = surrogate.spectrum[0]
+    most = MOST_TILT / max(surrogate.size, 1e-300)
+    high = min(most, 0.98 / max(-float(values.min()), 1e-300))
+    low = max(-most, -0.98 / max(float(values.max()), 1e-300))
+    for _ in range(8):  # each narrows the interval 32 times
+        thetas = torch.linspace(low, high, 33, dtype=torch.float64)
+        above = int((tilted_means(surrogate, thetas.to(values.device)) > 0).sum())
+        low, high = float(thetas[max(above - 1, 0)]), float(thetas[min(above, 32)])
+    return 0.5 * (low + high)
+
+
+def tilts_of(surrogate: Quadratic) -> Tilts:
+    """From one step beyond the saddlepoint back to N(0, I), or as far as `MOST_TILTS` steps go."""
+    step = TILT_STEP / max(surrogate.size, 1e-300)
+    centre = saddlepoint(surrogate)
+    sign = 1.0 if centre >= 0 else -1.0
+    count = min(MOST_TILTS, int(abs(centre) / step) + 3)
+    thetas = sign * (abs(centre) + step * (1 - torch.arange(count, dtype=torch.float64)))
+    values = surrogate.spectrum[0].cpu()
+    allowed = ((1 + thetas.unsqueeze(1) * values) > 0.02).all(1)
+    thetas = torch.cat([thetas[allowed], thetas.new_zeros(1)])
+    return Tilts.at(surrogate, thetas.to(surrogate.slope.device))
+
+
+def uncertainty(failing: Tensor) -> Tensor:
+    """g = √(h (1 − h) + κ h)."""
+    return (failing * (1 - failing) + DOUBT * failing).sqrt()
+
+
+def spreads(surrogate: Quadratic) -> tuple[float, float]:
+    """Of a surrogate, as the first parts of a guide take it: no more than 1/θ, at which its errors would hardly cost
+    anything; and as it was found, or what could be afforded: runs grow as exp((θs)²).
+    """
+    scale = 1 / max(abs(saddlepoint(surrogate)), 1e-300)
+    return min(surrogate.spread, scale), min(surrogate.spread, AFFORDABLE * scale)
+
+
+@dataclass(frozen=True, eq=False)
+class Guide:
+    """Surrogates of some rivals, with a pool of points in the directions that they depend on."""
+
+    surrogates: tuple[Quadratic, ...]
+    spreads: tuple[tuple[float, float], ...]
+    tilts: tuple[Tilts, ...]
+    defence: tuple[float, ...]
+    """Of the defensive part: what is for each surrogate."""
+    basis: Tensor
+    """Q (n, K), orthonormal: all directions of the surrogates."""
+    places: tuple[Tensor, ...]
+    """Qᵀ times the basis of each surrogate, (K, k)."""
+    pool: Tensor
+    """Points (M, K)."""
+    chance: Tensor
+    """Of each point to be chosen, (M,): sums to 1."""
+    levels: tuple[float, ...]
+    """G of the parts of the guide."""
+    expected: float
+    """E h."""
+    expected_error: float
+    """Its standard error, from the size of the pool."""
+    predicted: float
+    """The variance of one run's estimate over the square of the probability, if the surrogates are right: of 1{flip}/ρ
+    where flips are rare, of (1{flip} − h)/ρ where they are common.
+    """
+    shares: tuple[float, ...]
+    """E h_j over their sum, of each surrogate."""
+
+    def failing(self, white: Tensor) -> Tensor:
+        """h (N,) at ε (N, n)."""
+        return self._failing(self.margins(self.coordinates(white)), AS_THEY_SEEM)
+
+    def coordinates(self, white: Tensor) -> Tensor:
+        return (white @ self.basis).double()
+
+    def margins(self, z: Tensor) -> Tensor:
+        """The surrogates' margins (N, J)."""
+        pairs = zip(self.surrogates, self.places, strict=True)
+        return torch.stack([surrogate.at(z @ place) for surrogate, place in pairs], 1)
+
+    def ratio(self, white: Tensor) -> Tensor:
+        """ρ (N,): the density of samples over that of N(0, I)."""
+        margins = self.margins(self.coordinates(white))
+        return sum_of_parts([x / level for x, level in zip(self._parts(margins), self.levels, strict=True)])
+
+    def draw(self, normal: Tensor, generator: torch.Generator) -> Tensor:
+        """Samples ε (N, n) of the guide, from standard normal numbers of that shape."""
+        chosen = stratified_choice(self.chance, len(normal), generator)
+        z = self.pool[chosen].to(normal.dtype)
+        return normal + (z - normal @ self.basis) @ self.basis.mT
+
+    def _failing(self, margins: Tensor, part: int) -> Tensor:
+        return joint_failing(margins, margins.new_tensor([own[part] for own in self.spreads]))
+
+    def _parts(self, margins: Tensor) -> list[Tensor]:
+        guided = [uncertainty(self._failing(margins, part)) for part in range(2)]
+        return [*guided, self._defensive(margins)]
+
+    def _defensive(self, margins: Tensor) -> Tensor:
+        """The mean of the densities over N(0, I) of tilts that are far enough."""
+        chosen = []
+        for j, own in enumerate(self.tilts):
+            far = own.thetas.abs() >= DEFENSIVE * own.thetas.abs().max()
+            each = own.log_ratios(margins[:, j])[:, far].logsumexp(1) - math.log(int(far.sum()))
+            chosen.append(each + math.log(self.defence[j]))
+        return torch.stack(chosen, 1).logsumexp(1).exp()
+
+    def _filled(self, sizes: list[Tensor], generator: torch.Generator) -> tuple[Guide, Tensor]:
+        """With a pool of so many points of each Gaussian; and how much each Gaussian is needed."""
+        drawn, origin, tilts = [], [], self.tilts
+        for own, place, counts in zip(tilts, self.places, sizes, strict=True):
+            which = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+            z = own.draw(which, generator)
+            shape = (len(z), place.shape[0])
+            normal = torch.randn(shape, dtype=z.dtype, device=z.device, generator=generator)
+            drawn.append(normal + (z - normal @ place) @ place.mT)
+            origin.append(which + sum(map(len, sizes[: len(drawn) - 1])))
+        pool, where = torch.cat(drawn), torch.cat(origin)
+        margins = self.margins(pool)
+        counts = torch.cat(sizes)
+        ratios = torch.cat([own.log_ratios(margins[:, j]) for j, own in enumerate(tilts)], 1)
+        weight = (-(ratios + counts.log()).logsumexp(1)).exp()
+        parts = [weight * part for part in self._parts(margins)]
+        levels = (*(float(part.sum()) for part in parts[:2]), 1.0)
+        total = sum_of_parts([part / max(level, 1e-300) for part, level in zip(parts, levels, strict=True)])
+        chance = total / total.sum()
+        needed = torch.zeros(len(counts), dtype=chance.dtype, device=chance.device).index_add(0, where, chance)
+        failing = self._failing(margins, AS_THEY_SEEM)
+        terms = weight * failing
+        expected = float(terms.sum())
+        rho = (total / weight.clamp(min=1e-300)).clamp(min=1e-300)
+        left = failing * (1 - failing) if expected >= COMMON else failing
+        variance = float((weight * left / rho).sum()) - (0.0 if expected >= COMMON else expected**2)
+        own_parts = [own[AS_THEY_SEEM] for own in self.spreads]
+        each = (weight.unsqueeze(1) * distribution(-margins / margins.new_tensor(own_parts))).sum(0)
+        order = margins.amin(1).argsort()
+        filled = replace(
+            self,
+            pool=pool[order],
+            chance=chance[order],
+            levels=levels,
+            expected=expected,
+            predicted=max(variance, 0.0) / expected**2 if expected > 0 else math.inf,
+            expected_error=float(terms.std()) * math.sqrt(len(pool)),
+            shares=tuple((each / each.sum().clamp(min=1e-300)).tolist()),
+        )
+        return filled, needed
+
+
+@dataclass(frozen=True)
+class PlainNoise:
+    """No guide: samples of the noise itself."""
+
+    expected: float = 0.0
+    expected_error: float = 0.0
+    predicted: float = 0.0
+
+    def draw(self, normal: Tensor, generator: torch.Generator) -> Tensor:
+        return normal
+
+    def ratio(self, white: Tensor) -> Tensor:
+        return torch.ones(len(white), dtype=torch.float64, device=white.device)
+
+    def failing(self, white: Tensor) -> Tensor:
+        return torch.zeros(len(white), dtype=torch.float64, device=white.device)
+
+
+def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points: int = POOL) -> Guide:
+    """The guide of some surrogates: a first pool says what is needed of each for the second, of so many points."""
+    every = torch.cat([surrogate.basis.double() for surrogate in surrogates], 1)
+    left, singular, _ = torch.linalg.svd(every, full_matrices=False)
+    basis = left[:, singular > 1e-5 * singular[0]]
+    places = tuple(basis.mT @ surrogate.basis.double() for surrogate in surrogates)
+    nothing = basis.new_zeros(0)
+    tilts = tuple(tilts_of(surrogate) for surrogate in surrogates)
+    empty = Guide(
+        surrogates=surrogates,
+        tilts=tilts,
+        defence=(1 / len(surrogates),) * len(surrogates),
+        spreads=tuple(spreads(surrogate) for surrogate in surrogates),
+        basis=basis.to(surrogates[0].basis.dtype),
+        places=places,
+        pool=nothing,
+        chance=nothing,
+        levels=(),
+        expected=0.0,
+        expected_error=0.0,
+        predicted=math.inf,
+        shares=(),
+    )
+    total = sum(len(own.thetas) for own in tilts)
+    equal = [torch.full_like(own.thetas, max(1, TRIAL // total), dtype=torch.long) for own in tilts]
+    trial, needed = empty._filled(equal, generator)
+    attention = [share + LEAST_DEFENCE for share in trial.shares]
+    empty = replace(empty, defence=tuple(share / sum(attention) for share in attention))
+    shares = (1 - LEAST_SHARE) * needed + LEAST_SHARE / total
+    sizes = (shares * points).long().clamp(min=2).split([len(own.thetas) for own in tilts])
+    return empty._filled(list(sizes), generator)[0]
+
+
+def sum_of_parts(parts: list[Tensor]) -> Tensor:
+    """The parts of a guide, each of mean 1 under the noise, by their shares."""
+    total = SHARES[0] * parts[0]
+    for share, part in zip(SHARES[1:], parts[1:], strict=True):
+        total = total + share * part
+    return total
+
+
+def joint_failing(margins: Tensor, spread: Tensor) -> Tensor:
+    """h = 1 − Π (1 − Φ(−q_j/s_j)) over rivals, from q (N, J) and s (J,), accurate where it is small."""
+    each = distribution(-margins / spread).clamp(max=1 - 1e-12)
+    return -torch.expm1(torch.log1p(-each).sum(1))
+
+
+def stratified_choice(chance: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Places chosen with these chances, one from each of `count` equal parts of their sum, in random order."""
+    order = torch.rand(count, dtype=torch.float64, device=chance.device, generator=generator)
+    levels = (torch.arange(count, dtype=torch.float64, device=chance.device) + order) / count
+    places = torch.searchsorted(chance.cumsum(0), levels).clamp(max=len(chance) - 1)
+    shuffled = torch.rand(count, device=chance.device, generator=generator).argsort()
+    return places[shuffled]

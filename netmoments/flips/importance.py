@@ -1,0 +1,245 @@
+"""Rare flips by importance sampling: two searches that share only which rivals matter, then runs that only estimate.
+
+With guides A, B of the searches and C of all they found, samples of the mixture of all three give
+
+    p = E h + E_ρ[(1{flip} − h)/ρ],   h = h_C,   ρ = 0.2 ρ_A + 0.2 ρ_B + 0.6 ρ_C,
+
+where no run of the estimate was used in a fit (stopping by its own error leaves a small bias); E h is known to the
+size of a pool, without runs. The samples of A alone and of B alone give two estimates, which must agree.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from netmoments.flips.guide import COMMON, POOL, Guide, PlainNoise
+from netmoments.flips.margins import NoisyMargins, OutOfTime
+from netmoments.flips.result import FlipEstimate, Found, Target, agree
+from netmoments.flips.search import Search
+
+MIXTURE = (0.2, 0.2, 0.6)
+"""Of the runs of an estimate: by the guide of each search, and by that of both together."""
+ROUNDS = 3
+"""Of each search, at least."""
+BELIEVED = 0.8
+"""Of the error that surrogates expect: what an estimate's own may not be below."""
+MOST_PREDICTED = 1e4
+"""A variance that surrogates expect is believed up to this, over the square of the probability."""
+FIRST = 300
+"""Runs of the first round of an estimate."""
+PATIENCE = 1.0
+"""Searches go on while the estimate would take more than so many times their runs."""
+STALLED = 0.93
+"""A further round of searching must bring the variance below so much of what it was."""
+ATTEMPTS = 3
+"""Estimates that are begun, at most."""
+TOO_MANY = 1.5
+"""Times all runs so far: an estimate that would take more is given up for a better one, except the last."""
+SEARCH_SHARE = 0.4
+"""Of the runs that are allowed: what searches may take."""
+MARGIN = 1.1
+"""More runs than the error so far asks for."""
+
+
+class Estimating:
+    """Runs that only estimate: whether they flipped, who won, and what every guide says of them."""
+
+    def __init__(
+        self,
+        margins: NoisyMargins,
+        guides: tuple[Guide | PlainNoise, ...],
+        shares: tuple[float, ...],
+        generator: torch.Generator,
+    ) -> None:
+        self.margins, self.guides, self.shares, self.generator = margins, guides, shares, generator
+        self.flips: list[Tensor] = []
+        self.winners: list[Tensor] = []
+        self.failing: list[Tensor] = []
+        self.ratios: list[Tensor] = []
+        self.origin: list[Tensor] = []
+
+    def run(self, count: int) -> None:
+        """So many runs more, of each guide by its share."""
+        for number, (own, share) in enumerate(zip(self.guides, self.shares, strict=True)):
+            white = own.draw(self.margins.normal(max(2, round(share * count))), self.generator)
+            found = self.margins.of(white)
+            self.flips.append((found.amin(1) < 0).double())
+            self.winners.append(found.argmin(1))
+            self.failing.append(torch.stack([each.failing(white) for each in self.guides], 1))
+            self.ratios.append(torch.stack([each.ratio(white) for each in self.guides], 1))
+            self.origin.append(torch.full((len(white),), number, device=white.device))
+
+    def until(self, target: Target, most: float, limit: int, first: int = FIRST) -> bool:
+        """Runs until the target is met (True), or more than `most` would be needed, or a limit is reached."""
+        try:
+            self.run(first)
+            while True:
+                now = self.estimate()
+                factor = target.needed(now.probability, now.careful_error)
+                left = limit - self.margins.runs
+                if factor <= 1 or left < 2 or (self.samples > first and factor * self.samples > most):
+                    return factor <= 1
+                self.run(max(2, int(min(self.samples * min(MARGIN * factor - 1, 1.0), left))))
+        except OutOfTime:
+            if self.samples == 0:
+                raise
+            return False
+
+    @property
+    def samples(self) -> int:
+        return sum(map(len, self.flips))
+
+    def found(self, met: bool) -> Found:
+        one, two, every = self.alone(0), self.alone(1), self.estimate()
+        agreed, second = agree(one, two), farther(every, one, two)
+        return Found(every, second, agreed, "importance", self.wins(self.margins.rivals), met and agreed)
+
+    def estimate(self) -> FlipEstimate:
+        """From all runs, whose density is that of the mixture of guides as they were drawn."""
+        flips, failing, last = torch.cat(self.flips), torch.cat(self.failing), self.guides[-1]
+        found = controlled(flips, failing[:, -1], self.mixed(), last.expected, last.expected_error)
+        return _with_prediction(found, last)
+
+    def mixed(self) -> Tensor:
+        origin = torch.cat(self.origin)
+        shares = origin.bincount(minlength=len(self.guides)).double() / len(origin)
+        return torch.cat(self.ratios) @ shares
+
+    def alone(self, number: int) -> FlipEstimate:
+        """From the runs of one guide, as if there were no other."""
+        own = torch.cat(self.origin) == number
+        flips, failing, ratios = (torch.cat(x)[own] for x in (self.flips, self.failing, self.ratios))
+        each = self.guides[number]
+        found = controlled(flips, failing[:, number], ratios[:, number], each.expected, each.expected_error)
+        return _with_prediction(found, each)
+
+    def wins(self, classes: int) -> Tensor:
+        """How much each class won, by weight, (d,)."""
+        weight = torch.cat(self.flips) / self.mixed()
+        total = torch.zeros(classes, dtype=torch.float64, device=weight.device)
+        return total.index_add(0, torch.cat(self.winners), weight) / self.samples
+
+
+def _with_prediction(found: FlipEstimate, guide: Guide | PlainNoise) -> FlipEstimate:
+    """With the error that the surrogates expect of so many samples, if they are right."""
+    relative = BELIEVED * math.sqrt(min(guide.predicted, MOST_PREDICTED) / max(found.samples, 1))
+    return replace(found, predicted=relative * max(found.probability, 0.0))
+
+
+def farther(from_: FlipEstimate, one: FlipEstimate, two: FlipEstimate) -> FlipEstimate:
+    """Of two estimates the one that is farther from a third."""
+    return max(one, two, key=lambda each: abs(math.log(max(each.probability, 1e-300) / max(from_.probability, 1e-300))))
+
+
+def controlled(flips: Tensor, failing: Tensor, ratios: Tensor, known: float, known_error: float) -> FlipEstimate:
+    """The mean of 1{flip}/ρ; where flips are common, regressed on h/ρ and 1/ρ.
+
+    Where they are rare a control hardly helps, and a variance that is too small because no sample was wrong must not be
+    believed.
+    """
+    count = len(flips)
+    plain = flips / ratios
+    share = float(plain.max() / plain.sum().clamp(min=1e-300))
+    if known < COMMON:
+        mean, error = float(plain.mean()), float(plain.std()) / math.sqrt(count)
+        return FlipEstimate(mean, error, count, share, freedom=(mean / error) ** 2 if error > 0 else 1.0)
+    value, spread, left = regressed(plain.unsqueeze(1), 1 / ratios, failing, known, known_error)
+    share = float(left.abs().max()) / count / max(known, 1e-300)
+    return FlipEstimate(float(value), float(spread), count, share, freedom=count - 3)
+
+
+def regressed(
+    terms: Tensor, weight: Tensor, failing: Tensor, known: float, known_error: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Means (d,) of terms (N, d), regressed on what has a known mean; their standard errors (d,); what is left (N, d).
+
+    That are the weights 1/ρ (N,) with mean 1, and h/ρ with mean E h (generalized regression estimator, Cassel, Särndal
+    & Wretman 1976; its bias is of the order 1/N).
+    """
+    controls = torch.stack([weight - 1, failing * weight - known], 1)
+    centred, middle = controls - controls.mean(0), terms.mean(0)
+    gram = centred.mT @ centred
+    gram = gram + 1e-12 * gram.diagonal().sum().clamp(min=1e-300) * torch.eye(2, dtype=gram.dtype, device=gram.device)
+    slopes = torch.linalg.solve(gram, centred.mT @ (terms - middle))
+    left = terms - middle - centred @ slopes
+    error = (left.square().sum(0) / max(len(terms) - 3, 1) / len(terms)).sqrt()
+    return middle - controls.mean(0) @ slopes, torch.hypot(error, slopes[1].abs() * known_error), left
+
+
+def by_importance(
+    margins: NoisyMargins, search: Search, target: Target, limit: int, generator: torch.Generator
+) -> Found | None:
+    """An estimate by this search and another, and the runs that their guides ask for; None where there is nothing to
+    follow.
+
+    Where the runs show that many more would be needed, the searches go on, and the estimate begins anew.
+    """
+    before = margins.runs - 3 * search.gradients
+    searches = (search, Search.from_pulled(margins, generator))
+    for _ in range(ROUNDS):
+        for search in searches:
+            search.advance()
+    _share_rivals(searches)
+    for attempt in range(ATTEMPTS):
+        both = _improved(searches, target, margins.runs - before, SEARCH_SHARE * limit)
+        guides = []
+        for search in (*searches, both):
+            search.refit(POOL)
+            if search.guide is None:
+                return None
+            guides.append(search.guide)
+        most = limit - margins.runs if attempt + 1 == ATTEMPTS else TOO_MANY * (margins.runs - before)
+        work = Estimating(margins, tuple(guides), MIXTURE, generator)
+        met = work.until(target, most, limit)
+        if (
+            (met and work.found(met).agreed)
+            or margins.runs >= limit
+            or margins.clock.over
+            or margins.runs - before > SEARCH_SHARE * limit
+        ):
+            break
+        for search in searches:
+            search.advance()
+            search.advance()
+    return work.found(met)
+
+
+def _improved(searches: tuple[Search, Search], target: Target, taken: int, limit: float) -> Search:
+    """What both searches know, after rounds that each make the estimate cheaper by more than they cost."""
+    both = Search.joined(*searches)
+    both.refit()
+    margins, start = both.margins, both.margins.runs - taken
+    while both.guide is not None:
+        wanted = both.guide.predicted * target.needed(both.guide.expected, both.guide.expected)
+        taken = margins.runs - start
+        if wanted <= PATIENCE * taken or taken > limit or margins.clock.over:
+            break
+        for search in searches:
+            search.advance()
+        better = Search.joined(*searches)
+        better.refit()
+        gained = better.guide is not None and better.guide.predicted < STALLED * both.guide.predicted
+        both = better
+        if not gained:
+            break
+    return both
+
+
+def _share_rivals(searches: tuple[Search, Search]) -> None:
+    """A rival that matters to one search and is unknown to the other is looked at by the other too."""
+    for mine, other in (searches, searches[::-1]):
+        if mine.guide is None or other.guide is None:
+            continue
+        known = {surrogate.rival for surrogate in other.guide.surrogates}
+        pairs = zip(mine.guide.surrogates, mine.guide.shares, strict=True)
+        missing = [surrogate.rival for surrogate, share in pairs if share > 0.01 and surrogate.rival not in known]
+        for rival in missing:
+            other.seed(rival)
+        if missing:
+            other.refit()
+            for _ in range(2):
+                other.advance()

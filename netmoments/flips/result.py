@@ -1,0 +1,259 @@
+"""A probability as it was estimated, with its error and interval; and what users get of it: a table, what it took."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DISAGREE = 3.0
+"""Standard errors between two estimates, beyond which they do not agree."""
+QUANTILE = 1.959964
+"""Of the standard normal, for intervals of 95 %."""
+UNSURE = 2.0
+"""Half-width of an interval over p(1 − p), beyond which log-odds say nothing."""
+NEVER_SEEN = 3.0
+"""Over the number of plain samples: a bound of 95 % on what was not seen in any of them ("rule of three")."""
+UNKNOWN = 1e9
+"""Times more runs, where nothing was found yet."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is enough: a standard error relative to the probability, or a half-width of the 95 % interval."""
+
+    relative: float
+    absolute: float | None = None
+
+    def needed(self, probability: float, error: float) -> float:
+        """How many times the runs are needed that gave this standard error; at most 1 is met."""
+        wanted = self.relative * max(probability, 0.0)
+        if self.absolute is not None:
+            wanted = max(wanted, self.absolute / QUANTILE)
+        return (error / wanted) ** 2 if wanted > 0 else UNKNOWN
+
+
+@dataclass(frozen=True)
+class FlipEstimate:
+    """A probability with its standard error, from so many samples; the largest share that one sample has of it."""
+
+    probability: float
+    error: float
+    samples: int
+    largest: float = 0.0
+    freedom: float = math.inf
+    """Degrees of freedom of the standard error."""
+    predicted: float = 0.0
+    """The standard error that was expected beforehand."""
+
+    @property
+    def careful_error(self) -> float:
+        """√(s² + (share·p)²), with s no less than what was expected, and one sample more as large as the largest.
+
+        Samples that happen to lack large weights show a small probability with a small error: both are too small.
+        """
+        return math.hypot(max(self.error, self.predicted), self.largest * self.probability)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What one entry's estimate is and how it came about."""
+
+    estimate: FlipEstimate
+    second: FlipEstimate | None
+    """Of an independent second way, or start."""
+    agreed: bool
+    route: str
+    wins: Tensor
+    """Weights with which each class won, (d,)."""
+    met: bool
+    bounds: tuple[float, float] | None = None
+    """An interval of its own, where it has one."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of 95 %; where the second estimate does not agree, one that holds both of theirs."""
+        low, high = interval(self.estimate) if self.bounds is None else self.bounds
+        if self.agreed or self.second is None:
+            return low, high
+        other = interval(self.second)
+        return min(low, other[0]), max(high, other[1])
+
+
+def agree(first: FlipEstimate, second: FlipEstimate) -> bool:
+    """Whether two estimates are within `DISAGREE` standard errors, in logarithms where both are positive."""
+    error = math.hypot(first.careful_error, second.careful_error)
+    if first.probability <= 0 or second.probability <= 0:
+        return abs(first.probability - second.probability) <= DISAGREE * error
+    relative = math.hypot(first.careful_error / first.probability, second.careful_error / second.probability)
+    distance = abs(math.log(first.probability / second.probability))
+    return distance <= DISAGREE * relative or abs(first.probability - second.probability) <= DISAGREE * error
+
+
+def student_quantile(freedom: float) -> float:
+    """The 97.5 % quantile of Student's t with so many degrees of freedom (Cornish–Fisher, within 1 % from 3 on)."""
+    z, n = QUANTILE, max(freedom, 1.5)
+    cubic = (z**3 + z) / 4
+    fifth = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    seventh = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + cubic / n + fifth / n**2 + seventh / n**3
+
+
+def interval(estimate: FlipEstimate) -> tuple[float, float]:
+    """A 95 % interval, symmetric in the log-odds: odds·exp(±t s/(p(1 − p))).
+
+    Estimates of rare events are skewed: the logarithm of one is nearer to Gaussian than itself, and an interval of it
+    holds no negative numbers. Where little more than the size of the error is known, p ± t s.
+    """
+    p, error = estimate.probability, student_quantile(estimate.freedom) * estimate.careful_error
+    if p <= 0 or p >= 1 or error > UNSURE * p * (1 - p):
+        return max(0.0, min(p, 1.0) - error), min(1.0, max(p, 0.0) + error)
+    width = error / (p * (1 - p))
+    odds = p / (1 - p)
+    low, high = odds * math.exp(-width), odds * math.exp(width)
+    return low / (1 + low), high / (1 + high)
+
+
+def wilson(count: int, samples: int) -> tuple[float, float]:
+    """A 95 % interval for a frequency of plain samples (Wilson 1927); after none, the rule of three."""
+    if count == 0:
+        return 0.0, min(1.0, NEVER_SEEN / samples)
+    if count == samples:
+        return max(0.0, 1 - NEVER_SEEN / samples), 1.0
+    p, z = count / samples, QUANTILE
+    middle = (p + z * z / (2 * samples)) / (1 + z * z / samples)
+    width = z / (1 + z * z / samples) * math.sqrt(p * (1 - p) / samples + z * z / (4 * samples**2))
+    return max(0.0, middle - width), min(1.0, middle + width)
+
+
+ROWS = 24
+"""Entries that are printed, at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class FlipProbability:
+    """How often another class than the label wins: estimates with intervals of 95 %, not certificates."""
+
+    probability: Tensor
+    """(*batch), in float64."""
+    interval: Tensor
+    """Of 95 %, (*batch, 2)."""
+    standard_error: Tensor
+    """(*batch)."""
+    label: Tensor
+    """(*batch), the class that should win."""
+    rival: Tensor
+    """The class that wins most often instead, (*batch); −1 where none was seen."""
+    runs: Tensor
+    """Of the network for each entry, (*batch); a backward pass counts two."""
+    route: list[str]
+    """For each entry, in the order of a flattened batch: "frequencies", "importance", "splitting" or "exact"."""
+    met: Tensor
+    """Whether the error is as small as asked and the second estimate agrees, (*batch)."""
+    agreement: Tensor
+    """What an independent second estimate says, (*batch); NaN where there is none."""
+    agreed: Tensor
+    """Whether it is compatible with the first; if not, the interval holds both."""
+    seconds: float
+
+    def __repr__(self) -> str:
+        batch = f"batch {tuple(self.probability.shape)}, " if self.probability.dim() else ""
+        if self.probability.numel() == 1:
+            return f"FlipProbability({described(self, 0)})"
+        low, high = float(self.probability.min()), float(self.probability.max())
+        return f"FlipProbability({batch}{low:.3g} to {high:.3g}, {int(self.runs.sum()):,} runs)"
+
+    def __str__(self) -> str:
+        return "\n".join(printed(self))
+
+
+def described(found: FlipProbability, place: int) -> str:
+    """One entry in words: "1.2e-06, 95 % 1e-06 to 1.5e-06", or "below 3e-07 after 1,000,000 runs"."""
+    p = float(found.probability.flatten()[place])
+    low, high = found.interval.reshape(-1, 2)[place].tolist()
+    runs = int(found.runs.flatten()[place])
+    if p == 0 and high > 0:
+        return f"below {high:.2g} after {runs:,} runs"
+    if found.route[place] == "exact":
+        return f"{p:.3g}, exact"
+    return f"{p:.3g}, 95 % {low:.3g} to {high:.3g}, {runs:,} runs"
+
+
+def printed(found: FlipProbability) -> Iterator[str]:
+    """A table: a row for each entry."""
+    total = int(found.runs.sum())
+    yield f"flip probability: {total:,} runs of the network, {found.seconds:.2g} s"
+    head = f"{'input':>10}  {'label':>5}  {'rival':>5}  {'probability':>11}  {'95 % interval':>21}  {'second':>9}"
+    yield head + f"  {'runs':>10}  route"
+    places = list(itertools.product(*map(range, found.probability.shape)))
+    flat = {name: getattr(found, name).flatten().tolist() for name in ("label", "rival", "probability", "runs", "met")}
+    second, agreed = found.agreement.flatten().tolist(), found.agreed.flatten().tolist()
+    bounds = found.interval.reshape(-1, 2).tolist()
+    for row, place in enumerate(places[:ROWS]):
+        name = ", ".join(map(str, place)) if place else "·"
+        p, (low, high) = flat["probability"][row], bounds[row]
+        value = f"{p:.3g}" if p > 0 or high == 0 else f"< {high:.2g}"
+        other = "" if second[row] != second[row] else f"{second[row]:.2g}"
+        rival = "" if flat["rival"][row] < 0 else str(flat["rival"][row])
+        remark = found.route[row] + ("" if flat["met"][row] else ", not as exact as asked")
+        remark += "" if agreed[row] else ", the two estimates disagree"
+        within = f"{low:.3g} to {high:.3g}"
+        yield (
+            f"{name:>10}  {flat['label'][row]:>5}  {rival:>5}  {value:>11}  {within:>21}  {other:>9}"
+            f"  {flat['runs'][row]:>10,}  {remark}"
+        )
+    if len(places) > ROWS:
+        yield f"… {len(places) - ROWS:,} more inputs"
+
+
+@dataclass(frozen=True, eq=False)
+class ClassProbabilities:
+    """How often each class wins: estimates with intervals of 95 %."""
+
+    probability: Tensor
+    """(*batch, d), in float64; sums to 1."""
+    interval: Tensor
+    """(*batch, d, 2)."""
+    standard_error: Tensor
+    """(*batch, d)."""
+    runs: Tensor
+    """(*batch)."""
+    met: Tensor
+    """Whether every class is as exact as asked, (*batch)."""
+    seconds: float
+
+    @property
+    def winner(self) -> Tensor:
+        """The class that wins most often, (*batch)."""
+        return self.probability.argmax(-1)
+
+    def __repr__(self) -> str:
+        batch, classes = tuple(self.probability.shape[:-1]), self.probability.shape[-1]
+        return (
+            f"ClassProbabilities({f'batch {batch}, ' if batch else ''}{classes} classes, {int(self.runs.sum()):,} runs)"
+        )
+
+    def __str__(self) -> str:
+        lines = [f"class probabilities: {int(self.runs.sum()):,} runs of the network, {self.seconds:.2g} s"]
+        flat, bounds = self.probability.flatten(0, -2), self.interval.flatten(0, -3)
+        if self.probability.dim() == 1:
+            flat, bounds = self.probability.unsqueeze(0), self.interval.unsqueeze(0)
+        for row in range(min(len(flat), ROWS)):
+            best = flat[row].topk(min(3, flat.shape[1])).indices.tolist()
+            words = [
+                f"{k}: {float(flat[row, k]):.3g} ({float(bounds[row, k, 0]):.3g} to {float(bounds[row, k, 1]):.3g})"
+                for k in best
+            ]
+            lines.append(f"{row:>6}  " + ",  ".join(words))
+        if len(flat) > ROWS:
+            lines.append(f"… {len(flat) - ROWS:,} more inputs")
+        return "\n".join(lines)
+
+
+def stacked(values: list[float], batch: torch.Size, device: torch.device) -> Tensor:
+    """Numbers of all entries, with the dimensions of the batch."""
+    return torch.tensor(values, dtype=torch.float64, device=device).reshape(batch)

@@ -1,0 +1,211 @@
+"""A noise study of many images, in parts: kept on the disk, resumed, on every GPU here or on a Ray cluster.
+
+Two sweeps follow one another: samples of all images, a part at a time, and then the flip probabilities of those nearest
+to flipping, one by one. Every part has a seed of its own, so that the results do not depend on who computed what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from netmoments.data.images import LabelledImages
+from netmoments.gaussian import random_seed
+from netmoments.network.model import network_of
+from netmoments.report.arguments import Subject, with_classes_of
+from netmoments.report.noise_study import (
+    CALLER,
+    CurvePoint,
+    Refined,
+    Scores,
+    Study,
+    StudyConfig,
+    TimePlan,
+    attacks_on,
+    classifier,
+    examples_of,
+    rare_candidates,
+    survey_of,
+    with_refined,
+)
+from netmoments.sweep.item import Columns, Engine
+from netmoments.sweep.local import LocalEngine
+from netmoments.sweep.on_ray import RayEngine
+from netmoments.sweep.run import run_sweep
+
+PART = 64
+"""Images of a part."""
+PER_IMAGE = ("predicted", "samples", "lead", "flip", "runs", "rivals")
+PER_SCORE = ("outputs", "mean", "deviation", "mean_error", "deviation_error")
+
+
+def engine_named(name: str, device: torch.device, address: str | None) -> Engine:
+    """`local`: this machine, with all its GPUs if it has any and none was named; `ray`: a cluster."""
+    if name == "ray":
+        return RayEngine(device.type, address)
+    if address is not None:
+        raise ValueError(f"--address {address} is for --engine ray")
+    if device.type == "cuda" and device.index is None:
+        return LocalEngine([f"cuda:{index}" for index in range(torch.cuda.device_count())])
+    return LocalEngine([str(device)])
+
+
+def study_in_parts(subject: Subject, config: StudyConfig, classes: tuple[str, ...], out: Path, engine: Engine) -> Study:
+    """A `Study` like that of `study`, without a limit of time; parts are in `out`, and a second call goes on."""
+    start = time.perf_counter()
+    if config.seconds is not None:
+        raise ValueError(f"{CALLER}: with --engine there is no limit of time; leave out --seconds, work can be resumed")
+    if config.method != "auto":
+        raise ValueError(f"{CALLER}: with --engine scores are those of the samples; leave out --method")
+    network, images = subject.load()
+    network = network_of(network.to(config.device), CALLER)
+    model = classifier(network, images.images[:1].to(config.device))
+    images, names = with_classes_of(images, classes, model.outputs, CALLER)
+    work = SurveySweep(subject, config, len(images))
+    found = work.study(run_sweep(work, out, engine).columns, images, names, model.outputs)
+    numbers = rare_candidates(found)
+    if numbers:
+        rest = RareSweep(subject, config, tuple(numbers), tuple(found.predicted[numbers].tolist()))
+        found = with_refined(found, rest.refined(run_sweep(rest, out, engine).columns))
+    noise = config.noise(images.images.to(config.device))
+    found = dataclasses.replace(found, examples=examples_of(model, noise, found))
+    return dataclasses.replace(found, attacks=attacks_on(network, found), seconds=time.perf_counter() - start)
+
+
+def _configuration(subject: Subject, config: StudyConfig) -> dict[str, Any]:
+    """What changes the results, as plain JSON."""
+    covariance = None
+    if config.covariance is not None:
+        covariance = hashlib.sha256(config.covariance.double().contiguous().numpy().tobytes()).hexdigest()
+    given = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject)}
+    return {
+        **{name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
+        "sigma": config.sigma, "tolerance": config.tolerance, "samples_at_most": config.samples,
+        "covariance": covariance, "seed": config.seed, "scores": config.scores,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SurveySweep:
+    """Samples of all images, and the curve."""
+
+    subject: Subject
+    config: StudyConfig
+    total: int
+    name: str = "survey"
+    unit: str = "images"
+
+    @property
+    def configuration(self) -> Mapping[str, Any]:
+        return {**_configuration(self.subject, self.config), "part": PART, "total": self.total}
+
+    @property
+    def counts(self) -> Sequence[int]:
+        return [min(PART, self.total - start) for start in range(0, self.total, PART)]
+
+    def prepare(self, device: str) -> Callable[[int], Columns]:
+        network, images = self.subject.load()
+        plan = TimePlan.without_limit(self.total)
+
+        def compute(item: int) -> Columns:
+            part = images.take(slice(item * PART, (item + 1) * PART))
+            seed = random_seed(self.config.seed, "part", item)
+            config = dataclasses.replace(self.config, device=torch.device(device), seed=seed)
+            return columns_of(survey_of(network, part, config, plan))
+
+        return compute
+
+    def study(
+        self, columns: Mapping[str, np.ndarray], images: LabelledImages, names: tuple[str, ...], count: int
+    ) -> Study:
+        """All parts as one study."""
+        found: dict[str, Any] = {name: torch.from_numpy(np.ascontiguousarray(columns[name])) for name in PER_IMAGE}
+        scores = Scores(**{name: _wide(columns, name) for name in PER_SCORE}, method="sampling")
+        interval = torch.stack([torch.from_numpy(np.ascontiguousarray(columns[end])) for end in ("low", "high")], 1)
+        return Study(
+            config=self.config, images=images, classes=names, count=count, scores=scores,
+            shares=_wide(columns, "shares"), interval=interval, route=tuple(columns["route"].tolist()),
+            curve=_joined_curve(columns, [0.0, *self.config.levels]), **found,
+        )  # fmt: skip
+
+
+def columns_of(part: Study) -> Columns:
+    """A part as rows, one an image; the curve of the part stands in every row."""
+    columns: dict[str, np.ndarray] = {name: getattr(part, name).numpy() for name in PER_IMAGE}
+    columns |= {"low": part.interval[:, 0].numpy().copy(), "high": part.interval[:, 1].numpy().copy()}
+    columns["route"] = np.array(part.route)
+    wide = {"shares": part.shares, **{name: getattr(part.scores, name) for name in PER_SCORE}}
+    for name, values in wide.items():
+        columns |= {f"{name}_{place}": values[:, place].numpy().copy() for place in range(values.shape[1])}
+    for place, point in enumerate(part.curve):
+        columns[f"share_at_{place}"] = np.full(len(part.flip), point.share)
+        columns[f"error_at_{place}"] = np.full(len(part.flip), (point.high - point.low) / 2)
+    return columns
+
+
+def _wide(columns: Mapping[str, np.ndarray], name: str) -> Tensor:
+    count = sum(1 for key in columns if key.removeprefix(f"{name}_").isdecimal() and key.startswith(f"{name}_"))
+    return torch.from_numpy(np.stack([columns[f"{name}_{place}"] for place in range(count)], 1))
+
+
+def _joined_curve(columns: Mapping[str, np.ndarray], sigmas: Sequence[float]) -> tuple[CurvePoint, ...]:
+    """Means over all images; the errors of parts are independent."""
+    items, firsts, counts = np.unique(columns["item"], return_index=True, return_counts=True)
+    points = []
+    for place, sigma in enumerate(sigmas):
+        share = float(columns[f"share_at_{place}"].mean())
+        each = columns[f"error_at_{place}"][firsts] * counts
+        error = math.sqrt(float((each**2).sum())) / int(counts.sum())
+        points.append(CurvePoint(sigma, share, max(0.0, share - error), min(1.0, share + error)))
+    assert len(items) == len(firsts)
+    return tuple(points)
+
+
+@dataclass(frozen=True)
+class RareSweep:
+    """The flip probabilities of the images nearest to flipping, one an item."""
+
+    subject: Subject
+    config: StudyConfig
+    numbers: tuple[int, ...]
+    predicted: tuple[int, ...]
+    name: str = "rare"
+    unit: str = "images"
+
+    @property
+    def configuration(self) -> Mapping[str, Any]:
+        return {**_configuration(self.subject, self.config), "numbers": list(self.numbers)}
+
+    @property
+    def counts(self) -> Sequence[int]:
+        return [1] * len(self.numbers)
+
+    def prepare(self, device: str) -> Callable[[int], Columns]:
+        network, images = self.subject.load()
+        network = network_of(network.to(device), CALLER)
+        pixels = images.images.to(device)
+        model = classifier(network, pixels[:1])
+        labels = dict(zip(self.numbers, self.predicted, strict=True))
+
+        def compute(item: int) -> Columns:
+            number = self.numbers[item]
+            noise = self.config.noise(pixels[number : number + 1])
+            one = Refined.alone(model, noise, number, labels[number], self.config.seed)
+            return {name: np.array([value]) for name, value in vars(one).items()}
+
+        return compute
+
+    def refined(self, columns: Mapping[str, np.ndarray]) -> list[Refined]:
+        names = [field.name for field in dataclasses.fields(Refined)]
+        rows = zip(*(columns[name].tolist() for name in names), strict=True)
+        return [Refined(**dict(zip(names, row, strict=True))) for row in rows]

@@ -1,0 +1,373 @@
+"""What pages are made of: templates that are filled in, images and charts inside them, and files in a folder.
+
+Charts are inline SVG. Type in a chart shrinks with it, so every chart is drawn twice, for wide screens and for narrow
+ones, and the page shows the one that fits (`for_any_screen`).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from netmoments.files import require_writable_folder, whole_file
+from netmoments.report.words import at_most_in_words
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render(template: str, **values: Any) -> str:
+    """A template of this package, filled in: what is put in is escaped, and what is missing is an error."""
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError:
+        raise ImportError('the page needs jinja2: pip install "netmoments[report]"') from None
+    loader = FileSystemLoader(TEMPLATES, encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, loader=loader)
+    return environment.get_template(template).render(**values)
+
+
+def png_data(image: Tensor) -> str:
+    """A (C, H, W) image, cut to [0, 1], as a data URI; one channel is grey, three are RGB."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ImportError('pictures need Pillow: pip install "netmoments[report]"') from None
+    pixels = (image.clamp(0, 1) * 255).round().byte().cpu()
+    array = pixels[0].numpy() if len(pixels) == 1 else pixels[:3].permute(1, 2, 0).contiguous().numpy()
+    buffer = io.BytesIO()
+    Image.fromarray(array).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def finite(value: Any) -> Any:
+    """What JSON can hold: a number that is none, or infinite, is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_files(folder: Path, contents: Mapping[str, bytes]) -> dict[str, Path]:
+    """Files in a folder, which is made if need be, each whole or not at all."""
+    require_writable_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        with whole_file(folder / name) as temporary:
+            temporary.write_bytes(content)
+    return {name: folder / name for name in contents}
+
+
+WIDE, NARROW = 860, 360
+"""Widths of charts, in their own units: about pixels."""
+
+
+def for_any_screen(chart: Callable[[int], str], wide: int = WIDE) -> str:
+    """A chart at both widths, of which the page shows one."""
+    return f'<div class="wide">{chart(wide)}</div><div class="narrow">{chart(NARROW)}</div>'
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Values from `low` to `high` laid along pixels from `start` to `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self, about: int) -> list[float]:
+        """Round numbers, about so many, inside the range."""
+        step = round_step((self.high - self.low) / about)
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
+        return [place * step for place in range(first, last + 1)]
+
+
+def round_step(least: float) -> float:
+    """The smallest of 1, 2, 2.5 or 5 times a power of ten that is not below `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= least * 0.999)
+
+
+TOP, BOTTOM = 14, 48
+"""Room above and below a chart; below are the numbers of the axis and what they are."""
+
+
+@dataclass(frozen=True)
+class CurveMark:
+    """A point of a curve with the ends of its band; its place in words."""
+
+    x: float
+    share: float
+    low: float
+    high: float
+    place: str
+
+
+LEAST_RANGE = 0.01
+"""Of shares that a chart shows."""
+FROM_ZERO = 0.3
+"""Where shares fall below this, the axis begins at 0."""
+
+
+def share_limits(curve: Sequence[CurveMark]) -> tuple[float, float]:
+    """The ends of an axis that shows what changes: rounded, about five steps around all bands, inside [0, 1]."""
+    low, high = min(point.low for point in curve), max(point.high for point in curve)
+    if low < FROM_ZERO:
+        low = 0.0
+    step = round_step(max(high - low, LEAST_RANGE) / 5)
+    top = max(LEAST_RANGE, min(1.0, step * math.ceil(high / step - 1e-9)))
+    bottom = max(0.0, step * math.floor(low / step + 1e-9))
+    return min(bottom, max(0.0, top - LEAST_RANGE)), top
+
+
+def accuracy_chart(curve: Sequence[CurveMark], chosen: CurveMark, what: str, x_title: str, width: int) -> str:
+    """Shares of answers over noise: a line with its band, and where the chosen noise is."""
+    left, height = 54, round(120 + 0.26 * width)
+    x = Axis(0, max(point.x for point in curve), left, width - 14)
+    y = Axis(*share_limits(curve), height - BOTTOM, TOP)
+    about = 6 if width > 500 else 4
+    edge = [(point.x, point.high) for point in curve] + [(point.x, point.low) for point in reversed(curve)]
+    at = x.at(chosen.x)
+    parts = [
+        _share_grid(x, y),
+        *(_tick(x.at(tick), y.start, f"{tick:.3g}") for tick in x.ticks(about)),
+        _axis_title(x.end, height, x_title),
+        _upright("chosen", at, TOP, y.start),
+        f'<text class="note" x="{at + 6}" y="{y.start - 8}">{escape(chosen.place)}</text>',
+        f'<path class="band" d="{_path(x, y, edge)}Z"/>',
+        f'<path class="line" d="{_path(x, y, [(point.x, point.share) for point in curve])}"/>',
+        *(_curve_dot(x, y, point) for point in curve),
+    ]
+    return _svg(parts, width, height, f"{what} over noise")
+
+
+def _share_grid(x: Axis, y: Axis) -> str:
+    parts, ticks = [], y.ticks(5)
+    decimals = max(0, math.ceil(-math.log10(ticks[1] - ticks[0]) - 2 - 1e-9))
+    decimals += not math.isclose(100 * ticks[0], round(100 * ticks[0], decimals), abs_tol=1e-9)
+    for tick in ticks:
+        parts.append(f'<line class="grid" x1="{x.start}" x2="{x.end}" y1="{y.at(tick)}" y2="{y.at(tick)}"/>')
+        said = f"{tick:.{decimals}%}"
+        parts.append(f'<text x="{x.start - 8}" y="{y.at(tick) + 4}" text-anchor="end">{said}</text>')
+    return "".join(parts)
+
+
+def _curve_dot(x: Axis, y: Axis, point: CurveMark) -> str:
+    said = f"{point.share:.2%} at {point.place}, between {point.low:.2%} and {point.high:.2%}"
+    return _dot("dot", x.at(point.x), y.at(point.share), 3.5, said)
+
+
+@dataclass(frozen=True)
+class FlipMark:
+    """How often one image flips, with its interval; 0 where only the upper end is known."""
+
+    name: str
+    probability: float
+    low: float
+    high: float
+    said: str
+    """The same in words."""
+    wrong: bool
+    """Whether the answer without noise is wrong."""
+
+
+RAREST = -12
+"""Exponent of ten at which the strip of flips ends."""
+MOST_MARKS = 600
+"""That are drawn; of more images, a mark is several."""
+TALLEST = 220
+"""Pixels that stacked marks may take."""
+NAMED = {0: "always", -3: "1 in 1,000", -6: "1 in a million", -9: "1 in a billion", -12: "1 in a trillion"}
+"""Some powers of ten in words."""
+
+
+def images_a_mark(count: int) -> int:
+    """How many images a mark of `flip_strip` stands for."""
+    return max(1, math.ceil(count / MOST_MARKS))
+
+
+def flip_strip(marks: Sequence[FlipMark], width: int) -> str:
+    """Flip probabilities on a log scale: stacked dots with intervals; below them, images with an upper bound alone."""
+    x = Axis(RAREST, 0, 14, width - 14)
+    each = images_a_mark(len(marks))
+    found = sorted((mark for mark in marks if mark.probability > 0), key=lambda mark: mark.probability)[::each]
+    dots, base = _stacked_dots(x, found, 3.2 if width > 500 else 2.8)
+    lanes = []
+    for bound, group in bound_groups(marks):
+        lane, base = _lane(x, bound, group, each, base)
+        lanes.append(lane)
+    grid = [_upright("grid", x.at(power), TOP, base) for power in range(RAREST, 1, 1 if width > 500 else 3)]
+    return _svg([*grid, *lanes, *dots, *_powers(x, base)], width, base + BOTTOM, "how often each image flips")
+
+
+def _powers(x: Axis, base: float) -> list[str]:
+    """The numbers below the strip, and as many of them in words as there is room for."""
+    roomy = x.end > 500
+    parts = []
+    for power in range(RAREST, 1, 1 if roomy else 3):
+        said = f"1e{power}" if power < -3 else f"{10.0**power:g}"
+        parts.append(_tick(x.at(power), base, said, _anchor(power)))
+    for power, said in NAMED.items():
+        if roomy or power % 6 == 0:
+            parts.append(_tick(x.at(power), base + 18, said, _anchor(power)))
+    return parts
+
+
+def _anchor(power: int) -> str:
+    return "end" if power == 0 else "start" if power == RAREST else "middle"
+
+
+def _log(value: float) -> float:
+    return max(float(RAREST), math.log10(value)) if value > 0 else float(RAREST)
+
+
+def _stacked_dots(x: Axis, found: Sequence[FlipMark], radius: float) -> tuple[list[str], float]:
+    """Each dot as low as it can be beside those to its left; and where the stack ends."""
+    places, slots = [], []
+    free: list[float] = []
+    for mark in found:
+        place = x.at(_log(mark.probability))
+        slot = next((k for k, end in enumerate(free) if end <= place), len(free))
+        free[slot : slot + 1] = [place + 2 * radius]
+        places.append(place)
+        slots.append(slot)
+    pitch = min(2 * radius + 1, TALLEST / max(len(free), 1))
+    base = TOP + radius + pitch * max(len(free), 1)
+    parts = []
+    for mark, place, slot in zip(found, places, slots, strict=True):
+        y = round(base - radius - pitch * slot, 1)
+        wrong = " wrong" if mark.wrong else ""
+        ends = f'x1="{x.at(_log(mark.low))}" x2="{x.at(_log(mark.high))}"'
+        parts.append(f'<line class="interval{wrong}" {ends} y1="{y}" y2="{y}"/>')
+        parts.append(_dot(f"dot{wrong}", place, y, radius, f"{mark.name}: {mark.said}"))
+    return parts, base + 10
+
+
+GROUPS = 4
+
+
+def bound_groups(marks: Sequence[FlipMark]) -> list[tuple[float, list[FlipMark]]]:
+    """Images of which only a bound is known, by that bound, the largest first: those alike together, in few groups."""
+    bounded = [mark for mark in marks if mark.probability == 0]
+    for key in (lambda bound: at_most_in_words(bound), lambda bound: str(math.ceil(math.log10(bound)))):
+        groups: dict[str, list[FlipMark]] = {}
+        for mark in bounded:
+            groups.setdefault(key(max(mark.high, 1e-300)), []).append(mark)
+        if len(groups) <= GROUPS:
+            break
+    with_bounds = [(max(mark.high for mark in group), group) for group in groups.values()]
+    return sorted(with_bounds, key=lambda item: -item[0])
+
+
+def _lane(x: Axis, bound: float, group: Sequence[FlipMark], each: int, top: float) -> tuple[str, float]:
+    """Open marks to the left of a bound, an arrow that says where the images may be; and where the lane ends."""
+    edge, pitch = x.at(_log(bound)), 7.0
+    columns = max(1, min(24, int((edge - x.start) / (2 * pitch))))
+    shown = group[::each]
+    rows = math.ceil(len(shown) / columns)
+    head, end = top + 18, top + 24 + pitch * rows
+    many = f"{len(group):,} image{'s' if len(group) > 1 else ''}: below {at_most_in_words(bound)}"
+    words_fit = edge - x.start > 7.5 * len(many)
+    parts = [
+        f'<text class="note" x="{edge if words_fit else x.start}" y="{top + 12}" '
+        f'text-anchor="{"end" if words_fit else "start"}">{many}</text>',
+        _upright("bound", edge, head, end - 4),
+    ]
+    for place, mark in enumerate(shown):
+        right, y = edge - 2 - pitch * (place % columns), head + pitch * (place // columns + 0.5)
+        wrong = " wrong" if mark.wrong else ""
+        parts.append(
+            f'<path class="below{wrong}" d="M{right:.1f} {y - 2.6:.1f}v5.2l-4.6 -2.6z">'
+            f"<title>{escape(mark.name)}: {escape(mark.said)}</title></path>"
+        )
+    tail = edge - 8 - pitch * min(columns, len(shown))
+    if tail > x.start + 24:
+        middle = head + pitch * rows / 2
+        parts.append(f'<path class="arrow" d="M{tail:.1f} {middle:.1f}H{x.start}m6 -4l-6 4l6 4"/>')
+    return "".join(parts), end
+
+
+@dataclass(frozen=True)
+class ScoreBar:
+    """One class of one image: its score under noise, with standard errors, and how often it won."""
+
+    name: str
+    mean: float
+    deviation: float
+    mean_error: float
+    deviation_error: float
+    won: str
+    answer: bool
+    """Whether it is the answer without noise."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: mean {self.mean:.3g} ± {self.mean_error:.1g}, standard deviation {self.deviation:.3g} "
+            f"± {self.deviation_error:.1g}"
+        )
+
+
+SCORES_WIDE = 600
+
+
+def scores_chart(bars: Sequence[ScoreBar], width: int) -> str:
+    """One row a class: the mean ± 2 standard deviations as a bar; how often it won; the answer bold."""
+    row, longest = 26, 20 if width > 500 else 15
+    shown = [bar.name if len(bar.name) <= longest else bar.name[: longest - 1] + "…" for bar in bars]
+    low = min(bar.mean - 2.2 * bar.deviation for bar in bars)
+    high = max(bar.mean + 2.2 * bar.deviation for bar in bars)
+    left, right = max(28, 16 + 8 * max(map(len, shown))), 56
+    x = Axis(low, high if high > low else low + 1, left, width - right)
+    head = 26
+    bottom = head + row * len(bars)
+    parts = [
+        _upright("grid", x.at(t), head, bottom) + _tick(x.at(t), bottom, f"{t:.3g}")
+        for t in x.ticks(6 if width > 500 else 4)
+    ]
+    parts.append(_axis_title(x.end, bottom + BOTTOM, "score"))
+    parts.append(f'<text x="{width - 2}" y="16" text-anchor="end">won</text>')
+    for place, bar in enumerate(bars):
+        centre = head + row * (place + 0.5)
+        kind = "name answer" if bar.answer else "name"
+        ends = f'x1="{x.at(bar.mean - 2 * bar.deviation)}" x2="{x.at(bar.mean + 2 * bar.deviation)}"'
+        parts += [
+            f'<text class="{kind}" x="{left - 8}" y="{centre + 4}" text-anchor="end">{escape(shown[place])}</text>',
+            f'<line class="bar" {ends} y1="{centre}" y2="{centre}"><title>{escape(str(bar))}</title></line>',
+            _dot("dot", x.at(bar.mean), centre, 3.5, str(bar)),
+            f'<text class="{kind}" x="{width - 2}" y="{centre + 4}" text-anchor="end">{bar.won}</text>',
+        ]
+    return _svg(parts, width, bottom + BOTTOM, "scores with their standard deviations")
+
+
+def _dot(kind: str, x: float, y: float, radius: float, said: str) -> str:
+    return f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}"><title>{escape(said)}</title></circle>'
+
+
+def _upright(kind: str, x: float, top: float, bottom: float) -> str:
+    return f'<line class="{kind}" x1="{x}" x2="{x}" y1="{top:g}" y2="{bottom:g}"/>'
+
+
+def _tick(x: float, base: float, said: str, anchor: str = "middle") -> str:
+    return f'<text x="{x}" y="{base + 17}" text-anchor="{anchor}">{said}</text>'
+
+
+def _axis_title(x: float, height: float, said: str) -> str:
+    return f'<text x="{x}" y="{height - 12}" text-anchor="end">{escape(said)}</text>'
+
+
+def _path(x: Axis, y: Axis, points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x.at(a)} {y.at(b)}" for a, b in points)
+
+
+def _svg(parts: Sequence[str], width: float, height: float, title: str) -> str:
+    return f'<svg viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'

@@ -1,0 +1,170 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import netmoments as nm
+from netmoments.flips.flip_probability import FlipGoal, require_positive
+from tests.flips.classifiers import Corner, Rounded, at_distance, linear, tail
+
+
+@pytest.mark.parametrize("distance", [0.0, 1.0, 2.2, 3.0, 4.5, 6.0, 7.94])
+def test_linear_classifiers_from_one_half_to_1e_15(distance):
+    network = linear()
+    found = nm.flip_probability(network, nm.Gaussian(at_distance(network, distance), std=1.0), label=0)
+    truth = tail(distance)
+    assert abs(float(found.probability) - truth) < 5 * float(found.standard_error)
+    assert float(found.standard_error) <= 0.1 * float(found.probability)
+    assert bool(found.met)
+    assert bool(found.agreed)
+    assert int(found.rival) == 1
+    assert found.route == ["importance" if truth < 0.005 else "frequencies"]
+    assert int(found.runs) < 4000
+
+
+@pytest.mark.parametrize(("first", "second"), [(1.0, 2.0), (3.2, 3.0), (5.0, 5.2)])
+def test_networks_of_two_layers(first, second):
+    found = nm.flip_probability(Corner(first, second).eval(), nm.Gaussian(torch.zeros(6), std=1.0))
+    truth = Corner.probability(first, second)
+    assert abs(float(found.probability) - truth) < 5 * float(found.standard_error)
+
+
+@pytest.mark.parametrize(
+    "covariance",
+    [
+        nm.Diagonal(torch.linspace(0.2, 2, 12)),
+        nm.Dense(torch.eye(12) + 0.5),
+        nm.LowRank(torch.randn(12, 3, generator=torch.Generator().manual_seed(0))),
+    ],
+    ids=["diagonal", "dense", "low rank"],
+)
+def test_any_covariance(covariance):
+    """The margin w·x has variance wᵀΣw: the mean is put so that p = Φ(−4)."""
+    network = linear()
+    normal = (network.weight[0] - network.weight[1]).detach()
+    spread = float(covariance.push(normal.unsqueeze(0)).sqrt())
+    mean = 4 * spread * normal / normal.square().sum()
+    found = nm.flip_probability(network, nm.Gaussian(mean, covariance=covariance))
+    assert abs(float(found.probability) - tail(4)) < 5 * float(found.standard_error)
+
+
+def test_a_batch_has_its_shape_and_every_entry_its_own_answer():
+    network = linear()
+    mean = torch.stack([at_distance(network, d) for d in (1.0, 3.5, 5.0, -2.0)]).reshape(2, 2, 12)
+    found = nm.flip_probability(network, nm.Gaussian(mean, std=1.0, event_ndim=1))
+    assert found.probability.shape == found.label.shape == found.runs.shape == (2, 2)
+    assert found.interval.shape == (2, 2, 2)
+    assert found.label.tolist() == [[0, 0], [0, 1]]
+    assert len(found.route) == 4
+    truth = torch.tensor([tail(1.0), tail(3.5), tail(5.0), tail(2.0)]).reshape(2, 2).double()
+    assert bool(((found.probability - truth).abs() < 5 * found.standard_error).all())
+    assert len(str(found).splitlines()) == 6
+
+
+def test_the_same_seed_gives_the_same_answer():
+    network = linear()
+    noise = nm.Gaussian(at_distance(network, 4.0), std=1.0)
+    one, two, other = (nm.flip_probability(network, noise, seed=seed) for seed in (1, 1, 2))
+    assert float(one.probability) == float(two.probability) != float(other.probability)
+
+
+def test_intervals_cover():
+    """Of 16 seeds 95 % cover: fewer than 12 would be a chance of 1e-4."""
+    network = Corner(3.0, 3.3).eval()
+    truth, covered = Corner.probability(3.0, 3.3), 0
+    for seed in range(16):
+        found = nm.flip_probability(network, nm.Gaussian(torch.zeros(6), std=1.0), 0, 0.15, seed=seed)
+        covered += bool(found.interval[0] <= truth <= found.interval[1])
+    assert covered >= 12
+
+
+def test_a_network_without_gradients():
+    found = nm.flip_probability(Rounded(3.5).eval(), nm.Gaussian(torch.zeros(3), std=1.0), runs=60_000)
+    assert found.route == ["splitting"]
+    assert float(found.interval[0]) < tail(3.5) < float(found.interval[1])
+
+
+def test_what_cannot_be_found_is_bounded():
+    network = nn.Linear(3, 2)
+    network.weight.data.zero_()
+    network.bias.data = torch.tensor([1.0, 0.0])
+    found = nm.flip_probability(network.eval(), nm.Gaussian(torch.zeros(3), std=1.0), runs=100_000)
+    assert float(found.probability) == 0
+    assert 0 < float(found.interval[1]) < 1e-3
+    assert not bool(found.met)
+    assert "below" in repr(found)
+
+
+def test_without_noise_it_is_exact():
+    network = linear()
+    found = nm.flip_probability(network, nm.Gaussian(at_distance(network, 1.0), std=0.0))
+    assert found.route == ["exact"]
+    assert float(found.probability) == 0
+    assert bool(found.met)
+
+
+def test_an_absolute_error_is_enough():
+    network = linear()
+    noise = nm.Gaussian(at_distance(network, 4.0), std=1.0)
+    found = nm.flip_probability(network, noise, absolute_error=0.01)
+    assert bool(found.met)
+    assert int(found.runs) < 300
+    assert float(found.interval[1]) < 0.01
+
+
+def test_seconds_are_a_limit():
+    network = linear()
+    found = nm.flip_probability(network, nm.Gaussian(at_distance(network, 4.0), std=1.0), seconds=1e-6)
+    assert not bool(found.met)
+    assert found.interval.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"relative_error": 0}, ValueError, "relative_error must be a number above 0"),
+        ({"relative_error": -1.0}, ValueError, "relative_error"),
+        ({"relative_error": math.nan}, ValueError, "relative_error"),
+        ({"absolute_error": 0.0}, ValueError, "absolute_error"),
+        ({"seconds": -1}, ValueError, "seconds"),
+        ({"runs": 3}, ValueError, "runs must be an integer of at least 100"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"label": 7}, ValueError, "label must be a class from 0 to 1, got 7"),
+        ({"label": -1}, ValueError, "from 0 to 1"),
+        ({"label": 0.5}, TypeError, "label must be an integer"),
+        ({"label": torch.tensor([0, 1])}, ValueError, "batch shape"),
+        ({"noise": torch.zeros(12)}, TypeError, "noise must be a netmoments.Gaussian"),
+        ({"network": linear(classes=1)}, ValueError, "at least two scores"),
+        ({"network": nn.Sequential(linear(), nn.Dropout()).train()}, ValueError, "training mode"),
+    ],
+)
+def test_what_is_refused(changed, error, words):
+    given = {"network": linear(), "noise": nm.Gaussian(torch.zeros(12), std=1.0), **changed}
+    with pytest.raises(error, match=words):
+        nm.flip_probability(**given)
+
+
+def test_a_random_network_is_refused():
+    class Random(nn.Module):
+        def forward(self, x):
+            return x[:, :2] + torch.rand_like(x[:, :2])
+
+    with pytest.raises(ValueError, match="flip_probability"):
+        nm.flip_probability(Random().eval(), nm.Gaussian(torch.zeros(12), std=1.0))
+
+
+def test_outputs_that_are_no_numbers_are_refused():
+    class Root(nn.Module):
+        def forward(self, x):
+            return torch.cat([x[:, :1].sqrt(), x[:, 1:]], 1)
+
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        nm.flip_probability(Root().eval(), nm.Gaussian(torch.ones(3), std=2.0))
+
+
+def test_numbers_above_zero():
+    require_positive("caller", "name", 0.1, "0.1")
+    with pytest.raises(ValueError, match=r"caller: name must be a number above 0, such as 0\.1, got a str"):
+        require_positive("caller", "name", "x", "0.1")
+    assert FlipGoal.read("caller", 0.1, None, 100, None, 0).target.relative == 0.1

@@ -1,0 +1,104 @@
+import math
+
+import pytest
+import torch
+
+from netmoments.flips.guide import (
+    PlainNoise,
+    Tilts,
+    guide,
+    joint_failing,
+    saddlepoint,
+    stratified_choice,
+    tilted_means,
+    uncertainty,
+)
+from netmoments.flips.surrogate import Quadratic
+from tests.flips.classifiers import tail
+
+SIZE = 10
+
+
+def surrogate(constant=4.0, spread=0.3, rival=1, seed=0, curved=0.2):
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(SIZE, 3, generator=generator)).Q
+    slope = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    curvature = curved * torch.diag(torch.tensor([0.0, 1.0, -1.0], dtype=torch.float64))
+    return Quadratic(rival, basis, constant, slope, curvature, spread)
+
+
+def test_tilted_gaussians_have_the_density_they_say():
+    """E_θ of exp(θq + K) over points of the tilted Gaussian is 1, and the mean of q there what is said."""
+    own = surrogate()
+    thetas = torch.tensor([0.5, 1.0], dtype=torch.float64)
+    tilts = Tilts.at(own, thetas)
+    for place in range(2):
+        z = tilts.draw(torch.full((200_000,), place), torch.Generator().manual_seed(place))
+        margin = own.at(z)
+        back = (-tilts.log_ratios(margin)[:, place]).exp()
+        assert abs(float(back.mean()) - 1) < 5 * float(back.std()) / math.sqrt(len(back))
+        error = 5 * float(margin.std()) / math.sqrt(len(margin))
+        assert abs(float(margin.mean()) - float(tilted_means(own, thetas)[place])) < error
+
+
+@pytest.mark.parametrize("constant", [4.0, 0.5, -2.0])
+def test_at_the_saddlepoint_the_surrogate_has_mean_zero(constant):
+    own = surrogate(constant)
+    theta = saddlepoint(own)
+    assert math.copysign(1, theta) == math.copysign(1, constant)
+    assert abs(float(tilted_means(own, torch.tensor([theta], dtype=torch.float64)))) < 1e-6
+
+
+def test_a_flat_surrogate_has_a_saddlepoint_all_the_same():
+    flat = Quadratic(1, torch.zeros(SIZE, 1), 1.0, torch.zeros(1).double(), torch.zeros(1, 1).double(), 1e-30)
+    assert math.isfinite(saddlepoint(flat))
+
+
+def test_expected_flips_of_a_linear_surrogate():
+    """q = a + z with z ~ N(0, 1) and spread s: E Φ(−q/s) = Φ(−a/√(1 + s²))."""
+    own = guide((surrogate(4.0, curved=0.0),), torch.Generator().manual_seed(0))
+    assert abs(own.expected - tail(4 / math.sqrt(1.09))) < 5 * own.expected_error
+    assert own.expected_error < 0.03 * own.expected
+    assert own.shares == (1.0,)
+
+
+def test_samples_have_the_density_they_say():
+    """E_ρ[h/ρ] = E h, and E_ρ[1/ρ] is near 1 where plain samples can say so."""
+    generator = torch.Generator().manual_seed(0)
+    both = (surrogate(2.0), surrogate(2.5, rival=2, seed=1))
+    own = guide(both, generator)
+    white = own.draw(torch.randn(20_000, SIZE, generator=generator), generator)
+    terms = own.failing(white) / own.ratio(white)
+    error = math.hypot(float(terms.std()) / math.sqrt(len(terms)), own.expected_error)
+    assert abs(float(terms.mean()) - own.expected) < 5 * error
+    plain = torch.randn(100_000, SIZE, generator=generator)
+    seen = own.failing(plain)
+    error = math.hypot(float(seen.std()) / math.sqrt(len(seen)), own.expected_error)
+    assert abs(float(seen.mean()) - own.expected) < 5 * error
+    assert abs(float(own.ratio(plain).mean()) - 1) < 0.05
+
+
+def test_joint_failing_is_accurate_where_it_is_small():
+    margins = torch.tensor([[8.0, 40.0], [8.0, 8.0]], dtype=torch.float64)
+    found = joint_failing(margins, torch.ones(2, dtype=torch.float64))
+    assert float(found[0]) == pytest.approx(tail(8), rel=1e-9)
+    assert float(found[1]) == pytest.approx(2 * tail(8), rel=1e-9)
+
+
+def test_uncertainty_is_largest_in_between():
+    values = uncertainty(torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64))
+    assert values[0] == 0
+    assert values[1] > values[2] > 0
+
+
+def test_choices_follow_their_chances():
+    chance = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
+    found = stratified_choice(chance, 1000, torch.Generator().manual_seed(0)).bincount(minlength=3)
+    assert (found - torch.tensor([100, 200, 700])).abs().max() <= 1
+
+
+def test_plain_noise_is_itself():
+    normal = torch.randn(4, 3)
+    assert PlainNoise().draw(normal, torch.Generator()) is normal
+    assert PlainNoise().ratio(normal).tolist() == [1.0] * 4
+    assert PlainNoise().failing(normal).tolist() == [0.0] * 4

@@ -1,0 +1,63 @@
+import math
+
+import pytest
+import torch
+
+import netmoments as nm
+from netmoments.flips.importance import by_importance, controlled
+from netmoments.flips.result import Target
+from netmoments.flips.search import Search
+from tests.flips.classifiers import Ball, Corner, at_distance, linear, margins_of, tail
+
+
+def estimate(network, noise, seed=0, target=None):
+    margins = margins_of(network, noise, seed=seed)
+    search = Search.from_noise(margins, margins.generator)
+    return by_importance(margins, search, target or Target(0.1), 200_000, margins.generator), margins
+
+
+@pytest.mark.parametrize("distance", [3.0, 5.0, 7.9])
+def test_a_linear_classifier(distance):
+    network = linear()
+    found, _ = estimate(network, nm.Gaussian(at_distance(network, distance), std=1.0))
+    assert found is not None
+    truth = tail(distance)
+    assert abs(found.estimate.probability - truth) < 5 * found.estimate.error
+    assert found.estimate.error < 0.1 * truth
+    assert found.agreed
+    assert found.met
+
+
+def test_a_network_with_two_ways_to_flip():
+    """Two layers with ReLUs: 1 − (1 − Φ(−4))(1 − Φ(−4.1))."""
+    found, _ = estimate(Corner(4.0, 4.1).eval(), nm.Gaussian(torch.zeros(6), std=1.0))
+    assert found is not None
+    assert abs(found.estimate.probability - Corner.probability(4.0, 4.1)) < 5 * found.estimate.careful_error
+
+
+def test_flips_on_all_sides():
+    """Outside of a ball: P(χ²₃ > r²) = 2Φ(−r) + √(2/π) r exp(−r²/2)."""
+    found, _ = estimate(Ball(5.0).eval(), nm.Gaussian(torch.full((3,), 1e-3), std=1.0))
+    truth = 2 * tail(5) + math.sqrt(2 / math.pi) * 5 * math.exp(-12.5)
+    assert found is not None
+    low, high = found.interval
+    assert low < truth < high
+
+
+def test_wins_are_those_of_the_rivals():
+    network = linear(classes=3, seed=2)
+    mean = at_distance(network, 3.5)
+    found, margins = estimate(network, nm.Gaussian(mean, std=1.0), seed=1)
+    assert found is not None
+    assert float(found.wins.sum()) == pytest.approx(found.estimate.probability, rel=0.1)
+    assert float(found.wins[margins.label]) == 0
+
+
+def test_a_control_with_a_known_mean_changes_nothing_but_the_variance():
+    generator = torch.Generator().manual_seed(0)
+    chance = torch.rand(20_000, generator=generator, dtype=torch.float64)
+    flips = (torch.rand(20_000, generator=generator) < chance).double()
+    found = controlled(flips, chance, torch.ones_like(flips), 0.5, 0.0)
+    plain = controlled(flips, chance, torch.ones_like(flips), 0.0, 0.0)
+    assert abs(found.probability - 0.5) < 5 * found.error
+    assert found.error < 0.85 * plain.error

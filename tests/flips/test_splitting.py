@@ -1,0 +1,53 @@
+import math
+
+import pytest
+import torch
+
+import netmoments as nm
+from netmoments.flips.result import Target
+from netmoments.flips.splitting import Population, adapted, averaged, by_splitting, next_level, population
+from tests.flips.classifiers import Rounded, linear, margins_of, tail
+
+
+def test_populations_without_gradients():
+    """Φ(−4), within five standard errors of the mean of populations."""
+    margins = margins_of(Rounded(4.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
+    found = by_splitting(margins, Target(0.1), 150_000)
+    assert abs(found.estimate.probability - tail(4)) < 5 * found.estimate.error
+    low, high = found.interval
+    assert low < tail(4) < high
+    assert int(found.wins.argmax()) == 1
+    assert margins.runs <= 160_000
+
+
+def test_a_population_that_starts_among_flips_counts_them():
+    margins = margins_of(Rounded(0.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
+    found = population(margins)
+    assert abs(found.probability - 0.5) < 5 * 0.5 / math.sqrt(400)
+
+
+def test_nothing_is_found_where_nothing_flips():
+    network = linear(4)
+    network.weight.data.zero_()
+    network.bias = torch.nn.Parameter(torch.tensor([1.0, 0.0]))
+    margins = margins_of(network, nm.Gaussian(torch.zeros(4), std=1.0))
+    assert population(margins).probability == 0
+
+
+def test_levels_fall_to_zero():
+    margins = torch.arange(1.0, 101.0)
+    assert next_level(margins, 1000.0) == pytest.approx(25.75)
+    assert next_level(margins, 20.0) == 20.0
+    assert next_level(margins - 50, 1000.0) == 0.0
+
+
+def test_steps_adapt():
+    assert adapted(0.5, 0.9) > 0.5 > adapted(0.5, 0.1)
+    assert adapted(0.98, 1.0) == 0.98
+
+
+def test_an_average_has_the_error_of_a_mean():
+    found = averaged([Population(p, torch.zeros(2)) for p in (1e-6, 2e-6, 3e-6)])
+    assert found.probability == pytest.approx(2e-6)
+    assert found.error == pytest.approx(1e-6 / math.sqrt(3))
+    assert found.freedom == 2

@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from netmoments.flips.surrogate import (
+    Evidence,
+    fitted,
+    leading_directions,
+    principal_directions,
+    relevance,
+    ridge_with_error,
+    ways,
+)
+
+
+def quadratic_evidence(count=200, size=15, rank=4, noise=0.0, seed=0):
+    """Runs of f = a + b·ε + ½ εᵀHε with H of low rank; the rest of the gradient is noise."""
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.linalg.qr(torch.randn(size, rank, generator=generator, dtype=torch.float64)).Q
+    values = torch.tensor([0.8, -0.5, 0.4, 0.3], dtype=torch.float64)[:rank]
+    hessian = (directions * values) @ directions.mT
+    slope = torch.randn(size, generator=generator, dtype=torch.float64)
+    white = torch.randn(count, size, generator=generator, dtype=torch.float64)
+    margin = 3.0 + white @ slope + 0.5 * ((white @ hessian) * white).sum(1)
+    gradients = slope + white @ hessian + noise * torch.randn(count, size, generator=generator, dtype=torch.float64)
+    margins = torch.stack([torch.full_like(margin, torch.inf), margin], 1)
+    return Evidence(white, margins, gradients, torch.ones(count, dtype=torch.long)), slope, hessian
+
+
+def test_a_quadratic_margin_is_found_exactly():
+    evidence, slope, hessian = quadratic_evidence()
+    found = fitted(evidence, 1, 10)
+    basis = found.basis
+    torch.testing.assert_close(basis @ found.slope, slope, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(basis @ found.curvature @ basis.mT, hessian, rtol=1e-2, atol=1e-2)
+    fresh = torch.randn(50, 15, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    exact = 3.0 + fresh @ slope + 0.5 * ((fresh @ hessian) * fresh).sum(1)
+    torch.testing.assert_close(found.at(found.coordinates(fresh)), exact, rtol=2e-2, atol=5e-2)
+    assert found.spread <= 0.021 * found.size
+
+
+def test_size_is_the_spread_of_the_surrogate_under_the_noise():
+    """√(|b|² + ½|H|²): the standard deviation of q, from 100,000 samples within five standard errors (1 %)."""
+    found = fitted(quadratic_evidence()[0], 1, 10)
+    z = torch.randn(100_000, len(found.slope), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert abs(float(found.at(z).std()) / found.size - 1) < 0.015
+
+
+def test_a_basis_is_orthonormal_and_holds_the_mean_gradient():
+    gradients = torch.randn(40, 20, generator=torch.Generator().manual_seed(0)) + 1
+    basis = leading_directions(gradients, torch.ones(40, dtype=torch.float64), 6)
+    assert basis.shape == (20, 6)
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(6), rtol=0, atol=1e-5)
+    mean = gradients.mean(0)
+    torch.testing.assert_close(basis @ (basis.mT @ mean), mean, rtol=1e-4, atol=1e-5)
+
+
+def test_subspace_iteration_finds_what_a_decomposition_does():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(120, 90, generator=generator) * torch.logspace(0, -3, 90)
+    found = principal_directions(rows, 5)
+    right = torch.linalg.svd(rows.double()).Vh[:5].mT
+    overlap = torch.linalg.svdvals(found.mT @ right)
+    assert float(overlap.min()) > 0.99
+
+
+def test_without_gradients_there_is_no_direction():
+    assert principal_directions(torch.zeros(30, 8), 3).shape == (8, 0)
+    basis = leading_directions(torch.zeros(30, 8), torch.ones(30, dtype=torch.float64), 3)
+    assert not bool(basis.any())
+
+
+def test_ridge_error_is_what_new_data_show():
+    """The residual variance 0.25, from 400 rows: its own standard error is 0.25·√(2/400), five of them 0.09."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 10, generator=generator, dtype=torch.float64)
+    truth = torch.randn(10, 1, generator=generator, dtype=torch.float64)
+    y = x @ truth + 0.5 * torch.randn(400, 1, generator=generator, dtype=torch.float64)
+    found, error = ridge_with_error(x, y, torch.full((400,), 1 / 400, dtype=torch.float64))
+    assert abs(error - 0.25) < 0.09
+    torch.testing.assert_close(found, truth, rtol=0, atol=5 * 0.5 / 20 * 1.1)
+
+
+def test_relevance_falls_with_the_distance():
+    margin = torch.tensor([0.0, 1.0, 5.0])
+    assert relevance(margin, torch.zeros(3), 1.0).tolist() == pytest.approx([1.0, 0.5, 1 / 26])
+    assert float(relevance(torch.zeros(1), torch.tensor([1.0]), 1.0)) == 0.5
+
+
+def test_two_faces_of_a_boundary_are_told_apart():
+    evidence = quadratic_evidence(noise=0.05)[0]
+    assert len(ways(evidence, 8)) == 1
+    two = torch.zeros(60, 15, dtype=torch.float64)
+    two[:20, 0], two[20:, 1] = 1.0, 1.0
+    found = ways(Evidence(two, two, two, torch.ones(60, dtype=torch.long)), 8)
+    assert sorted(map(len, found)) == [20, 40]

@@ -1,0 +1,110 @@
+"""A noise study in parts: the same results wherever they are computed, and nothing lost when the work is stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from netmoments.report.arguments import Subject
+from netmoments.report.noise_study import Study, StudyConfig
+from netmoments.report.noise_sweep import PART, SurveySweep, engine_named, study_in_parts
+from netmoments.sweep.item import Finished, Sweep
+from netmoments.sweep.local import LocalEngine
+
+SUBJECT = Subject("digits", "digits", images=PART + 10)
+CONFIG = StudyConfig(0.1, tolerance=0.1, samples=400, rare=3, attacks=0, examples=2)
+
+
+class StoppedEngine(LocalEngine):
+    """It is interrupted after so many items."""
+
+    def __init__(self, items: int) -> None:
+        super().__init__(["cpu"])
+        self.left = items
+
+    def results(self, sweep: Sweep, items: Sequence[int]) -> Generator[Finished, None, None]:
+        for finished in super().results(sweep, items):
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+            yield finished
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Study:
+    return study_in_parts(SUBJECT, CONFIG, (), tmp_path_factory.mktemp("whole"), LocalEngine(["cpu"]))
+
+
+def assert_same(one: Study, other: Study) -> None:
+    """Counts are the same; what was computed is, to rounding, as batches may be of other sizes."""
+    for name in ("predicted", "shares", "samples"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert one.curve == other.curve
+    assert one.route == other.route
+    torch.testing.assert_close(one.lead, other.lead, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(one.scores.mean, other.scores.mean, rtol=1e-4, atol=1e-4)
+    counted = torch.tensor([route == "frequencies" for route in one.route])
+    torch.testing.assert_close(one.flip[counted], other.flip[counted])
+    torch.testing.assert_close(one.flip, other.flip, rtol=0.3, atol=0)  # three of its standard errors
+
+
+def test_all_images_are_studied(whole):
+    assert len(whole.flip) == len(whole.images) == PART + 10
+    assert [point.sigma for point in whole.curve] == [0.0, *CONFIG.levels]
+    assert all(point.low <= point.share <= point.high for point in whole.curve)
+    assert bool((whole.interval[:, 0] <= whole.flip).all())
+    assert bool((whole.flip <= whole.interval[:, 1]).all())
+    assert len(whole.examples) == 2
+    assert whole.scores.mean.shape == whole.shares.shape == (PART + 10, 10)
+
+
+@pytest.mark.parametrize("items", [1, 3])
+def test_what_was_done_before_an_interruption_is_kept(whole, tmp_path, items):
+    with pytest.raises(KeyboardInterrupt):
+        study_in_parts(SUBJECT, CONFIG, (), tmp_path, StoppedEngine(items))
+    kept = list((tmp_path / "survey").glob("*.parquet"))
+    assert kept
+    assert_same(study_in_parts(SUBJECT, CONFIG, (), tmp_path, LocalEngine(["cpu"])), whole)
+
+
+def test_processes_give_the_same(whole, tmp_path):
+    assert_same(study_in_parts(SUBJECT, CONFIG, (), tmp_path, LocalEngine(["cpu", "cpu"])), whole)
+
+
+@pytest.mark.slow
+def test_a_ray_of_its_own_gives_the_same(whole, tmp_path):
+    pytest.importorskip("ray")
+    assert_same(study_in_parts(SUBJECT, CONFIG, (), tmp_path, engine_named("ray", torch.device("cpu"), None)), whole)
+
+
+def test_another_configuration_needs_another_folder(whole, tmp_path):
+    study_in_parts(SUBJECT, dataclasses.replace(CONFIG, rare=0, examples=0), (), tmp_path, LocalEngine(["cpu"]))
+    other = dataclasses.replace(CONFIG, sigma=0.2)
+    with pytest.raises(ValueError, match="sigma"):
+        study_in_parts(SUBJECT, other, (), tmp_path, LocalEngine(["cpu"]))
+
+
+def test_parts_are_as_many_as_are_needed():
+    assert SurveySweep(SUBJECT, CONFIG, 130).counts == [64, 64, 2]
+
+
+BAD = {
+    "seconds": (dataclasses.replace(CONFIG, seconds=5.0), "leave out --seconds"),
+    "method": (dataclasses.replace(CONFIG, method="sketch"), "leave out --method"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_has_no_meaning_in_parts_is_refused(name, tmp_path: Path):
+    config, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        study_in_parts(SUBJECT, config, (), tmp_path, LocalEngine(["cpu"]))
+
+
+def test_an_address_is_for_ray():
+    with pytest.raises(ValueError, match="--engine ray"):
+        engine_named("local", torch.device("cpu"), "10.0.0.1:6379")
