@@ -14,7 +14,7 @@ from torch import Tensor
 
 from netmoments.checks import describe, require_count
 from netmoments.flips.frequent import by_frequencies, by_guided_frequencies, nothing_found, plain_estimate, plain_wins
-from netmoments.flips.importance import by_importance
+from netmoments.flips.importance import NEGLIGIBLE, by_importance
 from netmoments.flips.margins import Clock, NoisyMargins, OutOfTime
 from netmoments.flips.result import FlipEstimate, FlipProbability, Found, Target, stacked
 from netmoments.flips.search import Search
@@ -29,6 +29,8 @@ PILOT = 64
 """Plain samples, where there are no gradients."""
 COMMON = 0.01
 """Flips that are expected more often than this are counted."""
+DOUBTED = 128
+"""Plain samples that must show a flip before those that only surrogates expect are taken for common."""
 DEFAULT_RUNS = 1_000_000
 
 
@@ -234,14 +236,22 @@ def _with_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found | None:
     if search.guide is None or plain is None:
         return None
     flips, samples = int((plain < 0).sum()), len(plain)
+    if flips == samples:  # the label hardly ever wins: nothing to search for
+        return by_frequencies(margins, goal.target, goal.runs, (PILOT, plain_wins(margins, PILOT)))
     expected = max(search.guide.expected, flips / samples)
     absolute = goal.target.absolute
+    if expected > COMMON and flips == 0 and absolute is None and float(plain_wins(margins, DOUBTED).sum()) == 0:
+        expected = 0.0  # the surrogates see flips that samples do not
     if expected > COMMON or (absolute is not None and expected < absolute):
         return by_guided_frequencies(
             margins, search, plain_estimate(flips, samples), goal.target, goal.runs, margins.generator
         )
     found = by_importance(margins, search, goal.target, goal.runs, margins.generator)
-    return found if found is not None and found.estimate.probability > 0 else None
+    if found is not None and found.estimate.probability > 0:
+        return found
+    if search.guide is not None and search.guide.expected < NEGLIGIBLE:  # too rare for splitting, too
+        return nothing_found(margins, goal.target, goal.runs, (PILOT, plain_wins(margins, PILOT)))
+    return None
 
 
 def _without_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found:

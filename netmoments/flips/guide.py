@@ -49,6 +49,8 @@ themselves, which keep weights bounded where surrogates are sure and wrong (defe
 AS_THEY_SEEM = 1
 LEAST_DEFENCE = 0.02
 """Of the defensive part: what a surrogate gets that hardly matters."""
+MOST_LOGARITHM = 600.0
+"""Of a ratio of densities: what float64 can still multiply."""
 AFFORDABLE = 2.5
 """θ times a surrogate's spread, at most."""
 DEFENSIVE = 0.5
@@ -204,7 +206,7 @@ class Guide:
             far = own.thetas.abs() >= DEFENSIVE * own.thetas.abs().max()
             each = own.log_ratios(margins[:, j])[:, far].logsumexp(1) - math.log(int(far.sum()))
             chosen.append(each + math.log(self.defence[j]))
-        return torch.stack(chosen, 1).logsumexp(1).exp()
+        return torch.stack(chosen, 1).logsumexp(1).clamp(max=MOST_LOGARITHM).exp()
 
     def _filled(self, sizes: list[Tensor], generator: torch.Generator) -> tuple[Guide, Tensor]:
         """With a pool of so many points of each Gaussian; and how much each Gaussian is needed."""
@@ -241,7 +243,7 @@ class Guide:
             chance=chance[order],
             levels=levels,
             expected=expected,
-            predicted=max(variance, 0.0) / expected**2 if expected > 0 else math.inf,
+            predicted=max(variance, 0.0) / expected**2 if expected**2 > 0 else math.inf,
             expected_error=float(terms.std()) * math.sqrt(len(pool)),
             shares=tuple((each / each.sum().clamp(min=1e-300)).tolist()),
         )

@@ -41,6 +41,10 @@ TOO_MANY = 1.5
 """Times all runs so far: an estimate that would take more is given up for a better one, except the last."""
 SEARCH_SHARE = 0.4
 """Of the runs that are allowed: what searches may take."""
+LEAST_KNOWN = 0.3
+"""Relative error of what a pool says of its surrogates, beyond which its samples are not trusted."""
+NEGLIGIBLE, FOR_NEGLIGIBLE = 1e-20, 3000
+"""Flips that are rarer than the first get the second number of runs, and no more."""
 MARGIN = 1.1
 """More runs than the error so far asks for."""
 
@@ -95,8 +99,13 @@ class Estimating:
 
     def found(self, met: bool) -> Found:
         one, two, every = self.alone(0), self.alone(1), self.estimate()
-        agreed, second = agree(one, two), farther(every, one, two)
+        agreed = agree(one, two) and agree(every, one) and agree(every, two) and self.pools_known()
+        second = farther(every, one, two)
         return Found(every, second, agreed, "importance", self.wins(self.margins.rivals), met and agreed)
+
+    def pools_known(self) -> bool:
+        """Whether every pool knows what it is of: one of few points that matter has another density than it says."""
+        return all(each.expected_error <= LEAST_KNOWN * each.expected for each in self.guides)
 
     def estimate(self) -> FlipEstimate:
         """From all runs, whose density is that of the mixture of guides as they were drawn."""
@@ -186,6 +195,8 @@ def by_importance(
     _share_rivals(searches)
     for attempt in range(ATTEMPTS):
         both = _improved(searches, target, margins.runs - before, SEARCH_SHARE * limit)
+        if both.guide is not None and both.guide.expected < NEGLIGIBLE:
+            limit = min(limit, margins.runs + FOR_NEGLIGIBLE)
         guides = []
         for search in (*searches, both):
             search.refit(POOL)

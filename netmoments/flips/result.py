@@ -33,7 +33,7 @@ class Target:
         """How many times the runs are needed that gave this standard error; at most 1 is met."""
         wanted = self.relative * max(probability, 0.0)
         if self.absolute is not None:
-            wanted = max(wanted, self.absolute / QUANTILE)
+            wanted = max(wanted, 0.95 * self.absolute / QUANTILE)  # intervals are a little wider than two errors
         return (error / wanted) ** 2 if wanted > 0 else UNKNOWN
 
 

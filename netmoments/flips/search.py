@@ -124,6 +124,7 @@ class Search:
 
     def refit(self, points: int = FEWER) -> None:
         """A new guide from all evidence; none where nothing moves the margins."""
+        self.margins.clock.require_time()
         surrogates = self.surrogates()
         self.guide = guide(surrogates, self.generator, points) if surrogates else None
 

@@ -174,6 +174,9 @@ def principal_directions(rows: Tensor, most: int) -> Tensor:
             start = torch.linalg.qr(rows.mT @ (rows @ start)).Q
         _, singular, right = torch.linalg.svd((rows @ start).double(), full_matrices=False)
         vectors = start.double() @ right.mT
+    elif rows.shape[0] > rows.shape[1]:
+        values, right = torch.linalg.eigh((rows.mT @ rows).double())
+        singular, vectors = values.clamp(min=0).sqrt().flip(0), right.flip(1)
     else:
         values, left = torch.linalg.eigh((rows @ rows.mT).double())
         singular = values.clamp(min=0).sqrt().flip(0)

@@ -36,6 +36,8 @@ RELATIVE_LEVELS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Noise levels of the accuracy curve, in units of the chosen one."""
 RELATIVE_ERROR = 0.1
 """Of the flip probabilities of the images nearest to flipping."""
+RARE_RUNS = 50_000
+"""Runs of the network for one of them, at most."""
 FIRST_ROUND = (16, 192)
 """Samples of every image, at least where they take long, and where they do not."""
 CURVE_SAMPLES = (16, 64, 2000)
@@ -465,7 +467,7 @@ class Refined:
         cls, model: NetworkModel, noise: Gaussian, number: int, label: int, seed: int, seconds: float | None = None
     ) -> Refined:
         """Of the image with this number, whose noise, a batch of one, and answer are given."""
-        one = flip_probability(model, noise, label, RELATIVE_ERROR, seconds=seconds, seed=seed)
+        one = flip_probability(model, noise, label, RELATIVE_ERROR, runs=RARE_RUNS, seconds=seconds, seed=seed)
         low, high = one.interval[0].tolist()
         return cls(number, float(one.probability), low, high, int(one.runs), one.route[0], int(one.rival))
 

@@ -189,7 +189,8 @@ def test_grey_becomes_rgb_where_one_image_is_rgb(tmp_path):
     save_picture(tmp_path / "a.png", "L", colour=51)
     assert tuple(load(tmp_path).event_shape) == (1, 4, 6)
     save_picture(tmp_path / "b.png", "RGB")
-    images = load(tmp_path)
+    with pytest.warns(UserWarning, match=r"1 of 2 images are in colour \(b.png\) and the others grey"):
+        images = load(tmp_path)
     assert tuple(images.event_shape) == (3, 4, 6)
     torch.testing.assert_close(images.images[0], torch.full((3, 4, 6), 0.2))
 
