@@ -188,7 +188,7 @@ BAD = {
     "rare": (["report", "digits", "digits", "--rare", "some"], "--rare 'some': give a number, or all"),
     "mean": (["report", "digits", "digits", "--mean", "a,b"], "--mean 'a,b': give a number, or one for each channel"),
     "covariance": (["report", "digits", "digits", "--covariance", "none.npy"], "no file with a covariance at none.npy"),
-    "address": (["report", "digits", "digits", "--engine", "local", "--address", "a:1"], "--address a:1 is for --engine ray"),
+    "address": (["report", "digits", "digits", "--engine", "local", "--address", "a:1"], "a:1 is for --engine ray"),
     "out is a file": (["report", "digits", "digits", "--out", "mine.py"], "mine.py is a file; give a folder"),
     "arguments": (["report", "needs.py:network", "images"], "needs.py:network() failed: TypeError"),
     "sigma": (["report", "digits", "digits", "--sigma", "0"], "Must be > 0"),

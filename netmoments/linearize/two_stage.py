@@ -93,7 +93,7 @@ def tangent_at(model: NetworkModel, points: Tensor, indices: Tensor, memory_budg
 
     For networks without a ReLU: it has one unit, which is never open and has no weight.
     """
-    model.require_linearizable()
+    model.require_differentiable()
     together = directions_at_once(points.device, model.largest, points.element_size(), memory_budget) // DIRECTIONS
     together = min(max(1, together), model.most_images, len(points))
     working = directions_at_once(points.device, model.largest * together, points.element_size(), memory_budget)

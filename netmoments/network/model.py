@@ -296,21 +296,22 @@ class NetworkModel:
                     f"derivatives; make it outside, or use method='sampling'"
                 )
 
-    def require_linearizable(self) -> None:
-        """An error if the network changes with its input but has no derivative there; a warning of smooth functions.
-
-        The warning names the smooth functions that are linearized at a point, once a network.
-        """
+    def require_differentiable(self) -> None:
+        """An error if the network changes with its input but has no derivative there."""
         self.require_derivatives()
-        trace = self._knowledge.trace
-        if not trace.differentiable:
+        if not self._knowledge.trace.differentiable:
             raise ValueError(
                 f"{self._caller}: the network's scores change with the input but their derivative is zero or missing: "
                 f"forward is under torch.no_grad(), detaches the input, rounds it, or changes in place what a "
                 f"derivative needs; take that out, or use sampling"
             )
+
+    def require_linearizable(self) -> None:
+        """The same, and a warning of smooth functions that are linearized at a point, once a network."""
+        self.require_differentiable()
+        trace = self._knowledge.trace
         with _lock:
-            new = trace.smooth and self.relus and not any(known.warned for known in _known[self.given].values())
+            new = trace.smooth and not any(known.warned for known in _known[self.given].values())
             self._knowledge.warned |= bool(new)
         if new:
             warnings.warn(
