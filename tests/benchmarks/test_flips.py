@@ -119,3 +119,25 @@ def test_an_error_is_printed_and_its_seed_left_out(capsys):
 
     assert list(flips.answers(found, 2)) == [1]
     assert "seed 0: ZeroDivisionError: of nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("shape", "probability", "seed"),
+    [("random 0", 1e-6, 4), ("random 0", 1e-4, 28), ("sum of two", 1e-9, 26), ("steeper at 3", 1e-12, 0)],
+)
+def test_pools_that_once_overflowed_hold_the_truth(shape, probability, seed):
+    """Surrogates that bend down far away made ratios of densities infinite, and estimates wrong by up to 300."""
+    (truth,) = flips.known_truths([shape], [probability])
+    found = truth.found(seed)
+    assert float(found.interval[0]) <= truth.probability <= float(found.interval[1])
+    assert float(found.probability) == pytest.approx(probability, rel=0.3)
+    assert bool(found.met)
+
+
+def test_a_label_that_always_loses_takes_few_runs():
+    network = torch.nn.Linear(2, 2, bias=False).eval()
+    network.weight.data = torch.eye(2)
+    found = nm.flip_probability(network, nm.Gaussian(torch.tensor([0.0, 200.0]), std=1.0), 0)
+    assert float(found.probability) == 1.0
+    assert float(found.interval[0]) > 0.9
+    assert int(found.runs) < 1000
