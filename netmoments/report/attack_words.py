@@ -133,10 +133,9 @@ def method_in_words(found: AttackStudy) -> str:
 def few_in_words(found: AttackStudy) -> str:
     """What a report says above its few attacked images."""
     return (
-        f"The noise above is the same on every pixel. Here its mean μ was chosen for each image, so that the answer "
-        f"changes for {asked_in_words(found.attack)} with as few pixels in as smooth patches as possible (least "
-        f"‖μ‖₁ + TV(μ)). {found.fooled} of {len(found)} images are fooled as asked; the command netmoments "
-        f"attack makes more."
+        f"The noise above has the mean 0. Here its mean was chosen for each image, so that the answer changes for "
+        f"{asked_in_words(found.attack)}, with as few pixels in as smooth patches as possible. {found.fooled} of "
+        f"{len(found)} images are fooled as asked; the command netmoments attack makes more."
     )
 
 
