@@ -67,6 +67,8 @@ class NoisyMargins:
         self.differentiable = self.model.differentiable and not any(
             x.is_inference() for x in self.model.network.parameters()
         )
+        with torch.no_grad():
+            self.probabilities = are_probabilities(self.fast.values(self.noise.mean))
 
     @property
     def dimension(self) -> int:
@@ -94,7 +96,7 @@ class NoisyMargins:
         parts = []
         for part in white.split(max(1, piece)):
             self.clock.require_time()
-            parts.append(self._margins(self.fast.values(self.inputs(part))))
+            parts.append(self._margins(self._comparable(self.fast.values(self.inputs(part)))))
             self._count(len(part))
         return torch.cat(parts)
 
@@ -117,7 +119,7 @@ class NoisyMargins:
         def work(x: Tensor, which: Tensor) -> tuple[Tensor, ...]:
             with torch.enable_grad(), full_precision():
                 x = x.detach().requires_grad_()
-                scores = self.fast(x.clone())  # which it may write into
+                scores = self._comparable(self.fast(x.clone()))  # which it may write into
                 others = scores.detach().clone()
                 others[:, label] = -torch.inf
                 which = torch.where(which < 0, others.argmax(1), which)
@@ -129,12 +131,16 @@ class NoisyMargins:
             leaf = white.detach().requires_grad_()
             x = self.inputs(leaf)
             try:
-                scores, slope = self.fast.replayed(("margin", label), work, x.detach(), rivals)
+                scores, slope = self.fast.replayed(("margin", label, self.probabilities), work, x.detach(), rivals)
             except RuntimeError:
                 with without_cudnn():
                     scores, slope = work(x.detach(), rivals)
             (pulled,) = torch.autograd.grad(x, leaf, slope.to(x.dtype))
         return self._margins(scores), pulled
+
+    def _comparable(self, scores: Tensor) -> Tensor:
+        """The scores, of a softmax their logarithms: the same one is the largest, and margins are nearer to linear."""
+        return scores.clamp(min=torch.finfo(scores.dtype).tiny).log() if self.probabilities else scores
 
     def _margins(self, scores: Tensor) -> Tensor:
         scores = scores.double()
@@ -151,3 +157,8 @@ class NoisyMargins:
     def _count(self, runs: int) -> None:
         self.runs += runs
         self.advance(runs)
+
+
+def are_probabilities(scores: Tensor) -> bool:
+    """Whether scores (N, d) are not negative and sum to 1, as those of a softmax."""
+    return bool((scores >= 0).all()) and bool(((scores.sum(1) - 1).abs() < 1e-3).all())

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 import netmoments as nm
-from netmoments.flips.margins import Clock, NoisyMargins, OutOfTime
-from tests.flips.classifiers import linear, margins_of
+from netmoments.flips.margins import Clock, NoisyMargins, OutOfTime, are_probabilities
+from tests.flips.classifiers import at_distance, linear, margins_of
 
 SIZE = 5
 MEAN = torch.arange(1.0, 1.0 + SIZE)
@@ -72,3 +72,24 @@ def test_time_is_over():
     margins = NoisyMargins(model, flat, 0, torch.Generator().manual_seed(0), Clock(seconds=1e-9))
     with pytest.raises(OutOfTime):
         margins.of(margins.normal(2))
+
+
+def test_probabilities_are_compared_by_their_logarithms():
+    """A softmax over scores has the margins of the scores themselves, and their gradients."""
+    network = linear()
+    softmax = torch.nn.Sequential(network, torch.nn.Softmax(1)).eval()
+    noise = nm.Gaussian(at_distance(network, 3.0), std=1.0)
+    plain, ended = margins_of(network, noise), margins_of(softmax, noise)
+    assert ended.probabilities
+    assert not plain.probabilities
+    white = plain.normal(20)
+    torch.testing.assert_close(ended.of(white), plain.of(white), rtol=1e-4, atol=1e-4)
+    rivals = torch.full((20,), -1)
+    for one, other in zip(ended.with_gradients(white, rivals), plain.with_gradients(white, rivals), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_taken_for_probabilities():
+    assert are_probabilities(torch.tensor([[0.2, 0.8], [1.0, 0.0]]))
+    assert not are_probabilities(torch.tensor([[0.2, 0.9]]))
+    assert not are_probabilities(torch.tensor([[-0.5, 1.5]]))
