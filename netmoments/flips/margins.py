@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from netmoments.gaussian import Gaussian
+from netmoments.gaussian import Gaussian, random_seed
 from netmoments.memory import directions_at_once, elements_together
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision, without_cudnn
 from netmoments.sampling.fast_network import FastNetwork, fast_network
 
+LOOKED_AT = 7
+"""Samples, beside the mean, at which outputs must be probabilities to be taken for such."""
 BACKWARD = 2
 """What a gradient costs beside the run it belongs to, in runs of the network."""
 
@@ -58,7 +60,7 @@ class NoisyMargins:
     advance: Callable[[int], None] = lambda count: None
     """Told how many runs were made: for a progress bar."""
     runs: int = field(default=0, init=False)
-    """Of the network; a backward pass counts two."""
+    """Of the network, but for the eight that tell what its outputs are; a backward pass counts two."""
 
     def __post_init__(self) -> None:
         self.fast: FastNetwork = fast_network(self.model)
@@ -67,8 +69,12 @@ class NoisyMargins:
         self.differentiable = self.model.differentiable and not any(
             x.is_inference() for x in self.model.network.parameters()
         )
+        own = torch.Generator(self.mean.device).manual_seed(random_seed(0, "looked at", 0))
         with torch.no_grad():
-            self.probabilities = are_probabilities(self.fast.values(self.noise.mean))
+            looked_at = self.inputs(
+                torch.randn(LOOKED_AT, self.dimension, dtype=self.mean.dtype, device=self.mean.device, generator=own)
+            )
+            self.probabilities = are_probabilities(self.fast.values(torch.cat([self.noise.mean, looked_at])))
 
     @property
     def dimension(self) -> int:

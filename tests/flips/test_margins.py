@@ -89,6 +89,12 @@ def test_probabilities_are_compared_by_their_logarithms():
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
+def test_scores_that_sum_to_1_at_the_mean_only_are_no_probabilities():
+    network = linear(2, classes=2)
+    network.weight.data = torch.eye(2)
+    assert not margins_of(network, nm.Gaussian(torch.tensor([1.0, 0.0]), std=0.1)).probabilities
+
+
 def test_what_is_taken_for_probabilities():
     assert are_probabilities(torch.tensor([[0.2, 0.8], [1.0, 0.0]]))
     assert not are_probabilities(torch.tensor([[0.2, 0.9]]))
