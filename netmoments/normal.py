@@ -82,3 +82,15 @@ def owen_t(height: Tensor, reach: Tensor) -> Tensor:
     value = torch.where(b > a, swapped, direct)
     sign = torch.where((height < 0) != (reach < 0), -1.0, 1.0).to(value.dtype)
     return sign * value
+
+
+def wilson_interval(share: Tensor, count: Tensor | int, z: float = 1.959963984540054) -> tuple[Tensor, Tensor]:
+    """Ends of the 95 % interval for a probability of which `count` samples gave `share` (Wilson 1927).
+
+    >>> wilson_interval(torch.tensor(0.5), 100)
+    (tensor(0.4038), tensor(0.5962))
+    """
+    width = z * z / count
+    middle = (share + width / 2) / (1 + width)
+    half = z / (1 + width) * (share * (1 - share) / count + width / (4 * count)).clamp(min=0).sqrt()
+    return (middle - half).clamp(min=0), (middle + half).clamp(max=1)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import scipy.special
 import torch
+from scipy import stats
 
-from netmoments.normal import density, distribution, gauss_legendre, owen_t, standard_deviation
+from netmoments.normal import density, distribution, gauss_legendre, owen_t, standard_deviation, wilson_interval
 from tests.closeness import assert_close
 
 mpmath.mp.dps = 30
@@ -66,3 +67,12 @@ def test_standard_deviation_has_no_infinite_slope_at_zero():
     standard_deviation(variance).sum().backward()
     assert variance.grad is not None
     assert variance.grad.tolist() == [0.0, 0.25]
+
+
+def test_the_interval_is_wilsons():
+    for count in (10, 200):
+        for hits in (0, 1, count // 2, count):
+            expected = stats.binomtest(hits, count).proportion_ci(method="wilson")
+            low, high = wilson_interval(torch.tensor(hits / count, dtype=torch.float64), count)
+            assert float(low) == pytest.approx(expected.low, abs=1e-12)
+            assert float(high) == pytest.approx(expected.high, abs=1e-12)

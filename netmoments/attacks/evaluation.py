@@ -11,24 +11,13 @@ from torch.nn.functional import conv2d
 
 from netmoments.gaussian import random_seed
 from netmoments.memory import elements_together
+from netmoments.normal import wilson_interval
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
 
 WINDOW, SPREAD = 11, 1.5
 """Of the structural similarity: side of the window and deviation of its weights, as Wang et al. (2004) have them."""
 STABLE = (0.01, 0.03)
-
-
-def wilson_interval(share: Tensor, count: int, z: float = 1.959963984540054) -> tuple[Tensor, Tensor]:
-    """Ends of the 95 % interval for a probability of which `count` samples gave `share` (Wilson 1927).
-
-    >>> wilson_interval(torch.tensor(0.5), 100)
-    (tensor(0.4038), tensor(0.5962))
-    """
-    width = z * z / count
-    middle = (share + width / 2) / (1 + width)
-    half = z / (1 + width) * (share * (1 - share) / count + width / (4 * count)).clamp(min=0).sqrt()
-    return (middle - half).clamp(min=0), (middle + half).clamp(max=1)
 
 
 def structural_similarity(images: Tensor, others: Tensor, span: float) -> Tensor:

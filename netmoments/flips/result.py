@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from netmoments.normal import wilson_interval
+
 DISAGREE = 3.0
 """Standard errors between two estimates, beyond which they do not agree."""
 QUANTILE = 1.959964
@@ -118,16 +120,19 @@ def interval(estimate: FlipEstimate) -> tuple[float, float]:
     return low / (1 + low), high / (1 + high)
 
 
+def shares_interval(count: Tensor, samples: Tensor) -> Tensor:
+    """95 % intervals (..., 2) of frequencies: Wilson's; where none or all samples were such, the rule of three."""
+    n = samples.double()
+    low, high = wilson_interval(count / n, n)
+    low = torch.where(count == samples, 1 - NEVER_SEEN / n, torch.where(count == 0, 0.0, low))
+    high = torch.where(count == 0, NEVER_SEEN / n, torch.where(count == samples, 1.0, high))
+    return torch.stack([low, high], -1).clamp(0, 1)
+
+
 def wilson(count: int, samples: int) -> tuple[float, float]:
-    """A 95 % interval for a frequency of plain samples (Wilson 1927); after none, the rule of three."""
-    if count == 0:
-        return 0.0, min(1.0, NEVER_SEEN / samples)
-    if count == samples:
-        return max(0.0, 1 - NEVER_SEEN / samples), 1.0
-    p, z = count / samples, QUANTILE
-    middle = (p + z * z / (2 * samples)) / (1 + z * z / samples)
-    width = z / (1 + z * z / samples) * math.sqrt(p * (1 - p) / samples + z * z / (4 * samples**2))
-    return max(0.0, middle - width), min(1.0, middle + width)
+    """The same of one frequency."""
+    low, high = shares_interval(torch.tensor(count), torch.tensor(samples)).tolist()
+    return low, high
 
 
 ROWS = 24

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from netmoments.flips.margins import Clock
-from netmoments.flips.result import QUANTILE
+from netmoments.flips.result import QUANTILE, shares_interval
 from netmoments.gaussian import Gaussian
 from netmoments.memory import elements_together
 from netmoments.network.model import NetworkModel
@@ -57,17 +57,6 @@ class Survey:
     def share(self, classes: Tensor) -> Tensor:
         """How often a class (E,) of each input won, (E,)."""
         return self.wins.gather(1, classes.unsqueeze(1)).squeeze(1) / self.samples
-
-
-def shares_interval(count: Tensor, samples: Tensor) -> Tensor:
-    """95 % intervals (..., 2) of frequencies (Wilson 1927); where all or none were seen, the rule of three."""
-    n, z = samples.double(), QUANTILE
-    p = count.double() / n
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    width = z / (1 + z * z / n) * (p * (1 - p) / n + z * z / (4 * n**2)).sqrt()
-    low = torch.where(count == 0, 0.0, torch.where(count == samples, 1 - 3 / n, middle - width))
-    high = torch.where(count == samples, 1.0, torch.where(count == 0, 3 / n, middle + width))
-    return torch.stack([low, high], -1).clamp(0, 1)
 
 
 def samples_needed(count: Tensor, samples: Tensor, half_width: float) -> Tensor:

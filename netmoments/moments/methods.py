@@ -309,7 +309,13 @@ class Auto(Method):
         products = request.products(indices.shape[1])
         chosen_outputs = None if request.outputs is None else indices
         found = sampled_to_tolerance(
-            request.model, request.flat, chosen_outputs, goal, seed=self.seed, products=products
+            request.model,
+            request.flat,
+            chosen_outputs,
+            goal,
+            seed=self.seed,
+            products=products,
+            memory_budget=request.memory_budget,
         )
         return dataclasses.replace(
             _sampled(found, indices, "sampling", request.flat.dtype), tolerance=self.tolerance, reason=found.how

@@ -61,7 +61,8 @@ def output_moments(
         covariance: whether to give all covariances; by default for up to 100 outputs.
         key: which output, for a network that returns several tensors in a tuple or dictionary; by default all, and
             `result[key]` is one of them.
-        memory_budget: bytes that linearizations or covariances may take at a time, by default half of what is free. A
+        memory_budget: bytes that linearizations, covariances or samples in the network may take at a time, by default
+            half of what is free, and as many samples as is fastest. A
             sketch takes as many images at a time as fit, at least one: `probes` copies of the network's tensors.
 
     Where the noise requires a gradient, "auto" is the formula that fits, and the mean of the outputs has one by
@@ -93,7 +94,10 @@ def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:
     outputs = found.outputs if request.outputs is not None else None
     products = found.covariance is not None
     goal = Goal(tolerance=1e-12, samples=runs)
-    sampled = sampled_to_tolerance(request.model, request.flat, outputs, goal, seed=CHECK_SEED, products=products)
+    sampled = sampled_to_tolerance(
+        request.model, request.flat, outputs, goal, seed=CHECK_SEED, products=products,
+        memory_budget=request.memory_budget,
+    )  # fmt: skip
     estimate = sampled.estimate
 
     def error(formula: Tensor, value: Tensor, squared: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from netmoments.checks import describe
 from netmoments.network import zoo
@@ -54,30 +54,15 @@ def load_network(source: str | Path, weights: str | Path | None = None) -> nn.Mo
     )
 
 
-class Normalised(nn.Module):
-    """(x − mean)/deviation of each channel, as most networks were trained."""
-
-    mean: Tensor
-    deviation: Tensor
-
-    def __init__(self, mean: Sequence[float], deviation: Sequence[float]) -> None:
-        super().__init__()
-        for name, values in (("mean", mean), ("deviation", deviation)):
-            self.register_buffer(name, torch.tensor(values).reshape(-1, 1, 1), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean) / self.deviation
-
-
 def with_preprocessing(
     network: nn.Module, mean: Sequence[float] | None, deviation: Sequence[float] | None
 ) -> nn.Module:
-    """The network with `Normalised` before it, if anything is to be normalised."""
+    """The network with `zoo.Normalised` before it, if anything is to be normalised."""
     if mean is None and deviation is None:
         return network
     if deviation is not None and min(deviation) <= 0:
         raise ValueError(f"the deviations of the preprocessing must be above 0, got {min(deviation)}")
-    return nn.Sequential(Normalised(mean or (0.0,), deviation or (1.0,)), network).eval()
+    return nn.Sequential(zoo.Normalised(mean or (0.0,), deviation or (1.0,)), network).eval()
 
 
 def _exported(path: Path) -> nn.Module:

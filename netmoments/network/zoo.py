@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,19 +181,26 @@ class SqueezeNet(nn.Module):
         return self.relu10(self.conv10(self.fire9(x))).mean((2, 3))
 
 
-class ImageNetInput(nn.Module):
-    """(x − mean)/deviation of ImageNet's channels, for RGB images in [0, 1]."""
+class Normalised(nn.Module):
+    """(x − mean)/deviation of each channel, as most networks were trained."""
 
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, mean: Sequence[float], deviation: Sequence[float]) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).reshape(3, 1, 1), persistent=False)
-        self.register_buffer("deviation", torch.tensor([0.229, 0.224, 0.225]).reshape(3, 1, 1), persistent=False)
+        for name, values in (("mean", mean), ("deviation", deviation)):
+            self.register_buffer(name, torch.tensor(values).reshape(-1, 1, 1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self.mean) / self.deviation
+
+
+class ImageNetInput(Normalised):
+    """The same with the numbers of ImageNet's channels, for RGB images in [0, 1]."""
+
+    def __init__(self) -> None:
+        super().__init__((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 class CaffeInput(nn.Module):
@@ -217,6 +224,7 @@ __all__ = [
     "FaceAlexNet",
     "ImageNetInput",
     "LeNet",
+    "Normalised",
     "SqueezeNet",
     "ZooEntry",
     "build",

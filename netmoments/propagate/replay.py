@@ -90,6 +90,10 @@ KEPT = 8
 _lock = threading.Lock()
 
 
+def _key(inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    return tuple((x.shape, x.dtype, x.device) for x in inputs)
+
+
 def replayed(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
     """`work(*inputs)`, which must depend on nothing but these and the owner of `recordings`, and never make the host
     wait.
@@ -99,7 +103,7 @@ def replayed(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[T
     """
     if torch.cuda.is_current_stream_capturing():
         return work(*inputs)
-    key = tuple((x.shape, x.dtype, x.device) for x in inputs)
+    key = _key(inputs)
     with _lock, torch.cuda.device_of(inputs[0]):
         known = recordings.pop(key, None)
         found = recordings[key] = known or _Shapes()  # the latest last
@@ -115,9 +119,8 @@ def replayed(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[T
 def recorded(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
     """The same, but recorded as soon as it was done once: for work that comes again and again."""
     result = replayed(recordings, work, *inputs)
-    key = tuple((x.shape, x.dtype, x.device) for x in inputs)
     if not torch.cuda.is_current_stream_capturing():
         with _lock, torch.cuda.device_of(inputs[0]):
-            if key in recordings:
+            if (key := _key(inputs)) in recordings:
                 recordings[key].record(work, inputs)
     return result

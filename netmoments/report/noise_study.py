@@ -20,7 +20,8 @@ from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages
 from netmoments.flips.flip_probability import flip_probability
 from netmoments.flips.margins import Clock
-from netmoments.flips.survey import Survey, SurveyGoal, expected_share_error, shares_interval, surveyed
+from netmoments.flips.result import shares_interval
+from netmoments.flips.survey import Survey, SurveyGoal, expected_share_error, surveyed
 from netmoments.gaussian import Gaussian, random_seed
 from netmoments.moments.output_moments import output_moments
 from netmoments.network.model import NetworkModel, network_of

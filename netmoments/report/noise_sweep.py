@@ -1,7 +1,8 @@
 """A noise study of many images, in parts: kept on the disk, resumed, on every GPU here or on a Ray cluster.
 
 Two sweeps follow one another: samples of all images, a part at a time, and then the flip probabilities of those nearest
-to flipping, one by one. Every part has a seed of its own, so that the results do not depend on who computed what.
+to flipping, one by one. Every part has a seed of its own, so that the results depend on who computed what by rounding
+only.
 """
 
 from __future__ import annotations

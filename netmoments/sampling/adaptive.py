@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from netmoments.gaussian import Gaussian, random_seed
-from netmoments.memory import elements_together
+from netmoments.memory import directions_at_once, elements_together
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
@@ -119,11 +119,19 @@ def relative_errors(estimate: PairEstimate, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def sampled_to_tolerance(
-    model: NetworkModel, noise: Gaussian, outputs: Tensor | None, goal: Goal, *, seed: int, products: bool
+    model: NetworkModel,
+    noise: Gaussian,
+    outputs: Tensor | None,
+    goal: Goal,
+    *,
+    seed: int,
+    products: bool,
+    memory_budget: int | None = None,
 ) -> Adaptive:
     """Moments of the outputs (all, or those with indices (E, k)) for noise with one batch dimension, E inputs.
 
-    As many inputs go together as fit into a piece of work (see `memory`).
+    As many inputs go together as fit into a piece of work (see `memory`), as many samples through the network as is
+    fastest, or as fit into a budget of bytes.
     """
     start, parts = time.perf_counter(), []
     count = model.outputs if outputs is None else outputs.shape[1]
@@ -132,7 +140,8 @@ def sampled_to_tolerance(
     with torch.inference_mode(False), full_precision():
         for number, some in enumerate(torch.arange(len(noise.mean), device=noise.device).split(together)):
             own = seed if number == 0 else random_seed(seed, "inputs", number)
-            work = _Sampling(model, noise.entries(some), None if outputs is None else outputs[some], own)
+            chosen_outputs = None if outputs is None else outputs[some]
+            work = _Sampling(model, noise.entries(some), chosen_outputs, own, memory_budget)
             parts.append(work.until(goal, products, start))
     return joined(parts)
 
@@ -166,13 +175,26 @@ class _Sampling:
     `FastNetwork.replayed`), and the host reads a few numbers once a round.
     """
 
-    def __init__(self, model: NetworkModel, noise: Gaussian, outputs: Tensor | None, seed: int) -> None:
+    def __init__(
+        self, model: NetworkModel, noise: Gaussian, outputs: Tensor | None, seed: int, memory_budget: int | None = None
+    ) -> None:
         self.model, self.outputs, self.seed = model, outputs, seed
         self.noise = Gaussian._trusted(noise.mean.detach(), noise.covariance.to(noise.dtype), noise.event_ndim)
         self.mean = self.noise.flat_mean
         self.on_gpu = self.noise.device.type == "cuda"
-        self.fast, self.half = fast_network(model), half_network(model)
+        self.memory_budget = memory_budget
+        self.fast = self._within_budget(fast_network(model))
+        half = half_network(model)
+        self.half = None if half is None else self._within_budget(half)
         self.mirrors, self.remark = True, ""
+
+    def _within_budget(self, network: FastNetwork) -> FastNetwork:
+        """With batches that fit into the budget, where there is one."""
+        if self.memory_budget is None:
+            return network
+        size = self.noise.dtype.itemsize
+        fitting = directions_at_once(self.noise.device, self.model.largest, size, self.memory_budget)
+        return replace(network, batch=min(network.batch, fitting))
 
     def until(self, goal: Goal, products: bool, start: float) -> Adaptive:
         """Rounds of pairs until the goal is reached; in half precision if the first round says that it can be.
@@ -279,7 +301,9 @@ class _Sampling:
             runs *= self.half.cost / self.fast.cost
         points = points_worth(first, second, runs)
         generator = torch.Generator(self.noise.device).manual_seed(random_seed(self.seed, "slopes", 0))
-        return expected_slopes(self.model, self.fast, self.noise, self.outputs, points, products, generator)
+        return expected_slopes(
+            self.model, self.fast, self.noise, self.outputs, points, products, generator, self.memory_budget
+        )
 
     def _pilot_sums_work(self, products: bool, mirrored: bool, goal: Goal) -> Work:
         """Sums, winners, what is no number, costs, decisions, and the correction of half precision if there is one.

@@ -75,6 +75,7 @@ def expected_slopes(
     points: int,
     products: bool,
     generator: torch.Generator,
+    memory_budget: int | None = None,
 ) -> SlopeControls | None:
     """The average gradient over points of the noise, mirrored ones, or at the mean itself for one point.
 
@@ -91,7 +92,7 @@ def expected_slopes(
         half = noise.covariance.draw((points // 2, entries), generator)
         inputs = torch.cat([mean + half, mean - half])
     each = points * (count if noise.device.type == "cuda" else 1)
-    together = max(1, directions_at_once(noise.device, model.largest, noise.dtype.itemsize, None) // each)
+    together = max(1, directions_at_once(noise.device, model.largest, noise.dtype.itemsize, memory_budget) // each)
     rows = inputs.reshape(points, entries, *noise.event_shape)
     try:
         parts = [

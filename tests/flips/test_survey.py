@@ -11,7 +11,8 @@ from torch import nn
 
 import netmoments as nm
 from netmoments.flips.margins import Clock
-from netmoments.flips.survey import SurveyGoal, expected_share_error, samples_needed, shares_interval, surveyed
+from netmoments.flips.result import shares_interval
+from netmoments.flips.survey import SurveyGoal, expected_share_error, samples_needed, surveyed
 from netmoments.network.model import NetworkModel
 
 GOAL = SurveyGoal(half_width=0.02, least=64, most=20_000)

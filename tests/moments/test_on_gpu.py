@@ -69,7 +69,7 @@ def test_memory_of_a_batch_stays_within_its_budget(lenet):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     budget = 256 * 2**20
-    nm.output_moments(lenet, nm.Gaussian(images, std=0.05), "two-stage", memory_budget=budget, check=0)
+    nm.output_moments(lenet, nm.Gaussian(images, std=0.05), "two-stage", memory_budget=budget)
     jacobians = 2 * 64 * 1024 * 784 * 4  # A of all images, and their Gaussian's factors, were they held together
     tiles = 2**30
     assert torch.cuda.max_memory_allocated() - before < min(jacobians, 2 * budget) + tiles

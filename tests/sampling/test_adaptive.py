@@ -499,3 +499,28 @@ def test_random_networks_and_those_that_mix_inputs_are_refused():
         moments(Dropping().eval())
     with pytest.raises(ValueError, match="depends on the other images of the batch"):
         moments(Centring().eval())
+
+
+def test_a_budget_of_memory_bounds_the_batches():
+    """Each of the network's six copies of its largest activation counts, half of the budget is for them."""
+    seen: list[int] = []
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            return torch.tanh(self.layer(x))
+
+    torch.manual_seed(0)
+    network = Watched().double().eval()
+    noise = nm.Gaussian(torch.zeros(3, 4, dtype=torch.float64), std=1.0)
+    free = nm.output_moments(network, noise)
+    seen.clear()
+    bounded = nm.output_moments(network, noise, memory_budget=2 * 6 * 4 * 8 * 10)
+    assert max(seen) <= 16  # of at least four numbers each; 16 gradients' points
+    assert torch.allclose(
+        bounded.mean, free.mean, rtol=0, atol=5 * float(torch.hypot(free.error.mean, bounded.error.mean).max())
+    )

@@ -82,12 +82,15 @@ def test_a_good_control_helps_and_a_bad_one_costs_little():
         controlled_monte_carlo(NETWORK, noise, LinearSurrogate(CONTROLS[name], noise), 1000, seed=3)
         for name in ("expected slopes", "slopes that say nothing")
     )
-    # a linear control explains the linear part of the variance, and of that of a square as much as its square
-    explained = (SLOPES @ SLOPES.T).diagonal() * STD**2 / COVARIANCE.diagonal()
-    for name, share in (("mean", explained), ("variance", explained**2)):
+    # a linear control explains the linear part of the variance; of that of squares, what its square is correlated with
+    linear = (SLOPES @ SLOPES.T).diagonal() * STD**2 / COVARIANCE.diagonal()
+    x = NOISE.sample(400_000, generator=torch.Generator().manual_seed(77))
+    squares, lines = (NETWORK(x) - MEAN) ** 2, ((x - POINT) @ SLOPES.T) ** 2
+    pairs = zip(squares.T, lines.T, strict=True)
+    of_squares = torch.stack([torch.corrcoef(torch.stack(pair))[0, 1] ** 2 for pair in pairs])
+    for name, share in (("mean", linear), ("variance", of_squares)):
         spread = [getattr(runs, name).std(0) for runs in (good, plain)]
-        # two spreads known to 4 % each, and outputs that are not quite Gaussian: their squares are explained less
-        assert (spread[0] / spread[1] < 1.4 * (1 - share).sqrt()).all(), name
+        assert (spread[0] / spread[1] < 1.2 * (1 - share).sqrt()).all(), name  # two spreads known to 4 % each
     for name in ("mean", "variance", "covariance"):
         ratio = getattr(bad, name).std(0) / getattr(plain, name).std(0)
         assert (ratio < 1.05).all(), (name, ratio)  # same samples: the ratio is known better than either
