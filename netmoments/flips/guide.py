@@ -63,29 +63,27 @@ class Tilts:
 
     thetas: Tensor
     means: Tensor
-    """(T, k), in the eigenvectors of H, as the following."""
+    """(T, k)."""
     variances: Tensor
     """(T, k)."""
     cumulants: Tensor
     """K(θ) = log E exp(−θ q), (T,)."""
-    vectors: Tensor
-    """Eigenvectors of H, (k, k)."""
 
     @classmethod
     def at(cls, surrogate: Quadratic, thetas: Tensor) -> Tilts:
-        """K(θ) = −θa − ½ log det(I + θH) + ½ θ² bᵀ(I + θH)⁻¹b."""
-        values, vectors, slope = surrogate.spectrum
-        variances = 1 / (1 + thetas.unsqueeze(1) * values)
-        means = -thetas.unsqueeze(1) * variances * slope
+        """K(θ) = −θa − ½ log det(I + θH) + ½ θ² bᵀ(I + θH)⁻¹b, on the CPU."""
+        variances = 1 / (1 + thetas.unsqueeze(1) * surrogate.curvature)
+        means = -thetas.unsqueeze(1) * variances * surrogate.slope
         cumulants = -thetas * surrogate.constant + 0.5 * variances.log().sum(1)
-        cumulants = cumulants + 0.5 * thetas.square() * (variances * slope.square()).sum(1)
-        return cls(thetas, means, variances, cumulants, vectors)
+        cumulants = cumulants + 0.5 * thetas.square() * (variances * surrogate.slope.square()).sum(1)
+        return cls(thetas, means, variances, cumulants)
 
-    def draw(self, which: Tensor, generator: torch.Generator) -> Tensor:
-        """Points (N, k), each from the Gaussian that it names (N,)."""
-        shape = (len(which), self.means.shape[1])
-        normal = torch.randn(shape, dtype=self.means.dtype, device=self.means.device, generator=generator)
-        return (self.means[which] + self.variances[which].sqrt() * normal) @ self.vectors.mT
+    def to(self, device: torch.device) -> Tilts:
+        return Tilts(*(x.to(device) for x in vars(self).values()))
+
+    def moved(self, which: Tensor, normal: Tensor) -> Tensor:
+        """Points (N, k), each of the Gaussian that it names (N,), from standard normal numbers (N, k)."""
+        return self.means[which] + self.variances[which].sqrt() * normal
 
     def log_ratios(self, margin: Tensor) -> Tensor:
         """log of each density over N(0, I), (N, T), at points with this surrogate margin q (N,)."""
@@ -94,36 +92,33 @@ class Tilts:
 
 def tilted_means(surrogate: Quadratic, thetas: Tensor) -> Tensor:
     """E q under N(0, I) tilted by exp(−θ q), (T,): falls with θ."""
-    values, _, slope = surrogate.spectrum
     tilts = Tilts.at(surrogate, thetas)
-    square = values * (tilts.means.square() + tilts.variances)
-    return surrogate.constant + tilts.means @ slope + 0.5 * square.sum(1)
+    square = surrogate.curvature * (tilts.means.square() + tilts.variances)
+    return surrogate.constant + tilts.means @ surrogate.slope + 0.5 * square.sum(1)
 
 
 def saddlepoint(surrogate: Quadratic) -> float:
     """θ at which the tilted q has mean 0, or the nearest at which I + θH is positive definite and tilts not absurd."""
-    values = surrogate.spectrum[0]
+    values = surrogate.curvature
     most = MOST_TILT / max(surrogate.size, 1e-300)
     high = min(most, 0.98 / max(-float(values.min()), 1e-300))
     low = max(-most, -0.98 / max(float(values.max()), 1e-300))
     for _ in range(8):  # each narrows the interval 32 times
         thetas = torch.linspace(low, high, 33, dtype=torch.float64)
-        above = int((tilted_means(surrogate, thetas.to(values.device)) > 0).sum())
+        above = int((tilted_means(surrogate, thetas) > 0).sum())
         low, high = float(thetas[max(above - 1, 0)]), float(thetas[min(above, 32)])
     return 0.5 * (low + high)
 
 
-def tilts_of(surrogate: Quadratic) -> Tilts:
+def tilts_of(surrogate: Quadratic, centre: float) -> Tilts:
     """From one step beyond the saddlepoint back to N(0, I), or as far as `MOST_TILTS` steps go."""
     step = TILT_STEP / max(surrogate.size, 1e-300)
-    centre = saddlepoint(surrogate)
     sign = 1.0 if centre >= 0 else -1.0
     count = min(MOST_TILTS, int(abs(centre) / step) + 3)
     thetas = sign * (abs(centre) + step * (1 - torch.arange(count, dtype=torch.float64)))
-    values = surrogate.spectrum[0].cpu()
-    allowed = ((1 + thetas.unsqueeze(1) * values) > 0.02).all(1)
+    allowed = ((1 + thetas.unsqueeze(1) * surrogate.curvature) > 0.02).all(1)
     thetas = torch.cat([thetas[allowed], thetas.new_zeros(1)])
-    return Tilts.at(surrogate, thetas.to(surrogate.slope.device))
+    return Tilts.at(surrogate, thetas).to(surrogate.basis.device)
 
 
 def uncertainty(failing: Tensor) -> Tensor:
@@ -131,11 +126,11 @@ def uncertainty(failing: Tensor) -> Tensor:
     return (failing * (1 - failing) + DOUBT * failing).sqrt()
 
 
-def spreads(surrogate: Quadratic) -> tuple[float, float]:
+def spreads(surrogate: Quadratic, centre: float) -> tuple[float, float]:
     """Of a surrogate, as the first parts of a guide take it: no more than 1/θ, at which its errors would hardly cost
     anything; and as it was found, or what could be afforded: runs grow as exp((θs)²).
     """
-    scale = 1 / max(abs(saddlepoint(surrogate)), 1e-300)
+    scale = 1 / max(abs(centre), 1e-300)
     return min(surrogate.spread, scale), min(surrogate.spread, AFFORDABLE * scale)
 
 
@@ -213,10 +208,10 @@ class Guide:
         drawn, origin, tilts = [], [], self.tilts
         for own, place, counts in zip(tilts, self.places, sizes, strict=True):
             which = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-            z = own.draw(which, generator)
-            shape = (len(z), place.shape[0])
-            normal = torch.randn(shape, dtype=z.dtype, device=z.device, generator=generator)
-            drawn.append(normal + (z - normal @ place) @ place.mT)
+            shape = (len(which), place.shape[0])
+            normal = torch.randn(shape, dtype=place.dtype, device=place.device, generator=generator)
+            along = normal @ place
+            drawn.append(normal + (own.moved(which, along) - along) @ place.mT)
             origin.append(which + sum(map(len, sizes[: len(drawn) - 1])))
         pool, where = torch.cat(drawn), torch.cat(origin)
         margins = self.margins(pool)
@@ -275,12 +270,13 @@ def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points:
     basis = left[:, singular > 1e-5 * singular[0]]
     places = tuple(basis.mT @ surrogate.basis.double() for surrogate in surrogates)
     nothing = basis.new_zeros(0)
-    tilts = tuple(tilts_of(surrogate) for surrogate in surrogates)
+    centres = [saddlepoint(surrogate) for surrogate in surrogates]
+    tilts = tuple(tilts_of(*each) for each in zip(surrogates, centres, strict=True))
     empty = Guide(
         surrogates=surrogates,
         tilts=tilts,
         defence=(1 / len(surrogates),) * len(surrogates),
-        spreads=tuple(spreads(surrogate) for surrogate in surrogates),
+        spreads=tuple(spreads(*each) for each in zip(surrogates, centres, strict=True)),
         basis=basis.to(surrogates[0].basis.dtype),
         places=places,
         pool=nothing,

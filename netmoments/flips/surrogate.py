@@ -10,7 +10,7 @@ estimate wrong (see `importance`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -32,6 +32,8 @@ OVERSAMPLED, ITERATIONS = 12, 4
 """Of subspace iteration: directions beyond those that are wanted, and how often."""
 RIDGES = tuple(10.0**power for power in (-4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 2, 4))
 """Candidates for the penalty of a ridge regression, relative to the mean square of the regressors."""
+LEAST_FREEDOM = 0.05
+"""Of the runs: what a candidate's coefficients must leave."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,31 +59,26 @@ class Evidence:
 
 @dataclass(frozen=True, eq=False)
 class Quadratic:
-    """A rival's surrogate margin; basis (n, k) in float32, the rest in float64."""
+    """A rival's surrogate margin, in the eigenvectors of its H; basis (n, k) as the noise, the rest in float64."""
 
     rival: int
     basis: Tensor
     constant: float
     slope: Tensor
-    """b, (k,)."""
+    """b, (k,), on the CPU, as the following."""
     curvature: Tensor
-    """H, (k, k)."""
+    """The eigenvalues of H, (k,)."""
     spread: float
     """s, of the margin around q."""
 
     def at(self, z: Tensor) -> Tensor:
         """q (N,) at coordinates z (N, k)."""
-        return self.constant + z @ self.slope + 0.5 * ((z @ self.curvature) * z).sum(-1)
+        slope, curvature = self.slope.to(z.device), self.curvature.to(z.device)
+        return self.constant + z @ slope + 0.5 * z.square() @ curvature
 
     def coordinates(self, white: Tensor) -> Tensor:
         """z = Uᵀε, (N, k)."""
         return (white @ self.basis).double()
-
-    @cached_property
-    def spectrum(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Eigenvalues (k,) and eigenvectors (k, k) of H, and b in these (k,)."""
-        values, vectors = torch.linalg.eigh(self.curvature)
-        return values, vectors, vectors.mT @ self.slope
 
     @cached_property
     def size(self) -> float:
@@ -126,23 +123,26 @@ def relevance(margin: Tensor, ahead: Tensor, scale: float) -> Tensor:
 def fitted(evidence: Evidence, rival: int, most: int) -> Quadratic:
     """The surrogate of a rival's margin from its gradients, in at most so many directions; twice, see `relevance`."""
     own = evidence.of_rival(rival)
-    ahead = own.margins[:, rival] - own.margins.amin(1)
+    margins = own.margins.cpu()
+    ahead = margins[:, rival] - margins.amin(1)
     scale = max(NEAR * float(own.gradients.double().mean(0).norm()), 1e-30)
     first = _weighted(own, rival, relevance(torch.zeros_like(ahead), ahead, scale), min(most, FIRST_DIRECTIONS))
-    margin = first.at(first.coordinates(own.white))
+    margin = first.at(first.coordinates(own.white).cpu())
     return _weighted(own, rival, relevance(margin, ahead, scale), most)
 
 
 def _weighted(own: Evidence, rival: int, weight: Tensor, most: int) -> Quadratic:
-    margin = own.margins[:, rival]
-    basis = leading_directions(own.gradients, weight, most)
-    z, slopes = (own.white @ basis).double(), (own.gradients @ basis).double()
+    """With weights (N,) of the runs. What has the size of an input is worked on where it is, the rest on the CPU."""
+    basis = leading_directions(own.gradients, weight.to(own.gradients.device), most)
+    z, slopes = ((x @ basis).double().cpu() for x in (own.white, own.gradients))
     curvature, slope = regressed_slopes(z, slopes, weight)
-    rest = margin - z @ slope - 0.5 * ((z @ curvature) * z).sum(-1)
+    rest = own.margins[:, rival].cpu() - z @ slope - 0.5 * ((z @ curvature) * z).sum(-1)
     constant, extra, spread = regressed_values(z, rest, weight)
-    size = math.sqrt(float((slope + extra).square().sum() + 0.5 * curvature.square().sum()))
-    spread = min(max(spread, LEAST_SPREAD * size), MOST_SPREAD * size)
-    return Quadratic(rival, basis, constant, slope + extra, curvature, max(spread, 1e-30))
+    values, vectors = torch.linalg.eigh(curvature)
+    turned = basis @ vectors.to(basis)
+    found = Quadratic(rival, turned, constant, vectors.mT @ (slope + extra), values, spread)
+    spread = min(max(spread, LEAST_SPREAD * found.size), MOST_SPREAD * found.size)
+    return replace(found, spread=max(spread, 1e-30))
 
 
 def leading_directions(gradients: Tensor, weight: Tensor, most: int) -> Tensor:
@@ -213,22 +213,20 @@ def ridge_with_error(x: Tensor, y: Tensor, share: Tensor) -> tuple[Tensor, float
     The error is the mean square of what is left, summed over p, that cross-validation expects of new data.
     """
     root = share.sqrt().unsqueeze(1)
-    left, singular, right = torch.linalg.svd(root * x, full_matrices=False)
     target = root * y
+    left, singular, right = torch.linalg.svd(root * x, full_matrices=False)
     projected = left.mT @ target
     total = float(target.square().sum())
-    size = float(singular.square().mean())
+    energy = projected.square().sum(1)
+    square = singular.square()
     effective = 1 / float(share.square().sum())
-    best: tuple[float, Tensor] | None = None
-    for candidate in RIDGES:
-        shrink = singular.square() / (singular.square() + candidate * size + 1e-300)
-        residual = total - float(((2 * shrink - shrink**2).unsqueeze(1) * projected.square()).sum())
-        freedom = 1 - (float(shrink.sum()) + 1) / effective
-        if freedom <= 0.05:
-            continue
-        score = max(residual, 0.0) / freedom**2
-        if best is None or score < best[0]:
-            best = score, (right.mT * (shrink / singular.clamp(min=1e-150))) @ projected
-    if best is None:
+    penalties = singular.new_tensor(RIDGES).unsqueeze(1) * square.mean()
+    shrink = square / (square + penalties + 1e-300)
+    residual = (total - (2 * shrink - shrink**2) @ energy).clamp(min=0)
+    freedom = 1 - (shrink.sum(1) + 1) / effective
+    score = torch.where(freedom > LEAST_FREEDOM, residual / freedom.clamp(min=LEAST_FREEDOM) ** 2, torch.inf)
+    best = int(score.argmin())
+    if not math.isfinite(float(score[best])):
         return y.new_zeros(x.shape[1], y.shape[1]), total
-    return best[1], best[0]
+    found = (right.mT * (shrink[best] / singular.clamp(min=1e-150))) @ projected
+    return found, float(score[best])

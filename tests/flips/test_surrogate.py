@@ -31,7 +31,7 @@ def test_a_quadratic_margin_is_found_exactly():
     found = fitted(evidence, 1, 10)
     basis = found.basis
     torch.testing.assert_close(basis @ found.slope, slope, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(basis @ found.curvature @ basis.mT, hessian, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(basis * found.curvature @ basis.mT, hessian, rtol=1e-2, atol=1e-2)
     fresh = torch.randn(50, 15, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     exact = 3.0 + fresh @ slope + 0.5 * ((fresh @ hessian) * fresh).sum(1)
     torch.testing.assert_close(found.at(found.coordinates(fresh)), exact, rtol=2e-2, atol=5e-2)
