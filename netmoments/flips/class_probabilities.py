@@ -18,7 +18,7 @@ from netmoments.flips.flip_probability import (
     read_classifier,
     require_positive,
 )
-from netmoments.flips.frequent import FIRST, guided
+from netmoments.flips.frequent import FIRST, guided, with_enough_gradients
 from netmoments.flips.importance import Estimating, regressed
 from netmoments.flips.margins import Clock, NoisyMargins, OutOfTime
 from netmoments.flips.result import QUANTILE, ClassProbabilities, wilson
@@ -96,6 +96,7 @@ def one_entry(margins: NoisyMargins, goal: FlipGoal) -> tuple[Tensor, Tensor, Te
         search = Search.from_noise(margins, margins.generator)
         search.refit()
         if search.guide is not None:
+            with_enough_gradients(margins, search, goal.target)
             work = guided(margins, search, goal.target, margins.generator)
     if work is None:
         return plain(margins, goal, 1 if not noisy else goal.runs)
@@ -135,7 +136,7 @@ def shares(work: Estimating, margins: NoisyMargins) -> tuple[Tensor, Tensor]:
     last, failing = work.guides[-1], torch.cat(work.failing)[:, -1]
     values, errors, _ = regressed(wins, weight, failing, last.expected, last.expected_error)
     values = values.clamp(min=0)
-    return values / values.sum(), errors
+    return values / values.sum(), errors.clamp(min=work.unseen)
 
 
 def plain(margins: NoisyMargins, goal: FlipGoal, most: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from netmoments.checks import describe, require_count
-from netmoments.flips.frequent import by_frequencies, by_guided_frequencies, nothing_found, plain_estimate, plain_wins
+from netmoments.flips.frequent import (
+    Pilot,
+    by_frequencies,
+    by_guided_frequencies,
+    nothing_found,
+    plain_estimate,
+    plain_wins,
+)
 from netmoments.flips.importance import NEGLIGIBLE, by_importance
 from netmoments.flips.margins import Clock, NoisyMargins, OutOfTime
 from netmoments.flips.result import FlipEstimate, FlipProbability, Found, Target, stacked
@@ -27,6 +34,8 @@ from netmoments.progress import Progress
 CALLER = "flip_probability"
 PILOT = 64
 """Plain samples, where there are no gradients."""
+FEW = 800
+"""Plain samples that are fewer than gradients would pay for."""
 COMMON = 0.01
 """Flips that are expected more often than this are counted."""
 DOUBTED = 128
@@ -230,6 +239,11 @@ def exact(margins: NoisyMargins) -> Found:
 
 def _with_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found | None:
     """Counted where the first gradients show that flips are common, else by importance sampling."""
+    absolute, pilot = goal.target.absolute, None
+    if absolute is not None:
+        pilot = Pilot.of(margins, PILOT)
+        if pilot.wanted(goal.target) < FEW:
+            return by_frequencies(margins, goal.target, goal.runs, (PILOT, pilot.wins))
     search = Search.from_noise(margins, margins.generator)
     plain = search.plain
     search.refit()
@@ -239,12 +253,11 @@ def _with_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found | None:
     if flips == samples:  # the label hardly ever wins: nothing to search for
         return by_frequencies(margins, goal.target, goal.runs, (PILOT, plain_wins(margins, PILOT)))
     expected = max(search.guide.expected, flips / samples)
-    absolute = goal.target.absolute
     if expected > COMMON and flips == 0 and absolute is None and float(plain_wins(margins, DOUBTED).sum()) == 0:
         expected = 0.0  # the surrogates see flips that samples do not
     if expected > COMMON or (absolute is not None and expected < absolute):
         return by_guided_frequencies(
-            margins, search, plain_estimate(flips, samples), goal.target, goal.runs, margins.generator
+            margins, search, plain_estimate(flips, samples), goal.target, goal.runs, margins.generator, pilot
         )
     found = by_importance(margins, search, goal.target, goal.runs, margins.generator)
     if found is not None and found.estimate.probability > 0:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from netmoments.flips.guide import COMMON, POOL, Guide, PlainNoise
 from netmoments.flips.margins import NoisyMargins, OutOfTime
-from netmoments.flips.result import FlipEstimate, Found, Target, agree
+from netmoments.flips.result import NEVER_SEEN, QUANTILE, FlipEstimate, Found, Target, agree
 from netmoments.flips.search import Search
 
 MIXTURE = (0.2, 0.2, 0.6)
@@ -37,14 +37,20 @@ STALLED = 0.93
 """A further round of searching must bring the variance below so much of what it was."""
 ATTEMPTS = 3
 """Estimates that are begun, at most."""
-TOO_MANY = 1.5
-"""Times all runs so far: an estimate that would take more is given up for a better one, except the last."""
+SEARCH_GROWTH = 2.2
+"""Times all runs so far: what the next two rounds of both searches take, about."""
+LIKELY_GAIN = 0.5
+"""Of the variance: what they leave, before anything is known of that."""
+LEAST_GAIN = 0.3
+"""The same, at best."""
 SEARCH_SHARE = 0.4
 """Of the runs that are allowed: what searches may take."""
 LEAST_KNOWN = 0.3
 """Relative error of what a pool says of its surrogates, beyond which its samples are not trusted."""
 NEGLIGIBLE, FOR_NEGLIGIBLE = 1e-20, 3000
 """Flips that are rarer than the first get the second number of runs, and no more."""
+NOT_SHOWN = NEVER_SEEN / 2 / QUANTILE
+"""Over the number of plain samples: the standard error of what none of them has shown, half a width of [0, 3/n]."""
 MARGIN = 1.1
 """More runs than the error so far asks for."""
 
@@ -70,20 +76,22 @@ class Estimating:
         """So many runs more, of each guide by its share."""
         for number, (own, share) in enumerate(zip(self.guides, self.shares, strict=True)):
             white = own.draw(self.margins.normal(max(2, round(share * count))), self.generator)
-            found = self.margins.of(white)
-            self.flips.append((found.amin(1) < 0).double())
-            self.winners.append(found.argmin(1))
-            self.failing.append(torch.stack([each.failing(white) for each in self.guides], 1))
-            self.ratios.append(torch.stack([each.ratio(white) for each in self.guides], 1))
-            self.origin.append(torch.full((len(white),), number, device=white.device))
+            self.add(white, self.margins.of(white), number)
+
+    def add(self, white: Tensor, found: Tensor, number: int) -> None:
+        """Runs at ε (N, n) that have margins (N, d), drawn from the guide with that number."""
+        self.flips.append((found.amin(1) < 0).double())
+        self.winners.append(found.argmin(1))
+        self.failing.append(torch.stack([each.failing(white) for each in self.guides], 1))
+        self.ratios.append(torch.stack([each.ratio(white) for each in self.guides], 1))
+        self.origin.append(torch.full((len(white),), number, device=white.device))
 
     def until(self, target: Target, most: float, limit: int, first: int = FIRST) -> bool:
         """Runs until the target is met (True), or more than `most` would be needed, or a limit is reached."""
         try:
             self.run(first)
             while True:
-                now = self.estimate()
-                factor = target.needed(now.probability, now.careful_error)
+                factor = self.more(target)
                 left = limit - self.margins.runs
                 if factor <= 1 or left < 2 or (self.samples > first and factor * self.samples > most):
                     return factor <= 1
@@ -111,7 +119,21 @@ class Estimating:
         """From all runs, whose density is that of the mixture of guides as they were drawn."""
         flips, failing, last = torch.cat(self.flips), torch.cat(self.failing), self.guides[-1]
         found = controlled(flips, failing[:, -1], self.mixed(), last.expected, last.expected_error)
-        return _with_prediction(found, last)
+        found = _with_prediction(found, last)
+        return replace(found, unseen=self.unseen)
+
+    def more(self, target: Target) -> float:
+        """How many times the runs so far are needed for a target; at most 1 is met."""
+        now = self.estimate()
+        spread = replace(now, unseen=0.0).careful_error
+        return max(target.needed(now.probability, spread), math.sqrt(target.needed(now.probability, now.unseen)))
+
+    @property
+    def unseen(self) -> float:
+        """The standard error of flips that no surrogate expects, where plain samples are to show them; else 0."""
+        if not isinstance(self.guides[0], PlainNoise):
+            return 0.0
+        return NOT_SHOWN / max(1, int((torch.cat(self.origin) == 0).sum()))
 
     def mixed(self) -> Tensor:
         origin = torch.cat(self.origin)
@@ -193,6 +215,7 @@ def by_importance(
         for search in searches:
             search.advance()
     _share_rivals(searches)
+    last = math.nan
     for attempt in range(ATTEMPTS):
         both = _improved(searches, target, margins.runs - before, SEARCH_SHARE * limit)
         if both.guide is not None and both.guide.expected < NEGLIGIBLE:
@@ -203,7 +226,9 @@ def by_importance(
             if search.guide is None:
                 return None
             guides.append(search.guide)
-        most = limit - margins.runs if attempt + 1 == ATTEMPTS else TOO_MANY * (margins.runs - before)
+        taken, gain = margins.runs - before, guides[-1].predicted / last
+        last = guides[-1].predicted
+        most = limit - margins.runs if attempt + 1 == ATTEMPTS else worth_estimating(taken, gain)
         work = Estimating(margins, tuple(guides), MIXTURE, generator)
         met = work.until(target, most, limit)
         if (
@@ -217,6 +242,16 @@ def by_importance(
             search.advance()
             search.advance()
     return work.found(met)
+
+
+def worth_estimating(taken: int, gain: float) -> float:
+    """Runs of an estimate up to which it is cheaper to go on with it than to search on, after so many runs.
+
+    The next rounds would take `SEARCH_GROWTH` times as many and leave the share `gain` of the variance, if it is what
+    the last ones left (NaN where there were none).
+    """
+    left = LIKELY_GAIN if math.isnan(gain) else max(LEAST_GAIN, gain)
+    return math.inf if left >= 1 else SEARCH_GROWTH * taken / (1 - left)
 
 
 def _improved(searches: tuple[Search, Search], target: Target, taken: int, limit: float) -> Search:

@@ -51,6 +51,8 @@ class FlipEstimate:
     """Degrees of freedom of the standard error."""
     predicted: float = 0.0
     """The standard error that was expected beforehand."""
+    unseen: float = 0.0
+    """The same of flips that nothing expects and too few plain samples would show."""
 
     @property
     def careful_error(self) -> float:
@@ -58,7 +60,7 @@ class FlipEstimate:
 
         Samples that happen to lack large weights show a small probability with a small error: both are too small.
         """
-        return math.hypot(max(self.error, self.predicted), self.largest * self.probability)
+        return max(self.unseen, math.hypot(max(self.error, self.predicted), self.largest * self.probability))
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,6 +107,11 @@ class Search:
     def gradients(self) -> int:
         return len(self.evidence) + (0 if self.start is None else len(self.start))
 
+    @property
+    def next_round(self) -> int:
+        """Gradients of the next round."""
+        return max(ROUND, int(GROWTH * self.gradients))
+
     def surrogates(self) -> tuple[Quadratic, ...]:
         """A surrogate for every rival with enough gradients, or two where there are two ways to it."""
         evidence = self.evidence
@@ -139,8 +144,7 @@ class Search:
     def round(self) -> None:
         """Gradients at samples of the guide, and of each surrogate's own."""
         assert self.guide is not None
-        count = max(ROUND, int(GROWTH * self.gradients))
-        white, which = self._samples(count)
+        white, which = self._samples(self.next_round)
         self.evidence = self.evidence.joined(_evidence(self.margins, white, which))
         self.rounds += 1
 
