@@ -1,4 +1,4 @@
-"""Reports of many images whose workers or whose own process is killed: nothing lost, nothing twice, the same results."""
+"""Reports of many images whose workers or own process are killed: nothing lost, nothing twice, the same results."""
 
 from __future__ import annotations
 
