@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter, validators
 
 from netmoments import __version__
+from netmoments.files import printable
 
 app = App(
     name="netmoments",
@@ -19,10 +20,13 @@ app = App(
     suppress_keyboard_interrupt=False,  # `main` says what becomes of the work
 )
 
-Positive = Annotated[int, Parameter(validator=validators.Number(gte=1))]
-AtLeastTwo = Annotated[int, Parameter(validator=validators.Number(gte=2))]
-NotNegative = Annotated[int, Parameter(validator=validators.Number(gte=0))]
-AboveZero = Annotated[float, Parameter(validator=validators.Number(gt=0))]
+MOST = 2**31
+"""Of anything: images, samples, seconds, noise on pixels in [0, 1]."""
+Positive = Annotated[int, Parameter(validator=validators.Number(gte=1, lt=MOST))]
+AtLeastTwo = Annotated[int, Parameter(validator=validators.Number(gte=2, lt=MOST))]
+NotNegative = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=MOST))]
+Seed = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=2**63))]
+AboveZero = Annotated[float, Parameter(validator=validators.Number(gt=0, lt=MOST))]
 EXPECTED = (ValueError, TypeError, OSError, MemoryError, ImportError, FloatingPointError)
 """Errors whose message is for the user; anything else is a bug and shows where it happened."""
 
@@ -51,7 +55,7 @@ def report(
     scores: AtLeastTwo = 10,
     attacks: NotNegative = 4,
     layer: str = "-1",
-    seed: NotNegative = 0,
+    seed: Seed = 0,
     device: str = "auto",
     engine: Literal["local", "ray"] | None = None,
     address: str | None = None,
@@ -65,8 +69,8 @@ def report(
     Parameters
     ----------
     model
-        An exported network (network.pt2), file.py:factory, or a network of the zoo (digits, lenet, faces, alexnet,
-        squeezenet).
+        An exported network (network.pt2); file.py:factory, which is code and is run, so only from whom you trust; or a
+        network of the zoo (digits, lenet, faces, alexnet, squeezenet).
     data
         mnist, fer2013, digits, a folder of images (with a subfolder for each class, or none), IDX files, or an .npz.
     sigma
@@ -142,10 +146,10 @@ def report(
         scores=scores, device=place, attacks=attacks, layer=layer_named(layer),
     )  # fmt: skip
     subject = Subject(model, data, weights, images, split, data_dir, size, grey, mean, std)
-    console, said = Console(), Console(stderr=True)
+    console, aside = Console(), Console(stderr=True)
     if engine is None:
         network, chosen = subject.load()
-        tell = partial(said.print, highlight=False)
+        tell = partial(aside.print, highlight=False)
         found = study(network, chosen, config, class_names_in(classes), say=tell)
     else:
         from netmoments.report.noise_sweep import engine_named, study_in_parts
@@ -153,7 +157,8 @@ def report(
         found = study_in_parts(subject, config, class_names_in(classes), out, engine_named(engine, place, address))
     console.print(draw(found))
     written = write_report(found, Provenance.of_this_run(place, seed), out, subject.title, subject.source)
-    console.print(f"\nwritten: {', '.join(str(path) for path in written.values())}", markup=False, highlight=False)
+    said = printable(", ".join(str(path) for path in written.values()))
+    console.print(f"\nwritten: {said}", markup=False, highlight=False)
 
 
 @app.command
@@ -184,7 +189,7 @@ def attack(
     weights: Path | None = None,
     size: Positive | None = None,
     classes: Path | None = None,
-    seed: NotNegative = 0,
+    seed: Seed = 0,
     device: str = "auto",
     out: Path = Path("attack-report"),
 ) -> None:
@@ -195,8 +200,8 @@ def attack(
     Parameters
     ----------
     model
-        An exported network (network.pt2), file.py:factory, or a network of the zoo (digits, lenet, faces, alexnet,
-        squeezenet).
+        An exported network (network.pt2); file.py:factory, which is code and is run, so only from whom you trust; or a
+        network of the zoo (digits, lenet, faces, alexnet, squeezenet).
     data
         mnist, fer2013, digits, a folder of images (with a subfolder for each class, or none), IDX files, or an .npz.
         Without labels, the network's own answers stand for them.
@@ -283,7 +288,8 @@ def attack(
     console.print(draw_attack(found))
     title, source = Path(model).name, data if not Path(data).exists() else Path(data).name
     written = write_attack(found, Provenance.of_this_run(place, seed), out, title, source)
-    console.print(f"\nwritten: {', '.join(str(path) for path in written.values())}", markup=False, highlight=False)
+    said = printable(", ".join(str(path) for path in written.values()))
+    console.print(f"\nwritten: {said}", markup=False, highlight=False)
 
 
 @app.command
@@ -300,6 +306,7 @@ def relus(
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from netmoments.network.loading import load_network
     from netmoments.network.model import relus
@@ -308,7 +315,7 @@ def relus(
     example = images_for(model, data, split, data_dir, size).images[:1]
     table = Table("layer", "name", "shape", "units", box=box.SIMPLE_HEAD)
     for relu in relus(load_network(model, weights), example):
-        table.add_row(str(relu.index), relu.name, "×".join(map(str, relu.shape)), f"{relu.size:,}")
+        table.add_row(str(relu.index), Text(printable(relu.name)), "×".join(map(str, relu.shape)), f"{relu.size:,}")
     Console().print(table)
 
 
@@ -361,13 +368,19 @@ def download(dataset: str = "mnist", *, data_dir: Path | None = None) -> None:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    _tell(f"warning: {message}")
+
+
+def _tell(message: str) -> None:
+    """On stderr, line by line, with whatever is in names of files spelt out."""
+    print(*(printable(line) for line in message.split("\n")), sep="\n", file=sys.stderr)
 
 
 def _in_words(error: Exception) -> str:
     """Without the number of the system's error where the message is one of ours."""
     ours = isinstance(error, OSError) and error.filename is None and error.strerror
-    return error.strerror if ours else str(error)  # type: ignore[attr-defined]
+    said = error.strerror if ours else str(error)  # type: ignore[attr-defined]
+    return said or ("there is not enough memory" if isinstance(error, MemoryError) else type(error).__name__)
 
 
 def main() -> None:
@@ -381,10 +394,10 @@ def run(app: App) -> None:
     try:
         app(sys.argv[1:])
     except KeyboardInterrupt as stopped:
-        print(*(stopped.args or ("interrupted",)), file=sys.stderr)
+        _tell(" ".join(map(str, stopped.args)) or "interrupted")
         sys.exit(130)
     except EXPECTED as error:
-        print(f"error: {_in_words(error)}", file=sys.stderr)
+        _tell(f"error: {_in_words(error)}")
         sys.exit(1)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cyclopts import App
 
 from netmoments import __version__
-from netmoments.cli import AboveZero, AtLeastTwo, NotNegative, run
+from netmoments.cli import AboveZero, AtLeastTwo, Seed, run
 
 if TYPE_CHECKING:
     from reproduction.training import Epoch
@@ -30,7 +30,7 @@ def reproduce(
     images: AtLeastTwo | None = None,
     samples: AtLeastTwo = 10_000,
     device: str = "auto",
-    seed: NotNegative = 0,
+    seed: Seed = 0,
     out: Path = Path("reproduced"),
     engine: str = "local",
     address: str | None = None,
@@ -126,7 +126,7 @@ def train(
     *,
     data: str | None = None,
     data_dir: Path | None = None,
-    seed: NotNegative = 0,
+    seed: Seed = 0,
     device: str = "auto",
     out: Path | None = None,
 ) -> None:
@@ -179,7 +179,7 @@ def train(
 
 
 @app.command
-def engine(*, samples: AtLeastTwo = 10_000, seed: NotNegative = 0) -> None:
+def engine(*, samples: AtLeastTwo = 10_000, seed: Seed = 0) -> None:
     """Show the engine: exact moments beside Monte Carlo, and the paper's series beside the exact kernel.
 
     Parameters

@@ -200,8 +200,13 @@ class Recorded:
     def results(self, sweep: Sweep, items: Sequence[int]) -> Generator[Finished, None, None]:
         date = datetime.now(UTC).isoformat(timespec="seconds")
         line = json.dumps({"date": date, "device": self.machine.device, "torch": self.machine.torch})
-        with (self.out / sweep.name / RUNS).open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        path = self.out / sweep.name / RUNS
+        try:
+            cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a disk that was full, or a kill
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"\n{line}\n" if cut else f"{line}\n")
+        except OSError as error:
+            raise OSError(error.errno, f"{path} could not be written: {error.strerror or error}") from error
         yield from self.engine.results(sweep, items)
 
 

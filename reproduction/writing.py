@@ -23,7 +23,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from netmoments.files import require_writable_folder, whole_file, write_text_whole
+from netmoments.files import require_writable_folder, write_files_whole, write_text_whole
+from netmoments.report.page import shown
 from netmoments.report.pictures import DPI, figure_png, require_matplotlib, saved_figure
 from netmoments.report.words import NOTHING, Provenance, difference_in_words, in_words, number_columns, seconds_in_words
 from reproduction.experiment import NAMES, BesidePaper, Drawing, Outcome, Panel, Settings, machines, reproduce
@@ -269,7 +270,9 @@ def render_page(found: Sequence[tuple[Summary, Path]]) -> str:
         from jinja2 import Environment, StrictUndefined
     except ImportError:
         raise ImportError('the page needs jinja2: pip install "netmoments[report]"') from None
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=shown
+    )
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         subtitle=_subtitle([summary for summary, _ in found]),
         experiments=[_experiment(summary, folder) for summary, folder in found],
@@ -343,7 +346,8 @@ PAGE = "report.html"
 def write_outcome(outcome: Outcome, provenance: Provenance, folder: Path) -> list[Path]:
     """The pictures, `table.md` and `summary.json` in `folder/<name>/`, which is made if need be.
 
-    Everything is made before anything is written, and the summary is written last: where it is, the rest is.
+    Everything is made before anything is written, and on the disk before anything takes its name, the summary last:
+    where it is, the rest is. A disk that is full leaves what was there.
     """
     summary = summary_of(outcome, provenance)
     record, text = as_json(summary), as_markdown(summary)
@@ -351,13 +355,7 @@ def write_outcome(outcome: Outcome, provenance: Provenance, folder: Path) -> lis
     for drawing in outcome.drawings:
         contents |= figure_files(drawing)
     contents |= {"table.md": text.encode(), SUMMARY: record.encode()}
-    place = folder / outcome.name
-    require_writable_folder(place)
-    place.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        with whole_file(place / name) as temporary:
-            temporary.write_bytes(content)
-    return [place / name for name in contents]
+    return list(write_files_whole(folder / outcome.name, contents).values())
 
 
 def write_page(folder: Path, names: Sequence[str]) -> Path:

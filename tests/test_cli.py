@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import re
 import subprocess
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -192,6 +194,14 @@ BAD = {
     "out is a file": (["report", "digits", "digits", "--out", "mine.py"], "mine.py is a file; give a folder"),
     "arguments": (["report", "needs.py:network", "images"], "needs.py:network() failed: TypeError"),
     "sigma": (["report", "digits", "digits", "--sigma", "0"], "Must be > 0"),
+    "large sigma": (["report", "digits", "digits", "--sigma", "1" + "0" * 400], "Must be < 2147483648"),
+    "large std": (["report", "digits", "digits", "--std", "1e400"], "--std '1e400': give numbers below 1e+09"),
+    "seed": (["report", "digits", "digits", "--seed", str(2**80)], "Must be < 9223372036854775808"),
+    "seed of an attack": (["attack", "digits", "digits", "--seed", str(2**80)], "Must be < 9223372036854775808"),
+    "samples": (["report", "digits", "digits", "--samples", str(2**80)], "Must be < 2147483648"),
+    "size": (["report", "digits", "digits", "--size", "2000000000"], "size must be at most 10,000 pixels a side"),
+    "FIFO": (["report", "digits", "fifo.png"], "fifo.png is a FIFO, and not a regular file"),
+    "archive": (["report", "odd.pt2", "images"], "odd.pt2 is not a plain archive of torch.export.save, and is refused"),
     "device": (["report", "digits", "digits", "--device", "tpu9"], "no device 'tpu9'; give cpu, cuda or auto"),
     "mis-sized": (["report", "lenet", "digits"], "cannot take an input of shape (1, 8, 8)"),
     "download": (["download", "fer2013"], "only mnist can be downloaded"),
@@ -204,11 +214,67 @@ def test_bad_arguments_are_explained(run, own_network, name):
     arguments, message = BAD[name]
     (own_network / "empty").mkdir()
     (own_network / "needs.py").write_text("def network(size): ...")
+    os.mkfifo(own_network / "fifo.png")
+    with zipfile.ZipFile(own_network / "odd.pt2", "w") as archive:
+        archive.writestr("../../odd", "")
     said = run(*arguments)
     assert said.status != 0
     assert "Traceback" not in said.everything
     assert message in said.everything
     assert not (own_network / "noise-report").exists()
+
+
+def test_names_of_files_do_not_steer_the_terminal(run, own_network):
+    name = "\x1b[2J\x1b]0;mine\x07[bold]"
+    folder = own_network / name
+    folder.mkdir()
+    for kind in ("L", "RGB"):
+        Image.new(kind, (8, 8)).save(folder / f"{kind}{name}.png")
+    (folder / f"bad{name}.png").write_bytes(b"")
+    said = run("report", "mine.pt2", name, *QUICK, "--out", f"out{name}")
+    assert said.status == 0, said.err
+    assert "images are in colour" in said.err
+    assert said.everything.isprintable()
+    assert r"\x1b[2J\x1b]0;mine\x07[bold]" in said.out
+    said = run("report", name, "digits")
+    assert r"'\x1b[2J" in said.err
+    said = run("report", "digits", f"no{name}")
+    assert said.everything.isprintable()
+
+
+def test_help_says_what_is_run(run):
+    for command in ("report", "attack"):
+        assert "which is code and is run" in " ".join(run(command, "--help").out.replace("│", " ").split())
+
+
+def no_room(path: Path, content: bytes) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_loses_neither_the_last_report_nor_what_was_found(run, tmp_path, monkeypatch):
+    quick = ["--images", "4", "--rare", "0", "--samples", "50", "--attacks", "0", "--out", "out"]
+    first = run("report", "digits", "digits", *quick)
+    assert first.status == 0, first.err
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(Path, "write_bytes", no_room)
+    said = run("report", "digits", "digits", "--sigma", "0.2", *quick)
+    assert said.status == 1
+    assert said.err.endswith("error: out/report.html could not be written: No space left on device")
+    assert "The most fragile images at σ = 0.2" in said.out
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    said = run("attack", "digits", "digits", *QUICK_ATTACK, "--out", "new")
+    assert said.err.endswith("attack.html could not be written: No space left on device")
+    assert "images are fooled as asked" in said.out
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_before_the_work(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # for whoever may write everywhere
+    monkeypatch.setattr("netmoments.report.arguments.load_network", lambda *_: pytest.fail("work was done"))
+    for command in ("report", "attack"):
+        said = run(command, "digits", "digits", "--out", "out")
+        assert said.status == 1
+        assert "cannot be written to; give another folder" in said.err
 
 
 def test_a_smooth_activation_is_warned_about_once(run, own_network):

@@ -16,8 +16,10 @@ from netmoments.data.images import (
     LabelledImages,
     fer2013_split,
     images_from_array,
+    require_count,
     require_split,
 )
+from netmoments.files import open_regular, require_room
 from netmoments.progress import Progress
 
 HOW_TO_GET = {
@@ -113,6 +115,7 @@ def read_idx_images(path: Path, prefix: str, classes: tuple[str, ...] = ()) -> L
             f"{labels_file}: need one whole number for each of the {len(pixels)} images in {path}, "
             f"got {labels.dtype} of shape {labels.shape}; these files do not belong together"
         )
+    require_count(len(pixels), str(path))
     try:
         return LabelledImages(
             images_from_array(pixels),
@@ -126,6 +129,8 @@ def read_idx_images(path: Path, prefix: str, classes: tuple[str, ...] = ()) -> L
 
 SIDE = 48
 HEADER = b"emotion,pixels,Usage"
+LONGEST_LINE = 20_000
+"""Bytes: a face takes 9,216 and a few at most; a longer line is taken for two, and refused."""
 
 
 def read_fer2013_csv(path: Path, split: str) -> LabelledImages:
@@ -134,13 +139,13 @@ def read_fer2013_csv(path: Path, split: str) -> LabelledImages:
     wanted = FER2013_USAGES[split].encode()
     usages = {usage.encode() for usage in FER2013_USAGES.values()}
     pixels, labels = bytearray(), []
-    with path.open("rb") as file, Progress(f"reading {path.name}", path.stat().st_size) as progress:
+    with open_regular(path) as file, Progress("reading the file", path.stat().st_size) as progress:
         header = file.readline(1000).rstrip(b"\r\n")
         if header != HEADER:
             raise ValueError(
                 f"{path}: the first line must be {HEADER.decode()}, got {header[:40]!r}; is it fer2013.csv?"
             )
-        for number, line in enumerate(file, start=2):
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), start=2):
             progress.advance(len(line))
             fields = line.rstrip(b"\r\n").split(b",")
             if fields == [b""]:
@@ -152,6 +157,7 @@ def read_fer2013_csv(path: Path, split: str) -> LabelledImages:
             if fields[2] == wanted:
                 labels.append(_label(path, number, fields[0]))
                 pixels += _pixels(path, number, fields[1])
+                require_room(4 * len(pixels), f"{path}: its images, as float32,")
     if not labels:
         raise ValueError(f"{path}: no rows with Usage {wanted.decode()}, which split={split!r} asks for")
     images = np.frombuffer(pixels, np.uint8).reshape(-1, SIDE, SIDE)

@@ -8,11 +8,10 @@ import os
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from netmoments.data.datasets import cache_folder
+from netmoments.files import made_if_needed
 from netmoments.progress import Progress
 
 DEFAULT_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
@@ -45,22 +44,9 @@ def download_mnist(data_dir: str | Path | None = None, *, mirror: str = DEFAULT_
             if _md5(path) == md5:
                 continue
             warnings.warn(f"{path} is damaged (its md5 is not {md5}); replacing it", stacklevel=2)
-        with _folder_made_if_needed(folder):
+        with made_if_needed(folder):
             _fetch(f"{mirror.rstrip('/')}/{name}", path, md5)
     return folder
-
-
-@contextmanager
-def _folder_made_if_needed(folder: Path) -> Iterator[None]:
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for place in missing:
-            with suppress(OSError):
-                place.rmdir()
-        raise
 
 
 def _fetch(url: str, path: Path, md5: str) -> None:

@@ -10,7 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,14 +19,17 @@ from torch import Tensor
 from netmoments.data.images import (
     FER2013_CLASSES,
     FER2013_USAGES,
+    MOST_PIXELS,
     LabelledImages,
     Skipped,
     fer2013_split,
     images_from_array,
+    require_count,
     require_no_split,
     require_split,
     resize_and_crop,
 )
+from netmoments.files import open_regular, printable, read_arrays, require_room
 from netmoments.progress import Progress
 
 if TYPE_CHECKING:
@@ -36,13 +39,14 @@ GZIP_MAGIC = b"\x1f\x8b"
 IDX_MAGIC = b"\x00\x00"
 DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 MOST_DIMENSIONS = 4
+CHUNK = 2**20
 
 
 def looks_like_idx(path: Path) -> bool:
     """Whether a file is called IDX, or begins like an IDX or a gzip file."""
     if "idx" in path.name.lower():
         return True
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(2) in (IDX_MAGIC, GZIP_MAGIC)
 
 
@@ -50,44 +54,66 @@ def read_idx(path: str | Path) -> np.ndarray[Any, Any]:
     """The array in an IDX file of 1 to 4 dimensions, in the machine's byte order; gzip is told by its first bytes.
 
     The header is two zero bytes, the type, the number of dimensions, and each dimension as a big-endian uint32.
-    A file that is no IDX file, is cut short or has bytes too many is a ValueError.
+    A file that is no IDX file, is cut short or has bytes too many is a ValueError; a gzip file is not followed beyond
+    the size that its header declares.
     """
     path = Path(path)
-    content = _decompressed(path)
-    if len(content) < 4 or content[:2] != IDX_MAGIC or content[2] not in DTYPES:
+    with open_regular(path) as file:
+        zipped = file.read(2) == GZIP_MAGIC
+        file.seek(0)
+        if not zipped:
+            return _read_idx(file, path, path.stat().st_size)
+        try:
+            with gzip.GzipFile(fileobj=file) as stream:
+                return _read_idx(stream, path, None)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: the gzip file is cut short or damaged ({error}); get it again") from error
+
+
+def _read_idx(file: IO[bytes] | gzip.GzipFile, path: Path, size: int | None) -> np.ndarray[Any, Any]:
+    """From a file of `size` bytes, or of nobody knows how many."""
+    begin = file.read(4)
+    if len(begin) < 4 or begin[:2] != IDX_MAGIC or begin[2] not in DTYPES:
         raise ValueError(
             f"{path}: not an IDX file: it must begin with 00 00 and a type ({', '.join(f'{t:02x}' for t in DTYPES)}), "
-            f"got {content[:4].hex(' ') or 'an empty file'}"
+            f"got {begin.hex(' ') or 'an empty file'}"
         )
-    dimensions = content[3]
+    dimensions = begin[3]
     if not 1 <= dimensions <= MOST_DIMENSIONS:
         raise ValueError(
             f"{path}: an IDX array must have 1 to {MOST_DIMENSIONS} dimensions, the header says {dimensions}"
         )
+    header = file.read(4 * dimensions)
     start = 4 + 4 * dimensions
-    if len(content) < start:
+    if len(header) < 4 * dimensions:
         raise ValueError(
-            f"{path}: the file ends inside its header, after {len(content)} of {start} bytes; get it again"
+            f"{path}: the file ends inside its header, after {4 + len(header)} of {start} bytes; get it again"
         )
-    shape = struct.unpack(f">{dimensions}I", content[4:start])
-    dtype = np.dtype(DTYPES[content[2]])
+    shape = struct.unpack(f">{dimensions}I", header)
+    dtype = np.dtype(DTYPES[begin[2]])
     wanted = start + math.prod(shape) * dtype.itemsize
-    if len(content) != wanted:
-        problem = "cut short" if len(content) < wanted else "too long"
-        raise ValueError(
-            f"{path}: the file is {problem}: shape {shape} needs {wanted} bytes, got {len(content)}; get it again"
-        )
-    return np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
+    if size is not None and size != wanted:
+        raise _of_another_size(path, shape, wanted, size)
+    require_room(wanted, f"{path}, of shape {shape},")
+    content = _at_most(file, wanted - start)
+    if len(content) < wanted - start or file.read(1):
+        raise _of_another_size(path, shape, wanted, start + len(content))
+    return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="))
 
 
-def _decompressed(path: Path) -> bytes:
-    content = path.read_bytes()
-    if not content.startswith(GZIP_MAGIC):
-        return content
-    try:
-        return gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: the gzip file is cut short or damaged ({error}); get it again") from error
+def _at_most(file: IO[bytes] | gzip.GzipFile, count: int) -> bytearray:
+    """So many bytes of a file, or as many as there are; memory is taken as they come."""
+    content = bytearray()
+    while len(content) < count and (part := file.read(min(CHUNK, count - len(content)))):
+        content += part
+    return content
+
+
+def _of_another_size(path: Path, shape: tuple[int, ...], wanted: int, got: int) -> ValueError:
+    problem, more = ("cut short", "") if got < wanted else ("too long", "more than " if got == wanted else "")
+    return ValueError(
+        f"{path}: the file is {problem}: shape {shape} needs {wanted} bytes, got {more}{got}; get it again"
+    )
 
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -108,6 +134,7 @@ def read_npz(path: Path, split: str) -> LabelledImages:
     else:
         require_no_split(str(path), split)
     count = math.prod(arrays["images"].shape[:1])
+    require_count(count, str(path))
     names = arrays["names"].astype(str).tolist() if "names" in arrays else [f"{prefix}/{i}" for i in range(count)]
     classes = arrays["classes"].astype(str).tolist() if "classes" in arrays else ()
     if "usage" in arrays and not classes:
@@ -128,19 +155,9 @@ def read_npz(path: Path, split: str) -> LabelledImages:
 
 def _arrays(path: Path) -> Arrays:
     try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in KEYS if key in file}
-            held = list(file)
-    except (
-        ValueError,
-        OSError,
-        EOFError,
-        KeyError,
-        AttributeError,
-        TypeError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+        with open_regular(path) as file:
+            arrays, held = read_arrays(file, lambda name: name in KEYS)
+    except (ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise ValueError(f"{path}: cannot be read as an .npz file of plain arrays ({error})") from error
     if "images" not in arrays:
         raise ValueError(f"{path}: need an array called images, the file holds {', '.join(held) or 'none'}")
@@ -183,18 +200,29 @@ def read_picture(path: Path) -> Tensor:
     """(1, H, W) of a grey image or (3, H, W) of any other, float32 in [0, 1]; transparency is dropped.
 
     Turned upright as EXIF says. Of an animation, the first frame. Anything wrong with the file is an
-    `UnreadableImage`, whatever Pillow raised; so is what Pillow takes for a decompression bomb.
+    `UnreadableImage`, whatever Pillow raised; so are more pixels than `MOST_PIXELS` or than Pillow's own limit, and
+    anything but a regular file.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of damaged metadata, which is not the picture
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
+            warnings.simplefilter("ignore")  # of damaged metadata, which is not the picture, and of its own limit
+            with open_regular(path) as file, Image.open(file) as image:
+                _require_few_pixels(image)
                 return _pixels(ImageOps.exif_transpose(image))
+    except UnidentifiedImageError as error:
+        raise UnreadableImage(f"cannot identify image file {path.name!r}") from error
     except Exception as error:
         raise UnreadableImage(f"{type(error).__name__}: {error}".replace(str(path), path.name)) from error
+
+
+def _require_few_pixels(image: Image.Image) -> None:
+    from PIL.Image import MAX_IMAGE_PIXELS
+
+    most = min(MOST_PIXELS, MAX_IMAGE_PIXELS or MOST_PIXELS)
+    if image.width * image.height > most:
+        raise ValueError(f"{image.height}×{image.width} pixels, more than the {most:,} allowed")
 
 
 def _pixels(image: Image.Image) -> Tensor:
@@ -237,9 +265,10 @@ def read_image_folder(folder: Path, split: str, size: int | None) -> LabelledIma
     flat = _image_files(folder)
     by_class = [_image_files(subfolder) for subfolder in subfolders]
     if flat and any(by_class):
+        inside = next(files for files in by_class if files)[0].relative_to(folder).as_posix()
         raise ValueError(
-            f"{folder} has images both beside and inside its subfolders ({flat[0].name}, "
-            f"{next(files for files in by_class if files)[0].relative_to(folder).as_posix()}); move one kind away"
+            f"{folder} has images both beside and inside its subfolders ({printable(f'{flat[0].name}, {inside}')}); "
+            f"move one kind away"
         )
     if flat:
         return read_image_files(flat, folder, size)
@@ -275,27 +304,29 @@ def _labels_of(names: Sequence[str]) -> dict[str, int]:
 def read_image_files(paths: Sequence[Path], folder: Path, size: int | None) -> LabelledImages:
     """Image files, without labels, named from `folder` on; grey if all are grey, RGB otherwise."""
     require_pillow()
+    require_count(len(paths), str(folder))
     pictures: dict[str, Tensor] = {}
     skipped = []
-    with Progress(f"reading {folder.name}", len(paths)) as progress:
+    with Progress("reading images", len(paths)) as progress:
         for path in paths:
             try:
-                picture = read_picture(path)
+                picture = read_picture(path) if size is None else _resized(read_picture(path), size)
             except UnreadableImage as error:
                 skipped.append(Skipped(str(path), str(error)))
             else:
                 name = path.relative_to(folder).as_posix()
-                pictures[name] = picture if size is None else resize_and_crop(picture[None], size)[0]
+                pictures[name] = picture
                 _require_one_size(folder, pictures, name)
+                require_room(len(pictures) * _bytes_in_colour(pictures[name]), f"{folder}: its images")
             progress.advance(1)
     if not pictures:
-        listed = "; ".join(f"{Path(path).name}: {reason}" for path, reason in skipped[:FEW])
+        listed = printable("; ".join(f"{Path(path).name}: {reason}" for path, reason in skipped[:FEW]))
         raise ValueError(f"{folder}: none of {len(skipped)} image files can be read: {listed}")
     channels = max(picture.shape[0] for picture in pictures.values())
     coloured = [name for name, picture in pictures.items() if picture.shape[0] == 3]
     if 0 < len(coloured) < len(pictures):
         warnings.warn(
-            f"{folder}: {len(coloured)} of {len(pictures)} images are in colour ({coloured[0]}"
+            f"{folder}: {len(coloured)} of {len(pictures)} images are in colour ({printable(coloured[0])}"
             f"{', …' if len(coloured) > 1 else ''}) and the others grey; all are read with three channels",
             stacklevel=2,
         )
@@ -303,10 +334,22 @@ def read_image_files(paths: Sequence[Path], folder: Path, size: int | None) -> L
     return LabelledImages(images, None, tuple(pictures), (), tuple(skipped))
 
 
+def _resized(picture: Tensor, size: int) -> Tensor:
+    """(C, size, size); a picture that is far longer than wide has too many pixels on the way there."""
+    try:
+        return resize_and_crop(picture[None], size)[0]
+    except ValueError as error:
+        raise UnreadableImage(str(error)) from error
+
+
+def _bytes_in_colour(picture: Tensor) -> int:
+    return 3 * picture.shape[1] * picture.shape[2] * picture.element_size()
+
+
 def _require_one_size(folder: Path, pictures: dict[str, Tensor], name: str) -> None:
     first = next(iter(pictures))
     if pictures[name].shape[1:] != pictures[first].shape[1:]:
-        sizes = [f"{key} is {pictures[key].shape[1]}×{pictures[key].shape[2]}" for key in (first, name)]
+        sizes = [f"{printable(key)} is {pictures[key].shape[1]}×{pictures[key].shape[2]}" for key in (first, name)]
         raise ValueError(
             f"{folder}: images must share one size, but {' and '.join(sizes)}; pass size=... to resize them"
         )

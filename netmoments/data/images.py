@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from netmoments.checks import describe
+from netmoments.files import require_room
 
 FER2013_CLASSES = ("anger", "disgust", "fear", "happiness", "sadness", "surprise", "neutral")
 FER2013_USAGES = {"train": "Training", "public-test": "PublicTest", "private-test": "PrivateTest"}
@@ -39,6 +41,16 @@ def require_no_split(source: str, split: str) -> None:
 
 
 CHANNELS = (1, 3)
+MOST_IMAGES = 10_000_000
+"""In one file or folder."""
+MOST_PIXELS = 100_000_000
+"""Of one image."""
+
+
+def require_count(count: int, source: str) -> None:
+    """That a source does not claim to hold more images than anyone has."""
+    if count > MOST_IMAGES:
+        raise ValueError(f"{source} has {count:,} images, more than the {MOST_IMAGES:,} allowed; divide it")
 
 
 def images_from_array(array: np.ndarray[Any, Any]) -> Tensor:
@@ -47,6 +59,7 @@ def images_from_array(array: np.ndarray[Any, Any]) -> Tensor:
     C is 1 or 3: an array that has its channels elsewhere is an error, not a picture.
     """
     eight_bit = array.dtype == np.uint8
+    require_count(len(array) if array.ndim else 0, "the array")
     if not eight_bit and array.dtype.kind != "f":
         raise ValueError(
             f"images must be uint8, or floats in [0, 1], got {array.dtype}; convert them with .astype(...)"
@@ -61,6 +74,7 @@ def images_from_array(array: np.ndarray[Any, Any]) -> Tensor:
             f"{'uint8' if eight_bit else 'float'} images must be {layout} with C 1 or 3, got shape {array.shape}; "
             f"move the channels with np.moveaxis"
         )
+    require_room(4 * array.size, "the images, as float32,")
     images = torch.from_numpy(channels_first.astype(np.float32, order="C"))
     return images.div_(255) if eight_bit else images
 
@@ -69,6 +83,8 @@ def require_size(size: int | None) -> None:
     """A ValueError unless `size` is None or a whole number of pixels."""
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise ValueError(f"size must be a number of pixels, 1 or more, got {size!r}")
+    if size is not None and size**2 > MOST_PIXELS:
+        raise ValueError(f"size must be at most {math.isqrt(MOST_PIXELS):,} pixels a side, got {size:,}")
 
 
 def resize_and_crop(images: Tensor, size: int) -> Tensor:
@@ -76,6 +92,11 @@ def resize_and_crop(images: Tensor, size: int) -> Tensor:
     height, width = images.shape[-2:]
     shorter = min(height, width)
     scaled = [round(side * size / shorter) for side in (height, width)]
+    if math.prod(scaled) > MOST_PIXELS:
+        raise ValueError(
+            f"{height}×{width} pixels become {scaled[0]}×{scaled[1]} with {size} on the shorter side, more than the "
+            f"{MOST_PIXELS:,} allowed"
+        )
     if shorter != size:
         images = functional.interpolate(images, size=scaled, mode="bicubic", antialias=True).clamp(0, 1)
     top, left = ((side - size) // 2 for side in scaled)

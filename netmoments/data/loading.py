@@ -16,6 +16,7 @@ from netmoments.data.datasets import (
 )
 from netmoments.data.formats import IMAGE_SUFFIXES, looks_like_idx, read_image_files, read_image_folder, read_npz
 from netmoments.data.images import DEFAULT_SPLIT, LabelledImages, require_no_split, require_size, resize_and_crop
+from netmoments.files import require_regular
 
 NAMES = ("mnist", "fer2013", "digits")
 
@@ -59,6 +60,7 @@ def _load_path(path: Path, split: str, size: int | None) -> LabelledImages:
     suffix = path.suffix.lower()
     if path.is_dir():
         return read_idx_folder(path, split) if holds_idx_images(path) else read_image_folder(path, split, size)
+    require_regular(path)
     if suffix == ".npz":
         return read_npz(path, split)
     if suffix == ".csv":

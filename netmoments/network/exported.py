@@ -1,11 +1,412 @@
-"""Networks from `torch.export`: programs that may have been written for one image at a time."""
+"""Networks from `torch.export`: archives that are looked through before torch sees them, and programs as networks.
+
+`torch.export.save` writes a zip archive: the program as JSON, weights as plain bytes, example inputs as a pickle.
+`torch.export.load` trusts all of it: it unpickles, evaluates sizes as Python expressions, looks operators up by any
+name below `torch`, and makes Python source from the names of arguments and weights. So a file of a stranger is read
+here first. What is not known is refused; pickles are read as plain tensors and written anew; what torch gets is an
+archive made here from what passed, never the file.
+"""
 
 from __future__ import annotations
 
-from typing import Self
+import ast
+import io
+import json
+import math
+import re
+import sys
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
+
+from netmoments.files import most_bytes, open_regular
+
+
+def load_exported(path: Path) -> ExportedNetwork:
+    """The network in an archive of `torch.export.save`; nothing in the archive is run but its operators on tensors."""
+    archive = safe_archive(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch's own reading
+            program = torch.export.load(archive).module()
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{path} could not be read as an exported network: {reason}") from error
+    return ExportedNetwork(program)
+
+
+MOST_MEMBERS = 100_000
+ADVICE = (
+    "such a network can be given as file.py:factory, with its weights in a safetensors file, if you trust who made it"
+)
+
+WEIGHTS, CONSTANTS = "data/weights/", "data/constants/"
+PROGRAM, INPUTS = "models/model.json", "data/sample_inputs/model.pt"
+CONFIGURATIONS = {f"{WEIGHTS}model_weights_config.json": WEIGHTS, f"{CONSTANTS}model_constants_config.json": CONSTANTS}
+PAYLOAD = re.compile(r"data/weights/weight_\d+|data/constants/tensor_\d+")
+SIGNS = ("archive_format", "archive_version", ".data/version", "byteorder", ".data/serialization_id")
+"""Small members that say what kind of archive it is."""
+EXTRA = "extra/"
+"""Texts that whoever exported the network put beside it; nothing reads them here."""
+
+
+class RefusedArchiveError(ValueError):
+    """What is wrong with an archive, before it is known which file it is."""
+
+
+def safe_archive(path: Path) -> io.BytesIO:
+    """The archive of an exported network, made anew from what was checked; a ValueError says what was refused."""
+    try:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            members = _members(archive, path.stat().st_size)
+        return _written_anew(_checked(members))
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path} is not an archive written by torch.export.save, or is damaged: {error}") from None
+    except (RefusedArchiveError, RecursionError) as error:
+        raise ValueError(f"{path} is not a plain archive of torch.export.save, and is refused: {error}") from None
+
+
+def _members(archive: zipfile.ZipFile, size: int) -> dict[str, bytes]:
+    """What is in the archive, by names without the folder that all of them are in."""
+    require_plain_zip(archive, size)
+    names = [entry.filename for entry in archive.infolist()]
+    folder = names[0].partition("/")[0] + "/" if names else ""
+    for name in names:
+        if not name.startswith(folder):
+            raise RefusedArchiveError(f"its member {name!r} is not in a folder with the others")
+    short = {name.removeprefix(folder): name for name in names}
+    return {key: archive.read(name) for key, name in short.items() if not key.startswith(EXTRA)}
+
+
+def require_plain_zip(archive: zipfile.ZipFile, size: int) -> None:
+    """That a zip file of so many bytes holds files as they are, each once, under names that stay inside it."""
+    entries = archive.infolist()
+    if len(entries) > MOST_MEMBERS:
+        raise RefusedArchiveError(f"it has {len(entries):,} members, more than the {MOST_MEMBERS:,} allowed")
+    name, times = Counter(entry.filename for entry in entries).most_common(1)[0] if entries else ("", 0)
+    if times > 1:
+        raise RefusedArchiveError(f"it has the member {name!r} {times} times")
+    for entry in entries:
+        name = entry.orig_filename
+        if name != entry.filename or not name.isprintable() or re.search(r"^/|^\w:|\\|(^|/)\.\.?(/|$)|//", name):
+            raise RefusedArchiveError(f"it has a member with the name {name!r}, which is no plain path inside it")
+        if entry.is_dir():
+            raise RefusedArchiveError(f"it has a folder as a member, {name!r}")
+        if entry.flag_bits & 0x1:
+            raise RefusedArchiveError(f"its member {name!r} is encrypted")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise RefusedArchiveError(f"its member {name!r} is compressed, which torch never does")
+    total = sum(entry.file_size for entry in entries)
+    if total > size:
+        raise RefusedArchiveError(f"its members are {total:,} bytes together, in a file of {size:,}: they overlap")
+    if size > most_bytes():
+        raise RefusedArchiveError(
+            f"it has {size:,} bytes, more than the {most_bytes():,} allowed (half of this machine's memory)"
+        )
+
+
+def _checked(members: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The members that torch may see, as it may see them."""
+    _require_known(members)
+    checked = {name: members[name] for name in SIGNS if name in members}
+    for name, folder in CONFIGURATIONS.items():
+        checked[name] = _json_bytes(_checked_payloads(_parsed(members, name), folder, members, checked))
+    checked[PROGRAM] = _json_bytes(checked_program(_parsed(members, PROGRAM)))
+    checked[INPUTS] = _plain_pickle(members[INPUTS], "its example inputs")
+    return checked
+
+
+def _require_known(members: Mapping[str, bytes]) -> None:
+    for name in members:
+        if name.startswith((f"{CONSTANTS}custom_obj_", f"{CONSTANTS}opaque_obj_")):
+            raise RefusedArchiveError(f"it holds a custom object ({name}), which runs code when it is loaded; {ADVICE}")
+        if name in (f"{WEIGHTS}model.pt", f"{CONSTANTS}model.pt", "serialized_exported_program.json"):
+            raise RefusedArchiveError(
+                "it was written by an older torch, with pickled weights; export the network again"
+            )
+        if name not in (*SIGNS, *CONFIGURATIONS, PROGRAM, INPUTS) and not PAYLOAD.fullmatch(name):
+            raise RefusedArchiveError(f"it has an unknown member {name!r}")
+    for name in (*CONFIGURATIONS, PROGRAM, INPUTS, "archive_format"):
+        if name not in members:
+            raise RefusedArchiveError(f"it has no {name}; was it written by torch.export.save of torch 2.11 or later?")
+    if members["archive_format"] != b"pt2":
+        raise RefusedArchiveError(f"it says that its format is {members['archive_format'][:20]!r} instead of pt2")
+    order = members.get("byteorder", sys.byteorder.encode())
+    if order != sys.byteorder.encode():
+        raise RefusedArchiveError(f"its byte order is {order[:20]!r}, that of this machine {sys.byteorder}")
+
+
+def _parsed(members: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(members[name])
+    except (ValueError, RecursionError) as error:
+        raise RefusedArchiveError(f"its {name} is no JSON ({type(error).__name__})") from None
+    if not isinstance(value, dict):
+        raise RefusedArchiveError(f"its {name} is no JSON object")
+    return value
+
+
+def _json_bytes(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _written_anew(members: Mapping[str, bytes]) -> io.BytesIO:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in members.items():
+            archive.writestr(f"network/{name}", content)
+    buffer.seek(0)
+    return buffer
+
+
+def _checked_payloads(
+    configuration: dict[str, Any], folder: str, members: Mapping[str, bytes], checked: dict[str, bytes]
+) -> dict[str, Any]:
+    """A configuration of weights or constants whose files are there; the files are put beside it."""
+    entries = configuration.get("config")
+    if not isinstance(entries, dict):
+        raise RefusedArchiveError(f"the list of files in {folder} has no config")
+    for weight, entry in entries.items():
+        _require_text(weight, "the name of a weight")
+        name = f"{folder}{entry.get('path_name') if isinstance(entry, dict) else None}"
+        if not PAYLOAD.fullmatch(name) or name not in members:
+            raise RefusedArchiveError(f"{weight} is said to be in {name!r}, which is no file of weights in it")
+        if entry.get("use_pickle"):
+            checked[name] = _plain_pickle(members[name], f"the pickled tensor {weight}")
+        elif not members[name] and math.prod(_sizes(weight, entry)) > 0:
+            raise RefusedArchiveError(f"{weight} has no bytes for its shape {_sizes(weight, entry)}")
+        else:
+            checked.setdefault(name, members[name])
+    return {"config": _walked(entries, "config")}
+
+
+def _sizes(weight: str, entry: Mapping[str, Any]) -> list[int]:
+    try:
+        return [int(size["as_int"]) for size in entry["tensor_meta"]["sizes"]]
+    except (KeyError, TypeError, ValueError):
+        raise RefusedArchiveError(f"{weight} has no shape") from None
+
+
+def _plain_pickle(content: bytes, what: str) -> bytes:
+    """A pickle of plain tensors, numbers and lists of them, read as such and written anew."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            require_plain_zip(archive, len(content))
+        value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    except Exception as error:
+        reason = "" if not isinstance(error, RefusedArchiveError) else f" ({error})"
+        raise RefusedArchiveError(
+            f"{what} cannot be read as plain tensors (weights_only=True){reason}: a pickle can run code; {ADVICE}"
+        ) from None
+    _require_plain(value, what)
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _require_plain(value: Any, what: str) -> None:
+    if isinstance(value, tuple | list):
+        for part in value:
+            _require_plain(part, what)
+    elif type(value) is dict:
+        for key, part in value.items():
+            _require_text(key, f"a key in {what}")
+            _require_plain(part, what)
+    elif isinstance(value, str):
+        _require_text(value, f"a text in {what}", TEXT)
+    elif isinstance(value, Tensor):
+        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
+            raise RefusedArchiveError(f"{what} hold a tensor that is not a plain one: {type(value).__name__}")
+    elif value is not None and not isinstance(value, bool | int | float | complex):
+        raise RefusedArchiveError(f"{what} hold {type(value).__name__}, which is neither a tensor nor a number")
+
+
+WORD = re.compile(r"[\w.@+ -]*")
+"""Names of weights and modules, versions, kinds of devices: nothing that ends a string in Python source."""
+TEXT = re.compile(r"[\w.@ ,:;<>=+*/()\[\]-]*")
+"""Texts that operators take, such as "bi,bj->bij"."""
+NAMED = {"name", "as_name", "forward_arg_names"}
+"""Keys whose texts become variables in Python source."""
+TEXTS = {"as_string", "as_strings"}
+EXPRESSIONS = {"expr_str"}
+OPERATORS = {"target", "as_operator"}
+TREES = {"in_spec", "out_spec"}
+CUSTOM = {"as_custom_obj", "custom_obj", "custom_obj_values"}
+DROPPED = {"guards_code"}
+"""Python source that says for which sizes the program was made; the sizes themselves stay."""
+KEPT = {"nn_module_stack"}
+"""Of what an operation remembers of its origin: the modules that it was called in."""
+
+
+def checked_program(program: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of a program, with every text checked by what torch does with it, and without what is only remembered.
+
+    Torch makes Python source from the names in it, evaluates its sizes, and calls its operators: names must be names,
+    sizes expressions of whole numbers, and operators those that compute with tensors.
+    """
+    return _walked(program, "")
+
+
+def _walked(value: Any, key: str) -> Any:
+    if isinstance(value, dict):
+        if key == "metadata" and all(isinstance(text, str) for text in value.values()):
+            return {name: _module_stack(text) for name, text in value.items() if name in KEPT}
+        return {_checked_key(name, part): _walked(part, name) for name, part in value.items() if name not in DROPPED}
+    if isinstance(value, list):
+        return [_walked(part, key) for part in value]
+    if isinstance(value, str):
+        _require_by_key(value, key)
+    return value
+
+
+def _checked_key(key: str, value: Any) -> str:
+    if key in CUSTOM and value:
+        raise RefusedArchiveError(f"its program uses custom objects ({key}), which run code of their own; {ADVICE}")
+    return _require_text(key, "a key of its program")
+
+
+def _require_by_key(text: str, key: str) -> None:
+    if key in NAMED:
+        if text and not text.isidentifier():
+            raise RefusedArchiveError(f"{text[:60]!r} is no name of a variable")
+    elif key in OPERATORS:
+        _require_operator(text)
+    elif key in EXPRESSIONS:
+        _require_expression(text)
+    elif key in TREES:
+        _require_tree(text)
+    else:
+        _require_text(text, f"{key} of its program", TEXT if key in TEXTS else WORD)
+
+
+def _require_text(text: Any, what: str, allowed: re.Pattern[str] = WORD) -> str:
+    if not isinstance(text, str) or not allowed.fullmatch(text):
+        raise RefusedArchiveError(f"{what} is {str(text)[:60]!r}, which is more than plain words")
+    return text
+
+
+def _module_stack(text: Any) -> str:
+    """Which modules an operation was called in: words between commas and semicolons, which torch only splits."""
+    if not isinstance(text, str) or not text.isprintable():
+        raise RefusedArchiveError("the modules of an operation are no text")
+    return text
+
+
+OPERATOR = re.compile(
+    r"torch\.ops\.(aten|prims)\.[a-zA-Z_]\w*\.\w+"
+    r"|torch\.ops\.higher_order\.(wrap_with_set_grad_enabled|wrap_with_autocast|cond|while_loop|map_impl|scan"
+    r"|associative_scan)"
+    r"|torch\._functorch\.predispatch\.(lazy_load_decompositions|_vmap_increment_nesting|_vmap_decrement_nesting"
+    r"|_add_batch_dim|_remove_batch_dim)"
+    r"|torch\.(sym_[a-z_]+|_sym_[a-z]+)|math\.[a-z][a-z0-9]*"
+    r"|_operator\.(add|sub|mul|truediv|floordiv|mod|pow|neg|pos|and_|or_|not_|lshift|rshift|eq|ne|lt|le|gt|ge|getitem)"
+)
+"""Operators that compute with tensors and sizes, and those that run a part of the program itself."""
+TOUCHING = {"from_file", "save", "_print", "warn", "Delete", "set_grad_enabled", "manual_seed", "seed"}
+"""Of these, the ones that touch files, or what belongs to the whole process."""
+
+
+def _require_operator(target: str) -> None:
+    if not OPERATOR.fullmatch(target) or target.split(".")[-2] in TOUCHING:
+        raise RefusedArchiveError(
+            f"its program calls {target[:80]!r}, none of the operators that only compute with tensors; {ADVICE}"
+        )
+
+
+SIZES = {
+    "Symbol", "Integer", "Float", "Rational", "Add", "Mul", "Pow", "Mod", "Max", "Min", "Abs", "floor", "ceiling",
+    "Piecewise", "ExprCondPair", "And", "Or", "Not", "Xor", "ITE", "Equality", "Unequality", "LessThan", "GreaterThan",
+    "StrictLessThan", "StrictGreaterThan", "Eq", "Ne", "Le", "Lt", "Ge", "Gt", "FloorDiv", "ModularIndexing", "Where",
+    "PythonMod", "CleanDiv", "CeilToInt", "FloorToInt", "CeilDiv", "LShift", "RShift", "PowByNatural", "FloatPow",
+    "FloatTrueDiv", "IntTrueDiv", "IsNonOverlappingAndDenseIndicator", "TruncToFloat", "TruncToInt", "RoundToInt",
+    "RoundDecimal", "ToFloat", "Identity",
+}  # fmt: skip
+"""What expressions of sizes are made with."""
+LONGEST = 10_000
+"""Characters of such an expression."""
+PIECES = (
+    ast.Expression, ast.Call, ast.keyword, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Compare,
+    ast.Tuple, ast.operator, ast.unaryop, ast.cmpop,
+)  # fmt: skip
+
+
+def _require_expression(text: str) -> None:
+    """An expression of sizes, such as Mul(Integer(2), Symbol('s77', positive=True)), and no other Python."""
+    try:
+        tree = ast.parse(text, mode="eval") if len(text) <= LONGEST else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = None
+    if tree is None or not all(map(_is_of_sizes, ast.walk(tree))) or _depth_of_powers(tree) > 2:
+        raise RefusedArchiveError(f"{text[:80]!r} is no expression of sizes")
+
+
+def _is_of_sizes(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in SIZES
+    if isinstance(node, ast.Name):
+        return node.id in SIZES or re.fullmatch(r"[a-z]{1,3}\d+|oo|int_oo|true|false", node.id) is not None
+    if isinstance(node, ast.keyword):
+        return node.arg is not None
+    if isinstance(node, ast.Constant):
+        text = node.value
+        return isinstance(text, bool | int | float) or (isinstance(text, str) and bool(re.fullmatch(r"[\w.+-]+", text)))
+    return isinstance(node, PIECES)
+
+
+POWERS = {"Pow", "PowByNatural", "FloatPow", "LShift"}
+LARGEST_EXPONENT = 64
+
+
+def _depth_of_powers(node: ast.AST) -> int:
+    """How deeply powers are nested, as 9**9**9 takes forever; a large exponent counts as many."""
+    deepest = max(map(_depth_of_powers, ast.iter_child_nodes(node)), default=0)
+    exponent = None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow | ast.LShift):
+        exponent = node.right
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in POWERS:
+        exponent = node.args[-1] if node.args else node
+    if exponent is None:
+        return deepest
+    pieces = list(ast.walk(exponent))
+    large = len(pieces) > 12 or any(_is_large(piece.value) for piece in pieces if isinstance(piece, ast.Constant))
+    return deepest + (3 if large else 1)
+
+
+def _is_large(exponent: Any) -> bool:
+    try:
+        return abs(float(exponent)) > LARGEST_EXPONENT
+    except ValueError:  # the name of a symbol
+        return False
+
+
+CONTAINERS = {"builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict"}
+
+
+def _require_tree(text: str) -> None:
+    """How arguments and outputs are nested: tuples, lists and dictionaries, which need no other class."""
+    try:
+        version, tree = json.loads(text)
+        right = version == 1 and _is_a_tree(tree)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        right = False
+    if not right:
+        raise RefusedArchiveError(
+            f"its arguments or outputs are nested in something else than tuples, lists and dictionaries; {ADVICE}"
+        )
+
+
+def _is_a_tree(node: dict[str, Any]) -> bool:
+    if node["type"] is None:
+        return node["context"] is None and node["children_spec"] == []
+    keys = json.loads(node["context"])
+    plain = keys is None or (isinstance(keys, list) and all(isinstance(k, str) and WORD.fullmatch(k) for k in keys))
+    return node["type"] in CONTAINERS and plain and all(_is_a_tree(child) for child in node["children_spec"])
 
 
 class ExportedNetwork(nn.Module):
@@ -51,7 +452,7 @@ def _batch_dimension(program: fx.GraphModule) -> int | torch.SymInt | None:
     """The first dimension of a program's input: a number that it insists on, or a symbol."""
     for node in program.graph.nodes:
         if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
-            return node.meta["val"].shape[0]
+            return node.meta["val"].shape[0] if node.meta["val"].dim() else None
     return None
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import warnings
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from netmoments.checks import describe
 from netmoments.network import zoo
-from netmoments.network.exported import exported_network
+from netmoments.network.exported import load_exported
 from netmoments.network.weights import PICKLES, load_weights
 
 
@@ -28,7 +25,8 @@ def load_network(source: str | Path, weights: str | Path | None = None) -> nn.Mo
             that makes a module; or the name of a network of the zoo.
         weights: a safetensors file for the factory's or the zoo's network.
 
-    A `.py` file is run, so it must be one you trust; weights are read as tensors and never run.
+    A `.py` file is run, so it must be one you trust. Nothing else runs code: weights are read as tensors, and of a
+    `.pt2` archive only what `netmoments.network.exported` knows to compute with tensors reaches torch.
     """
     text = str(source)
     if text in zoo.ZOO:
@@ -46,8 +44,9 @@ def load_network(source: str | Path, weights: str | Path | None = None) -> nn.Mo
     if suffix in PICKLES:
         raise ValueError(
             f"{text} is a pickle, which runs code when it is loaded, and is refused; export the network with "
-            f"torch.export.save(torch.export.export(network, (example,)), 'network.pt2'), or give file.py:factory and "
-            f"the weights saved by safetensors.torch.save_file(network.state_dict(), 'weights.safetensors')"
+            f"torch.export.save(torch.export.export(network, (example,)), 'network.pt2'), which is looked through and "
+            f"runs none, or give file.py:factory, which is code and is run, and the weights saved by "
+            f"safetensors.torch.save_file(network.state_dict(), 'weights.safetensors')"
         )
     raise ValueError(
         f"{text!r} is not a network: wanted a .pt2 file, file.py:factory, or one of the zoo ({', '.join(zoo.ZOO)})"
@@ -68,16 +67,7 @@ def with_preprocessing(
 def _exported(path: Path) -> nn.Module:
     if not path.is_file():
         raise FileNotFoundError(f"no exported network at {path}")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is not an archive written by torch.export.save, or is damaged")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch's own reading
-            program = torch.export.load(path)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{path} could not be read as an exported network: {reason}") from error
-    return exported_network(program)
+    return load_exported(path)
 
 
 def _from_factory(path: Path, factory: str, weights: str | Path | None) -> nn.Module:

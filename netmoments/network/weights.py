@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from zipfile import BadZipFile
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from netmoments.files import whole_file
+from netmoments.files import open_regular, read_arrays, whole_file
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 
@@ -30,7 +31,8 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise ValueError(
             f"{path} is a pickle, which runs code when it is loaded, and is refused; save the weights with "
             f"safetensors.torch.save_file(network.state_dict(), 'weights.safetensors'), "
-            f"or the whole network with torch.export.save(torch.export.export(network, (example,)), 'network.pt2')"
+            f"or the whole network with torch.export.save(torch.export.export(network, (example,)), 'network.pt2'), "
+            f"which is looked through and runs none"
         )
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}")
@@ -45,9 +47,10 @@ def _read_arrays(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}")
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: torch.from_numpy(file[name]) for name in file.files}
-    except (ValueError, OSError, BadZipFile, TypeError) as error:
+        with open_regular(path) as file:
+            arrays, _ = read_arrays(file, lambda name: True)
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    except (ValueError, OSError, EOFError, BadZipFile, TypeError, zlib.error) as error:
         raise ValueError(f"{path} does not hold plain arrays, or is damaged: {error}") from None
 
 
@@ -74,7 +77,10 @@ def half_precision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_weights(network: nn.Module, path: str | Path) -> None:
-    """Fill a network from a safetensors file; names and shapes must match, and the differences are listed if not."""
+    """Fill a network from a safetensors file; names, shapes and kinds of numbers must match, or differences are told.
+
+    Floats of any size fill floats of any other; complex numbers, whole numbers and floats do not fill one another.
+    """
     tensors = read_weights(path)
     wanted = network.state_dict()
     missing = (name for name in wanted.keys() - tensors.keys() if not name.endswith("num_batches_tracked"))
@@ -85,7 +91,18 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
         for name in wanted.keys() & tensors.keys()
         if tensors[name].shape != wanted[name].shape
     ]
+    problems += [
+        f"{name} is {_kind(tensors[name])}, wanted {_kind(wanted[name])}"
+        for name in wanted.keys() & tensors.keys()
+        if _kind(tensors[name]) != _kind(wanted[name])
+    ]
     if problems:
         shown = "; ".join(sorted(problems)[:6]) + ("; …" if len(problems) > 6 else "")
         raise ValueError(f"{path} does not fit {type(network).__name__}: {shown}")
     network.load_state_dict(tensors, strict=False)
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.is_complex():
+        return "complex"
+    return "of floats" if tensor.is_floating_point() else "of booleans" if tensor.dtype == torch.bool else "of integers"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from netmoments import data as datasets
 from netmoments.data.images import LabelledImages, correct, evenly_spread
+from netmoments.files import open_regular, printable, read_array
 from netmoments.network import zoo
 from netmoments.network.loading import load_network, with_preprocessing
 
@@ -85,6 +86,10 @@ class Subject:
         return Path(self.data).name if Path(self.data).exists() else self.data
 
 
+LARGEST = 1e9
+"""Of the numbers of a preprocessing."""
+
+
 def numbers_in(option: str, text: str | None) -> tuple[float, ...] | None:
     """One number, or one for each channel, with commas between them.
 
@@ -94,9 +99,12 @@ def numbers_in(option: str, text: str | None) -> tuple[float, ...] | None:
     if text is None:
         return None
     try:
-        return tuple(float(part) for part in text.split(","))
+        numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"{option} {text!r}: give a number, or one for each channel, such as 0.5,0.5,0.5") from None
+    if not all(abs(number) < LARGEST for number in numbers):
+        raise ValueError(f"{option} {text[:60]!r}: give numbers below {LARGEST:g}; pixels are in [0, 1]")
+    return numbers
 
 
 def prepared(
@@ -145,10 +153,11 @@ def covariance_in(path: Path | None) -> Tensor | None:
     if not path.is_file():
         raise FileNotFoundError(f"no file with a covariance at {path}")
     try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, OSError) as error:
+        with open_regular(path) as file:
+            array = read_array(file, path.stat().st_size, path.name)
+    except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{path} is no .npy file of numbers: {error}") from error
-    if not isinstance(array, np.ndarray) or array.dtype.kind != "f":
+    if array.dtype.kind != "f":
         raise ValueError(f"{path}: wanted one array of floating-point numbers, the variance of every pixel or (n, n)")
     return torch.from_numpy(np.ascontiguousarray(array))
 
@@ -180,7 +189,19 @@ def class_names_in(path: Path | None) -> tuple[str, ...]:
         return ()
     if not path.is_file():
         raise FileNotFoundError(f"no file of class names at {path}")
-    return tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
+    if path.stat().st_size > MOST_NAMES:
+        raise ValueError(
+            f"{path} has {path.stat().st_size:,} bytes, more than the {MOST_NAMES:,} of class names allowed"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be a text in UTF-8 with a class name a line: {error.reason}") from None
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
+
+
+MOST_NAMES = 2**24
+"""Bytes of a file of class names."""
 
 
 SHOWN = 12
@@ -198,7 +219,8 @@ def with_classes_of(
         unknown = [name for name in own if name not in classes]
         if unknown:
             raise ValueError(
-                f"{caller}: the images have {len(own)} classes ({', '.join(own[:4])}{', …' if len(own) > 4 else ''}) "
+                f"{caller}: the images have {len(own)} classes "
+                f"({printable(', '.join(own[:4]))}{', …' if len(own) > 4 else ''}) "
                 f"and the network {count} scores: which is which? name the folders by the numbers of the scores, or "
                 f"give the names of all {count} classes (--classes), or put the images in one folder without labels"
             )
@@ -218,7 +240,7 @@ def class_numbered(option: str, text: str, names: tuple[str, ...], count: int) -
         return names.index(text)
     if text.isdecimal() and int(text) < count:
         return int(text)
-    listed = f", or a name: {', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}" if names else ""
+    listed = f", or a name: {printable(', '.join(names[:SHOWN]))}{', …' if len(names) > SHOWN else ''}" if names else ""
     raise ValueError(f"{option} {text!r} is no class of the network; give a number from 0 to {count - 1}{listed}")
 
 
@@ -226,6 +248,6 @@ def _require_labels(images: LabelledImages, count: int, caller: str) -> None:
     if images.labels is not None and int(images.labels.max()) >= count:
         worst = int(images.labels.argmax())
         raise ValueError(
-            f"{caller}: the label of {images.names[worst]} is {int(images.labels.max())}, but the network has {count} "
-            f"scores, 0 to {count - 1}; are these images for this network?"
+            f"{caller}: the label of {printable(images.names[worst])} is {int(images.labels.max())}, but the network "
+            f"has {count} scores, 0 to {count - 1}; are these images for this network?"
         )

@@ -1,11 +1,10 @@
 """An attack as files: a page to look at, and JSON, CSV, pictures and the noise itself as arrays.
 
-Each is written whole or not at all.
+They are written whole, all of them or none.
 """
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from dataclasses import asdict, fields
@@ -17,6 +16,7 @@ import numpy as np
 from netmoments.attacks.base import Attack
 from netmoments.attacks.box import BoxAttack
 from netmoments.attacks.sparse_smooth import SparseSmooth
+from netmoments.files import write_files_whole
 from netmoments.report.attack_study import AttackStudy, NotAttacked
 from netmoments.report.attack_words import (
     answers_in_words,
@@ -31,7 +31,7 @@ from netmoments.report.attack_words import (
     success_in_words,
     verdict_in_words,
 )
-from netmoments.report.page import finite, png_data, render, write_files
+from netmoments.report.page import csv_text, finite, png_data, render
 from netmoments.report.pictures import HEADINGS, draw_rows, figure_png
 from netmoments.report.words import Provenance
 
@@ -64,12 +64,8 @@ def few_record(found: AttackStudy | NotAttacked | None) -> dict[str, Any] | None
 
 def attack_csv(found: AttackStudy) -> str:
     """One line an attacked image."""
-    text = io.StringIO()
     records = _image_records(found)
-    writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return text.getvalue()
+    return csv_text(list(records[0]), [list(record.values()) for record in records])
 
 
 def noise_npz(found: AttackStudy) -> bytes:
@@ -191,7 +187,7 @@ def write_attack(found: AttackStudy, provenance: Provenance, folder: Path, model
         "pictures.png": _pictures(found),
         "noise.npz": noise_npz(found),
     }
-    return write_files(folder, contents)
+    return write_files_whole(folder, contents)
 
 
 def _pictures(found: AttackStudy) -> bytes:

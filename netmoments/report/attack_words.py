@@ -12,6 +12,7 @@ from rich.text import Text
 from netmoments.attacks.base import GREY_LEVELS, Attack
 from netmoments.attacks.box import BoxAttack, PixelSupport
 from netmoments.attacks.sparse_smooth import SparseSmooth
+from netmoments.files import printable
 from netmoments.report.attack_study import AttackStudy, LeftOut
 from netmoments.report.words import in_words
 
@@ -211,7 +212,7 @@ def _table(found: AttackStudy, names: tuple[str, ...]) -> Table:
         table.add_column(name, justify="left" if name in TO_THE_LEFT else "right")
     for number in range(len(found)):
         cells = _cells(found, number)
-        table.add_row(*(Text(cells[name]) for name in names))
+        table.add_row(*(Text(printable(cells[name])) for name in names))
     return table
 
 
@@ -236,7 +237,7 @@ def _cells(found: AttackStudy, number: int) -> dict[str, str]:
 
 def _named(what: str, items: tuple[LeftOut, ...]) -> list[RenderableType]:
     """Images and why, the first few by name."""
-    lines = [Text(f"  {what}: {item.name}: {item.reason}", style="yellow") for item in items[:SHOWN]]
+    lines = [Text(printable(f"  {what}: {item.name}: {item.reason}"), style="yellow") for item in items[:SHOWN]]
     if len(items) > SHOWN:
         lines.append(Text(f"  and {len(items) - SHOWN} more", style="yellow"))
     return list(lines)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from netmoments.files import write_files_whole
 from netmoments.report.attack_page import attacked_cases, few_record
 from netmoments.report.attack_study import NotAttacked
 from netmoments.report.attack_words import few_in_words
@@ -35,6 +34,7 @@ from netmoments.report.page import (
     FlipMark,
     ScoreBar,
     accuracy_chart,
+    csv_text,
     finite,
     flip_strip,
     for_any_screen,
@@ -43,7 +43,6 @@ from netmoments.report.page import (
     render,
     scores_chart,
     share_limits,
-    write_files,
 )
 from netmoments.report.words import Provenance, at_most_in_words, in_words, interval_in_words, seconds_in_words
 
@@ -233,7 +232,7 @@ def write_report(found: Study, provenance: Provenance, folder: Path, model: str,
         "report.json": record + "\n",
         "images.csv": _as_csv(found),
     }
-    return write_files(folder, {name: text.encode() for name, text in contents.items()})
+    return write_files_whole(folder, {name: text.encode() for name, text in contents.items()})
 
 
 def as_record(found: Study, provenance: Provenance, model: str, data: str) -> dict[str, Any]:
@@ -291,11 +290,9 @@ CSV = ("name", "label", "predicted", "flip_probability", "flip_low", "flip_high"
 
 def _as_csv(found: Study) -> str:
     """One line an image."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*CSV, "score", "score_standard_deviation"])
+    rows = []
     for number in range(len(found.images)):
         record = _image_record(found, number)
         place = record["classes"].index(record["predicted"])
-        writer.writerow([*(record[key] for key in CSV), record["mean"][place], record["standard_deviation"][place]])
-    return text.getvalue()
+        rows.append([*(record[key] for key in CSV), record["mean"][place], record["standard_deviation"][place]])
+    return csv_text([*CSV, "score", "score_standard_deviation"], rows)

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from netmoments.files import printable
 from netmoments.report.attack_study import AttackStudy, NotAttacked
 from netmoments.report.attack_words import draw_few
 from netmoments.report.noise_study import CurvePoint, Study
@@ -178,7 +179,7 @@ def draw(found: Study) -> RenderableType:
     if found.images.skipped:
         count = len(found.images.skipped)
         parts.append(Text(f"\n{count} file{'s' if count > 1 else ''} could not be read:", style="yellow"))
-        parts += [Text(f"  {item.path}: {item.reason}") for item in found.images.skipped[:5]]
+        parts += [Text(printable(f"  {item.path}: {item.reason}")) for item in found.images.skipped[:5]]
     parts += [Text(), Text(f"{runs_in_words(found)}.")]
     if found.stopped:
         parts.append(Text(stopped_in_words(found), style="yellow"))
@@ -229,12 +230,12 @@ def _ranking(found: Study) -> Group:
             _score(found, number, predicted),
             _score(found, number, rival),
         ]
-        table.add_row(*(Text(cell, overflow="ellipsis") for cell in cells))
+        table.add_row(*(Text(printable(cell), overflow="ellipsis") for cell in cells))
     return _under(f"The most fragile images at {noise_in_words(found)}: how often the answer flips", table)
 
 
 def _attacks(attacks: AttackStudy | NotAttacked) -> RenderableType:
-    return Text(attacks.reason) if isinstance(attacks, NotAttacked) else draw_few(attacks)
+    return Text(printable(attacks.reason)) if isinstance(attacks, NotAttacked) else draw_few(attacks)
 
 
 def _score(found: Study, number: int, label: int) -> str:

@@ -7,20 +7,31 @@ ones, and the page shows the one that fits (`for_any_screen`).
 from __future__ import annotations
 
 import base64
+import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+from html import escape as escape_html
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from netmoments.files import require_writable_folder, whole_file
+from netmoments.files import printable
 from netmoments.report.words import at_most_in_words
 
 TEMPLATES = Path(__file__).parent / "templates"
+
+
+def escape(text: str) -> str:
+    """Text as it may stand in a page: of names of strangers, neither tags nor control characters take effect."""
+    return escape_html(printable(text))
+
+
+def shown(value: Any) -> Any:
+    """What a template puts into a page, before it is escaped; what is markup already stays."""
+    return printable(value) if type(value) is str else value
 
 
 def render(template: str, **values: Any) -> str:
@@ -30,7 +41,9 @@ def render(template: str, **values: Any) -> str:
     except ImportError:
         raise ImportError('the page needs jinja2: pip install "netmoments[report]"') from None
     loader = FileSystemLoader(TEMPLATES, encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, loader=loader)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, loader=loader, finalize=shown
+    )
     return environment.get_template(template).render(**values)
 
 
@@ -52,14 +65,23 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_files(folder: Path, contents: Mapping[str, bytes]) -> dict[str, Path]:
-    """Files in a folder, which is made if need be, each whole or not at all."""
-    require_writable_folder(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        with whole_file(folder / name) as temporary:
-            temporary.write_bytes(content)
-    return {name: folder / name for name in contents}
+BEGINS_A_FORMULA = ("=", "+", "-", "@")
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table for machines and spreadsheets: texts that one would take for a formula have an apostrophe before them."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_csv_cell(value) for value in row] for row in rows)
+    return text.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.startswith(BEGINS_A_FORMULA) else text
 
 
 WIDE, NARROW = 860, 360

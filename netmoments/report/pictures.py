@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from netmoments.files import printable
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -80,9 +82,9 @@ def draw_rows(rows: Sequence[PictureRow]) -> Figure:
         for axis, panel in zip(line, row.panels(), strict=True):
             draw_picture(axis, panel)
         line[0].set_ylabel(row.note, fontsize=SMALL, color=INK, rotation=0, ha="right", va="center", labelpad=6)
-        line[0].set_xlabel(row.before, fontsize=SMALL, color=INK)
+        line[0].set_xlabel(printable(row.before), fontsize=SMALL, color=INK, parse_math=False)
         line[1].set_xlabel(f"up to {float(row.mu.abs().amax()) * 255:.0f} grey levels", fontsize=SMALL, color=INK)
-        line[-1].set_xlabel(row.after, fontsize=SMALL, color=INK)
+        line[-1].set_xlabel(printable(row.after), fontsize=SMALL, color=INK, parse_math=False)
     for axis, heading in zip(axes[0], HEADINGS, strict=True):
         axis.set_title(heading, fontsize=SMALL, color=INK)
     return figure

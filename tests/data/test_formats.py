@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import os
+import re
+import signal
+import socket
+import zipfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +17,11 @@ import pytest
 import torch
 from PIL import Image
 
+from netmoments import files
+from netmoments.data import formats, images
 from netmoments.data.formats import read_idx
 from netmoments.data.loading import load
-from tests.data.files import TWO, idx_bytes, save_picture
+from tests.data.files import HEADER, TWO, claiming_npz, idx_bytes, save_picture
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "i4", "f4", "f8"])
@@ -221,8 +230,8 @@ def test_unreadable_files_are_skipped_with_a_reason(tmp_path, monkeypatch):
     assert images.names == ("good.png",)
     reasons = {Path(path).name: reason for path, reason in images.skipped}
     assert list(reasons) == ["bomb.png", "cut.png", "empty.webp", "float.tif", "gone.png", "large.png", "text.jpg"]
-    assert reasons["bomb.png"].startswith("DecompressionBombError")
-    assert reasons["large.png"].startswith("DecompressionBombWarning")
+    assert re.match(r"DecompressionBombError: .*exceeds limit of 2000000 pixels", reasons["bomb.png"])
+    assert reasons["large.png"] == "ValueError: 1000×1200 pixels, more than the 1,000,000 allowed"
     assert "no known white" in reasons["float.tif"]
     assert "cannot identify image file" in reasons["text.jpg"]
     assert all(reasons.values())
@@ -270,3 +279,156 @@ def test_folders_named_by_numbers_are_those_classes(tmp_path):
     loaded = load(tmp_path)
     assert dict(zip(loaded.names, loaded.labels.tolist(), strict=True)) == {"0/a.png": 0, "2/a.png": 2, "10/a.png": 10}
     assert loaded.classes == ()
+
+
+@pytest.fixture
+def soon() -> Iterator[None]:
+    """What would wait forever is an error after ten seconds."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError("this waits for something that does not come")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 10)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def make_odd(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something that is no regular file."""
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "socket":
+        monkeypatch.chdir(path.parent)  # names of sockets must be short
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("kind", ["FIFO", "socket", "device"])
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, monkeypatch, kind):
+    folder = tmp_path / "images"
+    save_picture(folder / "cat" / "good.png")
+    make_odd(folder / "cat" / "odd.png", kind, monkeypatch)
+    make_odd(folder / "cat" / "odd.txt", kind, monkeypatch)
+    loaded = load(folder)
+    assert loaded.names == ("cat/good.png",)
+    assert [Path(path).name for path, _ in loaded.skipped] == ["odd.png"]
+    assert f"is a {kind}, and not a regular file" in loaded.skipped[0].reason
+    for name in ("odd.png", "odd.npz", "fer2013.csv", "train-images-idx3-ubyte", "odd.gz", "odd"):
+        make_odd(tmp_path / name, kind, monkeypatch)
+        with pytest.raises(OSError, match=rf"{name} is a {kind}, and not a regular file"):
+            load(tmp_path / name)
+    with pytest.raises(OSError, match=rf"is a {kind}, and not a regular file"):
+        load(tmp_path, split="train")
+    with pytest.raises(OSError, match=rf"is a {kind}, and not a regular file"):
+        read_idx(tmp_path / "odd.gz")
+
+
+def test_a_gzip_file_is_followed_to_the_size_it_declares(tmp_path, monkeypatch):
+    """A small file that goes on for gigabytes behind a header of a few bytes."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    header = idx_bytes(np.zeros((2, 28, 28), np.uint8))
+    path = tmp_path / "a-idx3-ubyte.gz"
+    with path.open("wb") as file:
+        file.write(packer.compress(header))
+        for _ in range(64):
+            file.write(packer.compress(bytes(2**20)))
+        file.write(packer.flush())
+    read = []
+    plain = gzip.GzipFile.read
+
+    def counted(self: gzip.GzipFile, size: int = -1) -> bytes:
+        part = plain(self, size)
+        read.append(len(part))
+        return part
+
+    monkeypatch.setattr(gzip.GzipFile, "read", counted)
+    with pytest.raises(ValueError, match=r"too long: shape \(2, 28, 28\) needs 1584 bytes, got more than 1584"):
+        read_idx(path)
+    assert sum(read) <= 1585
+
+
+def test_a_size_that_does_not_fit_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "a-idx3-ubyte"
+    whole = idx_bytes(np.zeros((50, 28, 28), np.uint8))
+    monkeypatch.setattr(files, "most_bytes", lambda: 10_000)
+    for content in (whole, gzip.compress(whole)):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"would take 39,216 bytes, more than the 10,000 allowed"):
+            read_idx(path)
+    np.savez(tmp_path / "a.npz", images=np.zeros((50, 28, 28), np.uint8))
+    with pytest.raises(ValueError, match=r"images would take 39,200 bytes, more than the 10,000 allowed"):
+        load(tmp_path / "a.npz")
+    np.savez(tmp_path / "b.npz", images=np.zeros((10, 28, 28), np.uint8))
+    with pytest.raises(ValueError, match=r"as float32, would take 31,360 bytes, more than the 10,000 allowed"):
+        load(tmp_path / "b.npz")
+    for number in range(3):
+        save_picture(tmp_path / "many" / f"{number}.png", size=(20, 20))
+    with pytest.raises(ValueError, match=r"many: its images would take 14,400 bytes, more than the 10,000 allowed"):
+        load(tmp_path / "many")
+
+
+@pytest.mark.parametrize("shape", [(10_000_000, 1000, 1000), (2**62, 2**62), (-1, -16), (17,), ()])
+def test_an_npz_that_claims_what_it_does_not_have(tmp_path, shape):
+    path = claiming_npz(tmp_path / "own.npz", images=shape)
+    with pytest.raises(ValueError, match=r"own\.npz: .*claims the shape .* and has 16"):
+        load(path)
+
+
+def test_counts_that_nobody_has(tmp_path, monkeypatch):
+    header = b"\x00\x00\x08\x03" + b"\xff\xff\xff\xff" + bytes(8)
+    (tmp_path / "a-images-idx3-ubyte").write_bytes(header)
+    with pytest.raises(ValueError, match="has 4,294,967,295 images, more than the 10,000,000 allowed"):
+        load(tmp_path / "a-images-idx3-ubyte")
+    np.savez(tmp_path / "a.npz", images=np.zeros((10**12, 0, 4), np.uint8))
+    with pytest.raises(ValueError, match="has 1,000,000,000,000 images, more than the 10,000,000 allowed"):
+        load(tmp_path / "a.npz")
+    monkeypatch.setattr(images, "MOST_IMAGES", 2)
+    for number in range(3):
+        save_picture(tmp_path / "many" / f"{number}.png")
+    with pytest.raises(ValueError, match="many has 3 images, more than the 2 allowed"):
+        load(tmp_path / "many")
+    monkeypatch.setattr(files, "MOST_MEMBERS", 2)
+    np.savez(tmp_path / "c.npz", images=TWO, a=TWO, b=TWO)
+    with pytest.raises(ValueError, match="it has 3 members, more than the 2 allowed"):
+        load(tmp_path / "c.npz")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_members_of_an_npz_that_are_odd(tmp_path):
+    np.savez(tmp_path / "a.npz", images=TWO)
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as file:
+        file.writestr("images.npy", file.read("images.npy"))
+    with pytest.raises(ValueError, match="two of its members have one name"):
+        load(tmp_path / "a.npz")
+    with zipfile.ZipFile(tmp_path / "b.npz", "w", zipfile.ZIP_LZMA) as file:
+        file.writestr("images.npy", b"a" * 100)
+    with pytest.raises(ValueError, match="compressed in an unknown way"):
+        load(tmp_path / "b.npz")
+
+
+def test_pictures_that_become_too_large(tmp_path, monkeypatch):
+    """A line of pixels, brought to a square."""
+    save_picture(tmp_path / "line.png", size=(20_000, 1))
+    save_picture(tmp_path / "good.png")
+    loaded = load(tmp_path, size=100)
+    assert loaded.names == ("good.png",)
+    assert "1×20000 pixels become 100×2000000" in loaded.skipped[0].reason
+    with pytest.raises(ValueError, match="size must be at most 10,000 pixels a side, got 1,000,000,000"):
+        load(tmp_path, size=10**9)
+    monkeypatch.setattr(formats, "MOST_PIXELS", 20)
+    with pytest.raises(ValueError, match=r"none of 2 image files .* 4×6 pixels, more than the 20 allowed"):
+        load(tmp_path)
+
+
+def test_a_line_without_an_end(tmp_path):
+    path = tmp_path / "fer2013.csv"
+    with path.open("wb") as file:
+        file.write(HEADER.encode() + b"\n")
+        file.truncate(2**36)  # takes no room on the disk
+    with pytest.raises(ValueError, match="line 2: need emotion,pixels,Usage"):
+        load(path)

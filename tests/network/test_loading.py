@@ -63,7 +63,7 @@ BAD_SOURCES: dict[str, tuple[str, type[Exception], str]] = {
     "no such program": ("{tmp}/none.pt2", FileNotFoundError, r"no exported network at .*none\.pt2"),
     "not an archive": ("{tmp}/text.pt2", ValueError, r"is not an archive written by torch\.export\.save"),
     "damaged archive": ("{tmp}/damaged.pt2", ValueError, r"damaged"),
-    "another archive": ("{tmp}/other.pt2", ValueError, r"could not be read as an exported network"),
+    "another archive": ("{tmp}/other.pt2", ValueError, r"not a plain archive of torch\.export\.save, and is refused"),
     "weights not shipped": ("alexnet", ValueError, r"no weights come with 'alexnet' \(they do with digits, lenet"),
 }
 

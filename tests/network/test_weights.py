@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 import netmoments as nm
 from netmoments.network.weights import load_weights, read_tensors, read_weights, write_tensors
+from tests.data.files import claiming_npz
 from tests.network.small import small
 from tests.networks import seeded
 
@@ -32,6 +33,28 @@ def test_weights_that_do_not_fit_are_explained(tmp_path):
         ValueError, match=r"does not fit DigitsLeNet: fc2.weight is \(3, 64\), wanted \(10, 64\); missing "
     ):
         load_weights(network, tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"), [(torch.complex64, "complex"), (torch.int64, "of integers"), (torch.bool, "of booleans")]
+)
+def test_only_floats_fill_floats(tmp_path, dtype, said):
+    """Torch itself drops imaginary parts, with no more than a warning."""
+    network = nm.zoo.build("digits")
+    before = {name: x.clone() for name, x in network.state_dict().items()}
+    save_file({**before, "fc2.bias": torch.ones(10, dtype=dtype)}, tmp_path / "w.safetensors")
+    with pytest.raises(ValueError, match=rf"does not fit DigitsLeNet: fc2.bias is {said}, wanted of floats"):
+        load_weights(network, tmp_path / "w.safetensors")
+    assert all(torch.equal(x, before[name]) for name, x in network.state_dict().items())
+    save_file({**before, "fc2.bias": torch.ones(10, dtype=torch.float64)}, tmp_path / "w.safetensors")
+    load_weights(network, tmp_path / "w.safetensors")
+    assert bool((network.state_dict()["fc2.bias"] == 1).all())
+
+
+def test_arrays_that_claim_more_than_they_have(tmp_path):
+    path = claiming_npz(tmp_path / "w.npz", a=(10_000_000, 1_000_000))
+    with pytest.raises(ValueError, match=r"plain arrays.*a claims the shape \(10000000, 1000000\), .* and has 16"):
+        read_weights(path)
 
 
 def test_weights_are_never_unpickled(tmp_path):

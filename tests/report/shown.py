@@ -14,6 +14,9 @@ STUDIED = StudyConfig(0.1, tolerance=0.02, samples=4000, rare=4, seconds=300, ex
 """Everything a report has; there is time enough wherever this runs."""
 PLAIN = StudyConfig(0.1, tolerance=0.05, samples=400, rare=0, seconds=300, examples=2)
 """Samples alone, and attacks."""
+STRANGE = "=\x1b[31mred\x07\u202e[bold]$\udcff"
+"""A name that would colour a terminal, ring it, turn its letters round, be a formula, and break what is drawn."""
+SPELT_OUT = r"=\x1b[31mred\x07\u202e[bold]$\udcff"
 FAST = SparseSmooth(iterations=60, polish=20, samples=40)
 
 

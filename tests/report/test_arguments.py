@@ -72,6 +72,13 @@ def test_class_names_are_lines(tmp_path):
     assert class_names_in(None) == ()
     with pytest.raises(FileNotFoundError, match=r"no file of class names at .*nothing\.txt"):
         class_names_in(tmp_path / "nothing.txt")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin\.txt must be a text in UTF-8"):
+        class_names_in(tmp_path / "latin.txt")
+    with (tmp_path / "huge.txt").open("wb") as file:
+        file.truncate(2**40)  # takes no room on the disk
+    with pytest.raises(ValueError, match=r"huge\.txt has 1,099,511,627,776 bytes, more than the 16,777,216"):
+        class_names_in(tmp_path / "huge.txt")
 
 
 def test_labels_are_brought_to_the_networks_classes(digits):
@@ -114,6 +121,9 @@ def test_numbers_of_channels():
     assert numbers_in("--mean", None) is None
     with pytest.raises(ValueError, match=r"--std '0.5;0.5': give a number, or one for each channel"):
         numbers_in("--std", "0.5;0.5")
+    for text in ("1e400", "1" + "0" * 400, "nan", "0.5,-inf"):
+        with pytest.raises(ValueError, match=r"--std .*: give numbers below 1e\+09"):
+            numbers_in("--std", text)
 
 
 def test_preprocessing_comes_before_the_network():
@@ -153,6 +163,10 @@ def test_a_covariance_from_a_file(tmp_path):
         covariance_in(path)
     with pytest.raises(FileNotFoundError, match="no file with a covariance"):
         covariance_in(tmp_path / "none.npy")
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": (2**21, 2**19)})
+    with pytest.raises(ValueError, match=r"claims the shape \(2097152, 524288\), 8,796,093,022,208 bytes, and has 0"):
+        covariance_in(path)
 
 
 def test_a_number_or_all():

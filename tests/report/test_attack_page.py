@@ -13,7 +13,7 @@ import torch
 from netmoments.data.images import Skipped
 from netmoments.report.attack_page import render_attack_page, write_attack
 from netmoments.report.attack_words import draw_attack
-from tests.report.shown import in_a_terminal, strict_json
+from tests.report.shown import SPELT_OUT, STRANGE, in_a_terminal, strict_json
 
 
 def test_the_noise_that_is_written_is_the_one_that_was_found(attacked, provenance, tmp_path):
@@ -36,10 +36,26 @@ def test_the_page_is_self_contained_and_escapes_what_users_bring(attacked, prove
     assert "<b>3</b>" not in page
     assert "&lt;b&gt;" in page
     assert not re.search(r"""(src|href)=["'](?!data:)""", page)
-    assert "http" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert page.index("Content-Security-Policy") < page.index("<style")
     assert page.count("data:image/png") == 5 * len(attacked)
     text = in_a_terminal(draw_attack(dataclasses.replace(bad, classes=tuple(f"[red]{k}" for k in range(10)))))
     assert "[red]" in text
+
+
+def test_names_steer_nothing(attacked, provenance, tmp_path):
+    images = dataclasses.replace(
+        attacked.images, names=(STRANGE,) * len(attacked.images), skipped=(Skipped(STRANGE, STRANGE),), classes=()
+    )
+    classes = tuple(f"{STRANGE}{k}" for k in range(10))
+    strange = dataclasses.replace(attacked, images=images, classes=classes, of_the_target=(STRANGE,))
+    written = write_attack(strange, provenance, tmp_path, STRANGE, STRANGE)
+    for name in ("attack.html", "attack.json", "images.csv"):
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", written[name].read_text()), name
+    assert f"'{SPELT_OUT}," in written["images.csv"].read_text()
+    said = in_a_terminal(draw_attack(strange))
+    assert said.isprintable()
+    assert r"\x1b[31mred" in said
 
 
 def test_what_is_not_a_number_is_null(attacked, provenance, tmp_path):

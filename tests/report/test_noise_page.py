@@ -7,6 +7,7 @@ import dataclasses
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from netmoments.report.attack_study import AttackStudy, NotAttacked
 from netmoments.report.noise_page import as_record, render_page, write_report
 from netmoments.report.noise_study import study
 from netmoments.report.noise_words import band_in_words, chosen_point, draw, flip_in_words, share_in_words
-from tests.report.shown import PLAIN, STUDIED, in_a_terminal, read_on_the_page, strict_json
+from tests.report.shown import PLAIN, SPELT_OUT, STRANGE, STUDIED, in_a_terminal, read_on_the_page, strict_json
 
 
 def test_every_question_has_its_answer_in_words_of_the_reader(found, provenance):
@@ -161,7 +162,44 @@ def test_the_page_is_self_contained_and_escapes_what_users_bring(found, provenan
     assert "<script" not in page
     assert "<b>3</b>" not in page
     assert not re.search(r"""(src|href)=["'](?!data:)""", page)
-    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "http" not in page.replace("http://www.w3.org", "").replace("http-equiv", "")
+    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'" in page
+    assert page.index("Content-Security-Policy") < page.index("<style")
+
+
+def test_two_reports_into_one_folder_leave_the_files_of_one(found, provenance, tmp_path):
+    """At once, again and again."""
+    few = dataclasses.replace(found, examples=(), attacks=None)
+    other = dataclasses.replace(few, config=dataclasses.replace(found.config, tolerance=0.25), flip=found.flip.roll(1))
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            list(pool.map(lambda each: write_report(each, provenance, tmp_path, "m", "d"), (few, other)))
+            record = strict_json((tmp_path / "report.json").read_text())
+            assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.json", "images.csv"}
+            with (tmp_path / "images.csv").open() as file:
+                rows = list(csv.DictReader(file))
+            wanted = [image["flip_probability"] for image in record["images"]]
+            assert [float(row["flip_probability"]) for row in rows] == wanted
+            assert (found.flip.tolist() == wanted) == (record["tolerance"] == found.config.tolerance)
+
+
+def test_names_steer_nothing(found, provenance, tmp_path):
+    images = dataclasses.replace(found.images, names=(STRANGE,) * 40, skipped=(Skipped(STRANGE, STRANGE),))
+    classes = tuple(f"{STRANGE}{k}" for k in range(10))
+    attacked = dataclasses.replace(found.attacks.images, names=(STRANGE,) * len(found.attacks.images))
+    attacks = dataclasses.replace(found.attacks, images=attacked, classes=classes)
+    strange = dataclasses.replace(found, images=images, classes=classes, attacks=attacks)
+    written = write_report(strange, provenance, tmp_path, STRANGE, STRANGE)
+    for path in written.values():
+        text = path.read_text()
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text), path.name
+    assert SPELT_OUT in read_on_the_page(written["report.html"].read_text())
+    with written["images.csv"].open() as file:
+        assert {row["name"] for row in csv.DictReader(file)} == {f"'{SPELT_OUT}"}
+    assert strict_json(written["report.json"].read_text())["images"][0]["name"] == STRANGE
+    said = in_a_terminal(draw(strange))
+    assert said.isprintable()
+    assert SPELT_OUT[:12] in said
 
 
 @pytest.mark.parametrize("width", [420, 1280])

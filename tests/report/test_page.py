@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import io
 import math
 import sys
@@ -25,6 +26,7 @@ from netmoments.report.page import (
     ScoreBar,
     accuracy_chart,
     bound_groups,
+    csv_text,
     finite,
     flip_strip,
     for_any_screen,
@@ -32,7 +34,6 @@ from netmoments.report.page import (
     png_data,
     scores_chart,
     share_limits,
-    write_files,
 )
 
 WIDTHS = [WIDE, NARROW]
@@ -77,11 +78,23 @@ def test_an_image_becomes_a_png(generator):
         np.testing.assert_array_equal(pixels, expected)
 
 
-def test_files_are_written_to_a_folder(tmp_path):
-    written = write_files(tmp_path / "a" / "b", {"x.txt": b"1", "y.bin": b"\x00"})
-    assert {name: path.read_bytes() for name, path in written.items()} == {"x.txt": b"1", "y.bin": b"\x00"}
-    with pytest.raises(NotADirectoryError, match="is a file"):
-        write_files(written["x.txt"], {"z": b""})
+def test_what_steers_a_terminal_is_spelt_out(template):
+    assert page.render(template, name="a\x1b[31m\u202eb") == r"<p>a\x1b[31m\u202eb</p>"
+    assert page.render(template, name="\udcff") == r"<p>\udcff</p>"
+    chart = scores_chart([ScoreBar("\x1b[2J<b>", 1.0, 1.0, 0.1, 0.1, "—", True)], WIDE)
+    assert "\x1b" not in chart
+    assert r"\x1b[2J&lt;b&gt;" in chart
+
+
+def test_tables_for_spreadsheets():
+    rows = [["=1+1", -2.5, None], ["+a", 3, 1], ["-a", 0, 0], ["@a", 0, 0], ["\t=1", 0, 0], ['a,="b"', 0, 0]]
+    text = csv_text(["name", "x", "y"], rows)
+    assert text.splitlines()[1] == "'=1+1,-2.5,"
+    read = [row[0] for row in csv.reader(text.splitlines())]
+    assert read == ["name", "'=1+1", "'+a", "'-a", "'@a", r"\t=1", 'a,="b"']
+
+
+def test_numbers_that_json_has_not():
     assert [finite(x) for x in (1.5, math.nan, math.inf, "a", 3)] == [1.5, None, None, "a", 3]
 
 

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import errno
 import importlib
 import io
 import json
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
 from rich.console import Console
 
-from netmoments.report.words import Provenance, difference_in_words, in_words, number_columns, seconds_in_words
-from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel
+from netmoments.report.words import (
+    Machine,
+    Provenance,
+    difference_in_words,
+    in_words,
+    number_columns,
+    seconds_in_words,
+)
+from reproduction.experiment import RUNS, BesidePaper, Drawing, Outcome, Panel, Recorded, machines
 from reproduction.writing import as_markdown, draw, plain, read_summary, summary_of, write_outcome, write_page
 
 EVIL = "<script>alert('[red]')</script>"
@@ -164,7 +174,8 @@ def test_the_page_is_self_contained_and_escapes(page):
     links = re.findall(r"""(?:src|href)=["']([^"']*)""", page)
     assert links
     assert all(link.startswith(("data:image/png;base64,", "#")) for link in links)
-    assert not re.search(r"http|url\(|@import", page)
+    assert not re.search(r"http(?!-equiv)|url\(|@import", page)
+    assert page.index("Content-Security-Policy") < page.index("<style")
     assert all(f'id="{link[1:]}"' in page for link in links if link.startswith("#"))
 
 
@@ -194,6 +205,42 @@ def test_what_cannot_be_written_leaves_what_was_there(provenance, tmp_path):
     with pytest.raises(ValueError, match="table-9 cannot be written as JSON"):
         write_outcome(dataclasses.replace(TOY, numbers={"a": float("inf")}), provenance, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_full_disk_leaves_the_last_outcome(provenance, tmp_path, monkeypatch):
+    """The pictures fit, the rest does not: nothing of the new one is there."""
+    before = {path: path.read_bytes() for path in write_outcome(TOY, provenance, tmp_path)}
+    plain = Path.write_bytes
+
+    def until_full(self: Path, content: bytes) -> int:
+        if "table.md" in self.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", until_full)
+    with pytest.raises(OSError, match=r"table\.md could not be written: No space left on device"):
+        write_outcome(dataclasses.replace(TOY, title="new"), provenance, tmp_path)
+    assert {path: path.read_bytes() for path in (tmp_path / "table-9").iterdir()} == before
+    with pytest.raises(OSError, match=r"table\.md could not be written"):
+        write_outcome(TOY, provenance, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_line_that_was_cut_short_does_not_take_the_next_with_it(tmp_path):
+    """Which machine computed a sweep is appended to a file, perhaps on a disk that was full before."""
+    sweep, runs = SimpleNamespace(name="toy"), tmp_path / "toy" / RUNS
+    runs.parent.mkdir()
+    recorded = [
+        Recorded(SimpleNamespace(results=lambda *_: iter(())), tmp_path, Machine(name, "2.13")) for name in ("a", "b")
+    ]
+    list(recorded[0].results(sweep, []))
+    runs.write_bytes(runs.read_bytes() + b'{"date": "2026')
+    list(recorded[1].results(sweep, []))
+    assert machines(tmp_path, ["toy"]) == [Machine("a", "2.13"), Machine("b", "2.13")]
+    runs.unlink()
+    runs.mkdir()
+    with pytest.raises(OSError, match=rf"{RUNS} could not be written: Is a directory"):
+        list(recorded[0].results(sweep, []))
 
 
 DAMAGE = {

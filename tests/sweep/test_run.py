@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import random
@@ -57,6 +58,29 @@ def test_only_what_is_missing_is_computed(tmp_path):
     filled(tmp_path, sweep, range(2, 9))
     assert same(run_sweep(sweep, tmp_path, HERE).columns, expected(sweep))
     assert sweep.computed() == [0, 1, 9, 10, 11]
+
+
+@pytest.mark.parametrize("where", ["item", "part"])
+def test_a_full_disk_keeps_what_is_done(tmp_path, monkeypatch, where):
+    """While an item is written, and while items are put together: the next run, with room, gives the same rows."""
+    sweep, plain, written = Toy(log=tmp_path / "log"), Path.write_bytes, []
+
+    def until_full(self: Path, content: bytes) -> int:
+        written.append(self.name)
+        if (where == "item" and len(written) == 6) or self.name.startswith(".part"):
+            plain(self, bytes(content)[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", until_full)
+    with pytest.raises(OSError, match=rf"{where}-0\d+\.parquet could not be written: No space left on device"):
+        run_sweep(sweep, tmp_path, HERE)
+    assert len(files(tmp_path / "toy")) == (5 if where == "item" else 12)
+    assert not list((tmp_path / "toy").glob(".*.tmp"))
+    monkeypatch.undo()
+    before = len(sweep.computed())
+    assert same(run_sweep(sweep, tmp_path, HERE).columns, expected(sweep))
+    assert len(sweep.computed()) - before == (7 if where == "item" else 0)
 
 
 def test_what_is_finished_starts_no_engine(tmp_path):
