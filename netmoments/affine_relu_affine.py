@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.checks import describe, require_broadcastable, require_finite, require_float_tensors
+from netmoments.checks import describe, require_broadcastable, require_finite, require_float_tensors, values_hold
 from netmoments.covariances import Factors
 from netmoments.gaussian import Gaussian, require_matrix_for
-from netmoments.normal import SATURATED, standard_deviation
+from netmoments.normal import SATURATED, standard_deviation, standardize
 from netmoments.precision import matmul, matvec, row_products
-from netmoments.relu.marginal import expected_relu, nonlinear_variance, open_probability, relu_mean
+from netmoments.relu.bivariate import Units
+from netmoments.relu.marginal import expected_relu, nonlinear_variance, open_probability
 from netmoments.relu.quadratic_form import flatten_batch, pairs_form, pairs_form_diagonal, unflatten_batch
+from netmoments.relu.tiles import deep_layers
 
 CALLER = "AffineReluAffine"
 
@@ -129,17 +131,21 @@ class AffineReluAffine:
         self._check(noise)
         variance = noise.covariance.push_diagonal(self.A)
         mean = matvec(self.A, noise.flat_mean) + self.c1
-        return self._with_offset(matvec(self.B, relu_mean(mean, standard_deviation(variance))), noise.flat_mean)
+        return self._with_offset(matvec(self.B, expected_relu(mean, standard_deviation(variance))), noise.flat_mean)
 
     def variance(self, noise: Gaussian, *, memory_budget: int | None = None) -> Tensor:
         """Var g(x), (..., d): diag(B K Bᵀ) with K = Cov relu(Ax + c₁), never stored.
 
         The part of K that is linear in the noise is pushed through in one product; the rest is summed tile by tile
         over the pairs of units that are neither dead, linear, nor unused by B. `memory_budget` (bytes) bounds the
-        tiles, by default 16 MiB on a CPU and 1 GiB on a GPU.
+        tiles, by default 16 MiB on a CPU and 1 GiB on a GPU. The error is relative to the variance itself, 1e-12 in
+        float64 and 1e-6 in float32, where an output hangs on units only that are hardly ever open.
         """
         batch = self._check(noise)
         layer = _PreActivations.of(self, noise)
+        if layer.needs_more_digits(self.B):
+            found = self.to(torch.float64).variance(noise.to(torch.float64), memory_budget=memory_budget)
+            return found.to(noise.dtype)
         linear = noise.covariance.push_diagonal(layer.slopes)
         own = row_products(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B)
         pairs = pairs_form_diagonal(*layer.flat(self.B, batch), memory_budget)
@@ -164,6 +170,10 @@ class AffineReluAffine:
     def _covariance(
         self, noise: Gaussian, layer: _PreActivations, batch: torch.Size, memory_budget: int | None
     ) -> Tensor:
+        if layer.needs_more_digits(self.B):
+            wide, wide_noise = self.to(torch.float64), noise.to(torch.float64)
+            found = wide._covariance(wide_noise, _PreActivations.of(wide, wide_noise), batch, memory_budget)
+            return found.to(noise.dtype)
         linear = noise.covariance.push(layer.slopes)
         own = matmul(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B.mT)
         pairs = pairs_form(*layer.flat(self.B, batch), memory_budget)
@@ -205,6 +215,13 @@ class _PreActivations(NamedTuple):
         slopes = matmul(network.B * open_probability(mean, variance).unsqueeze(-2), network.A)
         slopes = slopes if network.D is None else slopes + network.D
         return cls(mean, variance, factors, unscaled, slopes)
+
+    def needs_more_digits(self, weights: Tensor) -> bool:
+        """Whether float32 is too coarse: an output hangs on units that are hardly ever open."""
+        if self.mean.dtype == torch.float64:
+            return False
+        std = standard_deviation(self.variance)
+        return not values_hold(~deep_layers(Units(standardize(self.mean, std), std), weights))
 
     def flat(self, weights: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What `pairs_form` takes, with one batch dimension.

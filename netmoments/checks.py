@@ -9,20 +9,56 @@ from torch import Tensor
 
 from netmoments.precision import SUPPORTED_DTYPES
 
+LARGEST = 10**30
+"""Integers are written out up to here."""
+
 
 def describe(value: Any) -> str:
     """What a user passed, in a few words: `a float32 tensor of shape (3, 4)`, `a str`."""
     if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.is_nested:
+            return f"a nested {dtype} tensor"
+        return f"a {dtype} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return f"an integer of {value.bit_length()} bits"  # its digits would fill a page
     return f"{value!r}" if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
+def unlike_plain(value: Tensor) -> str | None:
+    """What keeps a tensor from being a block of real numbers in memory, and how to mend it; None if nothing does."""
+    if value.is_nested:
+        return "nested; pass its parts one by one, as .unbind() gives them, or pad them to one shape"
+    if value.is_quantized:
+        return "quantized; convert it with .dequantize()"
+    if value.layout is not torch.strided:
+        return f"{str(value.layout).removeprefix('torch.')}; convert it with .to_dense()"
+    if value.is_complex():
+        return "complex; pass its real and imaginary parts as real numbers, e.g. torch.view_as_real(value)"
+    return None
+
+
+def require_values(caller: str, name: str, value: Tensor) -> None:
+    """Not a tensor of the meta device, which has a shape and no values."""
+    if value.is_meta:
+        raise TypeError(f"{caller}: {name} has no values, as it is on the meta device; load or compute them first")
+
+
 def require_float_tensor(caller: str, name: str, value: Any) -> Tensor:
-    """`value` if it is a float32 or float64 tensor, else a TypeError naming the argument."""
+    """`value` if it is a float32 or float64 tensor, dense and with values, else a TypeError naming the argument."""
+    value = _float_tensor(caller, name, value)
+    require_values(caller, name, value)
+    return value
+
+
+def _float_tensor(caller: str, name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{caller}: {name} must be a torch tensor, got {describe(value)}; wrap it in torch.as_tensor(...)"
         )
+    unlike = unlike_plain(value)
+    if unlike is not None:
+        raise TypeError(f"{caller}: {name} must be a plain tensor of real numbers, got one that is {unlike}")
     if value.dtype not in SUPPORTED_DTYPES:
         raise TypeError(
             f"{caller}: {name} must be float32 or float64, got {describe(value)}; convert it with .float() or .double()"
@@ -32,7 +68,7 @@ def require_float_tensor(caller: str, name: str, value: Any) -> Tensor:
 
 def require_float_tensors(caller: str, **values: Any) -> tuple[Tensor, ...]:
     """All of `values` as float tensors of one dtype on one device, else a TypeError or ValueError naming them."""
-    tensors = {name: require_float_tensor(caller, name, value) for name, value in values.items()}
+    tensors = {name: _float_tensor(caller, name, value) for name, value in values.items()}
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if tensor.dtype != first.dtype:
@@ -45,6 +81,7 @@ def require_float_tensors(caller: str, **values: Any) -> tuple[Tensor, ...]:
                 f"{caller}: {first_name} and {name} must be on one device, got {first.device} and {tensor.device}; "
                 f"move one with .to(...)"
             )
+    require_values(caller, first_name, first)
     return tuple(tensors.values())
 
 
@@ -78,16 +115,30 @@ def values_hold(condition: Tensor) -> bool:
         raise
 
 
+def _shown(value: Any) -> str:
+    return describe(value) if isinstance(value, int) else f"{value!r}"
+
+
 def require_count(caller: str, name: str, value: Any, *, least: int) -> None:
     """A whole number of at least `least`, else a ValueError naming the argument."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{caller}: {name} must be an integer of at least {least}, got {value!r}")
+        raise ValueError(f"{caller}: {name} must be an integer of at least {least}, got {_shown(value)}")
+
+
+def require_seed(caller: str, value: Any) -> int:
+    """A whole number of at least 0, of any size, else a ValueError."""
+    require_count(caller, "seed", value, least=0)
+    return int(value)
 
 
 def require_sigma(caller: str, sigma: float | Tensor) -> float | Tensor:
     """A noise level above 0."""
     if isinstance(sigma, bool) or not isinstance(sigma, int | float | Tensor):
         raise TypeError(f"{caller}: sigma must be a number or a tensor, got {sigma!r}")
-    if not bool((torch.as_tensor(sigma) > 0).all()) or not bool(torch.isfinite(torch.as_tensor(sigma)).all()):
-        raise ValueError(f"{caller}: sigma must be a standard deviation above 0, got {sigma!r}")
+    try:
+        level = torch.as_tensor(sigma if isinstance(sigma, Tensor) else float(sigma))
+    except OverflowError:
+        level = torch.tensor(torch.inf)
+    if not bool((level > 0).all()) or not bool(torch.isfinite(level).all()):
+        raise ValueError(f"{caller}: sigma must be a standard deviation above 0, got {describe(sigma)}")
     return sigma

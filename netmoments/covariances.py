@@ -277,6 +277,7 @@ class LowRank(Covariance):
 
     def dense(self) -> Tensor:
         product = matmul(self.factor, self.factor.mT)
+        product = 0.5 * (product + product.mT)  # a product is not symmetric to the last digit
         return product + torch.diag_embed(self._diagonal_tensor()) if self._has_diagonal else product
 
     def _thin_root(self, matrix: Tensor) -> Tensor | None:

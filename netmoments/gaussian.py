@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from numbers import Real
 from typing import Any
 
@@ -39,11 +40,25 @@ def require_covariance_values(covariance: Covariance) -> None:
         case LowRank(factor=factor, diagonal=diagonal):
             require_finite(CALLER, "LowRank factor", factor)
             require_non_negative("LowRank diagonal", torch.as_tensor(diagonal, dtype=factor.dtype))
-            require_finite(CALLER, "variance", covariance.variances())
+            variances = covariance.variances()
+            require_finite(CALLER, "variance", variances)
+            _require_kept(
+                CALLER, (factor != 0).any(-1) | torch.as_tensor(diagonal != 0, device=factor.device), variances
+            )
         case Dense(matrix=matrix):
             require_finite(CALLER, "covariance", matrix)
             require_symmetric(matrix)
             require_positive_semidefinite(matrix)
+
+
+def _require_kept(caller: str, noisy: Tensor, variances: Tensor) -> None:
+    """Noise that is meant must not be 0 everywhere for want of small numbers: `noisy` and variances (..., n)."""
+    if not values_hold(~noisy.any(-1) | (variances > 0).any(-1)):
+        dtype = str(variances.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{caller}: all variances are too small for {dtype} and would be 0, no noise at all; use float64 (its "
+            f"smallest is 5e-324), or other units for the inputs"
+        )
 
 
 def tolerance(matrix: Tensor) -> float:
@@ -168,7 +183,7 @@ def _read_low_rank(value: LowRank, mean: Tensor, batch: torch.Size, event: torch
             f"{CALLER}: LowRank factor must have shape (..., {event.numel()}, r) with r ≥ 1, got {describe(factor)}"
         )
     if not isinstance(value.diagonal, Tensor) and _is_number(value.diagonal):
-        return LowRank(factor, float(value.diagonal))
+        return LowRank(factor, _finite("LowRank diagonal", value.diagonal))
     if isinstance(value.diagonal, Tensor) and value.diagonal.dim() == 0:
         value = LowRank(factor, value.diagonal.expand(event.numel()))
     _, diagonal = require_float_tensors(CALLER, mean=mean, diagonal=value.diagonal)
@@ -198,7 +213,20 @@ def _is_number(value: Any) -> bool:
 def _number(name: str, value: Any, mean: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return require_float_tensors(CALLER, mean=mean, **{name: value})[1]
-    return torch.tensor(float(value), dtype=mean.dtype, device=mean.device)
+    exact = _finite(name, value)
+    number = torch.tensor(exact, dtype=mean.dtype, device=mean.device)
+    if math.isfinite(exact) and (math.isinf(float(number)) or (exact != 0 and float(number) == 0)):
+        dtype = str(mean.dtype).removeprefix("torch.")
+        raise ValueError(f"{CALLER}: {name} is too small or too large for {dtype}, got {exact:g}; use float64")
+    return number
+
+
+def _finite(name: str, value: Any) -> float:
+    """A number as a float, unless it is larger than any."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{CALLER}: {name} must be a finite number, got {describe(value)}") from None
 
 
 def _square(name: str, std: Tensor) -> Tensor:
@@ -319,8 +347,11 @@ class Gaussian:
         """Convert to another dtype or device, as `Tensor.to` does."""
         mean = require_float_tensor("Gaussian.to", "mean", self.mean.to(*args, **kwargs))
         moved = Gaussian._trusted(mean, self.covariance.to(*args, **kwargs), self.event_ndim)
+        variances = moved.covariance.variances()
         require_finite("Gaussian.to", "mean", mean)
-        require_finite("Gaussian.to", "variance", moved.covariance.variances())
+        require_finite("Gaussian.to", "variance", variances)
+        if variances.dtype != self.dtype:
+            _require_kept("Gaussian.to", (self.covariance.variances() > 0).to(variances.device), variances)
         return moved
 
     def flattened(self) -> Gaussian:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SATURATED = 40.0
-"""|h| is cut here: φ(40) is zero in float64, so nothing beyond changes any moment."""
+SATURATED = 53.0
+"""|h| is cut here: s·φ(53) is zero in float64 for every s, so nothing beyond changes any moment."""
 
 _OWEN_NODES = {torch.float32: 7, torch.float64: 14}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -29,6 +32,8 @@ def full_precision() -> Iterator[None]:
     are global to the process: those that need it are changed when a thread enters, put back when the last one leaves.
     """
     global _inside
+    if _ending and threading.current_thread() is not threading.main_thread():
+        raise SystemExit  # a daemon thread: it ends here, without a word, instead of somewhere inside torch
     with _lock:
         _inside += 1
         if not _backends:
@@ -49,10 +54,35 @@ def full_precision() -> Iterator[None]:
             yield
     finally:
         with _lock:
-            _inside -= 1
+            _inside = max(0, _inside - 1)
             while _inside == 0 and _replaced:
                 backend, precision = _replaced.pop()
                 backend.fp32_precision = precision
+
+
+_ending = False
+LAST_SECONDS = 5.0
+"""How long the end of the interpreter waits for work of daemon threads."""
+
+
+@atexit.register
+def _let_threads_leave() -> None:
+    """A daemon thread that comes back from torch when the interpreter is gone aborts the process: let them leave."""
+    global _ending
+    _ending = True
+    deadline = time.monotonic() + LAST_SECONDS
+    while _inside and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def _forget_threads() -> None:
+    """In a forked process the other threads are gone, and with them what they held and would have put back."""
+    global _lock, _inside
+    _lock, _inside = threading.Lock(), 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch.autograd import gradcheck
 
 import netmoments as nm
 from tests.closeness import assert_close, assert_within_standard_errors
+from tests.fuzz.oracle import mean_and_variance
 from tests.gaussians import KINDS, SIZE, structures
 from tests.networks import random_network
 
@@ -506,3 +507,23 @@ def test_bad_paths_around(case):
     call, error, message = BAD_D[case]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_output_of_dead_units_has_the_variance_it_has(dtype):
+    """A hundred copies of one unit at h = −7: 10⁴ times its variance, though no pair of them matters in units of s²."""
+    network = nm.AffineReluAffine(
+        torch.ones(100, 1, dtype=dtype),
+        torch.full((100,), -7.0, dtype=dtype),
+        torch.ones(1, 100, dtype=dtype),
+        torch.zeros(1, dtype=dtype),
+    )
+    noise = nm.Gaussian(torch.zeros(1, dtype=dtype), std=1.0)
+    exact = 1e4 * float(mean_and_variance(-7.0)[1])
+    rtol = 1e-6 if dtype == torch.float32 else 1e-12
+    assert_close(network.variance(noise), [exact], rtol=rtol)
+    assert_close(network.covariance(noise), [[exact]], rtol=rtol)
+    assert_close(network.moments(noise)[1], [[exact]], rtol=rtol)
+    A, B, c2 = network.A, network.B, network.c2
+    batched = torch.func.vmap(lambda c1: nm.AffineReluAffine.trusted(A, c1, B, c2).variance(noise))
+    assert_close(batched(network.c1.expand(2, -1)), [[exact]] * 2, rtol=2e-5 if dtype == torch.float32 else rtol)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import netmoments as nm
 from netmoments.checks import (
     describe,
     require_broadcastable,
@@ -12,6 +13,8 @@ from netmoments.checks import (
     require_finite,
     require_float_tensor,
     require_float_tensors,
+    require_seed,
+    require_sigma,
     values_hold,
 )
 
@@ -88,3 +91,56 @@ def test_values_that_cannot_be_read_are_taken_to_hold():
     assert not values_hold(torch.tensor([True, False]))
     with pytest.raises(RuntimeError, match="meta"):
         values_hold(torch.ones(2, device="meta", dtype=torch.bool))
+
+
+UNLIKE = {
+    "sparse": (lambda: torch.eye(3).to_sparse(), r"sparse_coo; convert it with \.to_dense\(\)"),
+    "rows": (lambda: torch.eye(3).to_sparse_csr(), r"sparse_csr; convert it with \.to_dense\(\)"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"nested; pass its parts"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        r"nested; pass its parts",
+    ),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        r"quantized; convert it with \.dequantize\(\)",
+    ),
+    "complex": (lambda: torch.ones(3, dtype=torch.complex64), r"complex; pass its real and imaginary parts"),
+    "meta": (lambda: torch.ones(3, device="meta"), r"no values, as it is on the meta device"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested|Nested|[Ss]parse|quantiz)")
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_tensors_that_are_no_block_of_real_numbers(kind):
+    """Wherever one may be passed; what is said is what to do about it."""
+    make, words = UNLIKE[kind]
+    value, x = make(), torch.zeros(3)
+    calls = [
+        lambda: require_float_tensor("f", "x", value),
+        lambda: require_float_tensors("f", x=value),
+        lambda: nm.Gaussian(value, std=0.1),
+        lambda: nm.two_stage(torch.nn.Linear(3, 2).eval(), at=value),
+    ]
+    if kind != "meta":  # which is another device first
+        calls += [
+            lambda: nm.Gaussian(x, std=value),
+            lambda: nm.Gaussian(x, covariance=value),
+            lambda: nm.Gaussian(x, covariance=nm.LowRank(value)),
+            lambda: nm.Gaussian(x, covariance=nm.Dense(value)),
+            lambda: nm.relu_mean(value, x),
+            lambda: nm.relu_covariance(x, value),
+            lambda: nm.AffineReluAffine(value, x, x[None], x[:1]),
+        ]
+    for call in calls:
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
+def test_large_integers_are_not_written_out():
+    assert describe(2**400) == "an integer of 401 bits"
+    assert require_seed("f", 2**80) == 2**80
+    with pytest.raises(ValueError, match="f: seed must be an integer of at least 0, got an integer of 401 bits"):
+        require_seed("f", -(2**400))
+    with pytest.raises(ValueError, match="sigma must be a standard deviation above 0, got an integer of 1329 bits"):
+        require_sigma("f", 10**400)

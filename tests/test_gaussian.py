@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -322,3 +323,46 @@ def test_seeds_depend_on_all_three():
     assert len(seeds) == 5 * 3 * 200
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds) > 2**62
+
+
+SILENT = {
+    "a variance": lambda: nm.Gaussian(torch.zeros(3), covariance=1e-60),
+    "a deviation": lambda: nm.Gaussian(torch.zeros(3), std=1e-60),
+    "a large variance": lambda: nm.Gaussian(torch.zeros(3), covariance=1e60),
+    "a factor": lambda: nm.Gaussian(torch.zeros(3), covariance=nm.LowRank(torch.full((3, 1), 1e-30))),
+    "a diagonal": lambda: nm.Gaussian(torch.zeros(3), covariance=nm.LowRank(torch.zeros(3, 1), 1e-60)),
+    "a conversion": lambda: nm.Gaussian(torch.zeros(3).double(), covariance=1e-60).to(torch.float32),
+    "one of a batch": lambda: nm.Gaussian(
+        torch.zeros(2, 3), covariance=nm.LowRank(torch.tensor([1.0, 1e-30]).reshape(2, 1, 1).expand(2, 3, 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_noise_does_not_vanish_silently(case):
+    with pytest.raises(ValueError, match=r"too small .*use float64"):
+        SILENT[case]()
+
+
+def test_no_noise_at_all_and_a_vanishing_part_of_it_are_good_input():
+    assert float(nm.Gaussian(torch.zeros(3), covariance=0.0).variance.max()) == 0
+    assert float(nm.Gaussian(torch.zeros(3), covariance=nm.LowRank(torch.zeros(3, 1))).variance.max()) == 0
+    factor = torch.tensor([[1.0], [1e-30], [0.0]])
+    assert nm.Gaussian(torch.zeros(3), covariance=nm.LowRank(factor)).variance.tolist() == [1, 0, 0]
+    tiny = nm.Gaussian(torch.zeros(3).double(), covariance=1e-60)
+    assert float(tiny.variance[0]) == 1e-60
+
+
+@pytest.mark.parametrize("name", ["std", "covariance"])
+@pytest.mark.parametrize("value", [10**400, -(10**400), Fraction(10**400, 3)])
+def test_numbers_beyond_floats(name, value):
+    with pytest.raises(ValueError, match=f"Gaussian: {name} must be a finite number, got"):
+        nm.Gaussian(torch.zeros(3), **{name: value})
+    with pytest.raises(ValueError, match="LowRank diagonal must be a finite number"):
+        nm.Gaussian(torch.zeros(3), covariance=nm.LowRank(torch.ones(3, 1), value))
+
+
+def test_a_dense_form_of_a_factor_is_symmetric_to_the_bit():
+    factor = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
+    matrix = nm.LowRank(factor, 0.1).dense()
+    assert torch.equal(matrix, matrix.mT)

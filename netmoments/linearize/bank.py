@@ -7,15 +7,19 @@ farthest from its centre.
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import describe, require_finite, require_float_tensor, require_float_tensors
+from netmoments.checks import describe, require_finite, require_float_tensor, require_float_tensors, require_seed
 from netmoments.linearize.two_stage import CALLER, points_of, two_stage
 from netmoments.network.model import NetworkModel
 from netmoments.network.weights import read_tensors, write_tensors
@@ -26,15 +30,28 @@ def k_means_centres(images: Tensor, count: int, *, seed: int = 0, initial: Tenso
 
     `initial` (count, *event) are the centres to start from; by default k-means++ chooses them.
     """
-    try:
-        from sklearn.cluster import KMeans
-    except ImportError:
-        raise ImportError('k-means needs scikit-learn: pip install "netmoments[data]"') from None
     images = _require_images("k_means_centres", images, count)
+    seed = require_seed("k_means_centres", seed)
     start = "k-means++" if initial is None else initial.reshape(count, -1).cpu().double().numpy()
-    clusters = KMeans(count, init=start, n_init=1, random_state=seed % 2**32)
-    clusters.fit(images.flatten(1).cpu().double().numpy())
+    with _random_state_kept():
+        try:
+            from sklearn.cluster import KMeans
+        except ImportError:
+            raise ImportError('k-means needs scikit-learn: pip install "netmoments[data]"') from None
+        clusters = KMeans(count, init=start, n_init=1, random_state=seed % 2**32)
+        clusters.fit(images.flatten(1).cpu().double().numpy())
     return torch.from_numpy(clusters.cluster_centers_).to(images).reshape(count, *images.shape[1:])
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """A block that leaves Python's and NumPy's random states as they were: importing scikit-learn alone uses one."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
 
 
 def members_farthest_from(centres: Tensor, images: Tensor) -> Tensor:

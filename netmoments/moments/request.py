@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from netmoments.checks import describe
 from netmoments.covariances import Covariance
@@ -19,6 +19,7 @@ from netmoments.memory import memory_limit
 from netmoments.moments.result import MomentErrors, OutputMoments
 from netmoments.network.interface import Arguments, NoisyArgument
 from netmoments.network.model import NetworkModel
+from netmoments.network.validate import other_dtypes, require_plain_weights
 from netmoments.precision import full_precision
 
 CALLER = "output_moments"
@@ -64,6 +65,8 @@ class Request:
         flat = noise.flattened()
         wanted = flat.mean.requires_grad or flat.covariance.variances().requires_grad
         wanted = wanted and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if isinstance(network, nn.Module):
+            require_plain_weights(network, caller)
         try:
             model = NetworkModel.of_any(network, flat.mean, caller, arguments=arguments, key=key)
         except ValueError as refusal:
@@ -142,6 +145,9 @@ def _read_otherwise(
             return NetworkModel.of_any(network, inputs, caller, arguments=called, key=key), reading
         except ValueError:
             continue
+    hint = other_dtypes(network, noise.mean) if isinstance(network, nn.Module) else ""
+    if hint and hint not in str(refusal):
+        raise ValueError(f"{refusal}{hint}") from refusal
     if arguments is not None or not tries or "cannot take an input" not in str(refusal):
         raise refusal
     raise ValueError(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from netmoments.checks import describe, require_finite
+from netmoments.checks import describe, require_finite, require_values, unlike_plain
 from netmoments.network.relu_calls import Trace, trace, with_batch_known
-from netmoments.network.replica import replica
+from netmoments.network.replica import named_tensors, replica
 from netmoments.precision import full_precision, without_cudnn
 
 COPIES = 8
@@ -24,6 +24,7 @@ def examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
     It is run on the image twice and on copies of it (is it deterministic?), on another image, and on both together
     (does the batch matter?). All runs are those of a twin, and leave the random state as it was.
     """
+    require_plain_weights(network, caller)
     on_gpu = image.device.type == "cuda"
     before = torch.get_rng_state(), torch.cuda.get_rng_state(image.device) if on_gpu else None
     watch = _RandomOperations()
@@ -35,6 +36,37 @@ def examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
             torch.set_rng_state(before[0])
             if before[1] is not None:
                 torch.cuda.set_rng_state(before[1], image.device)
+
+
+QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
+"""Where modules live whose weights are packed away."""
+
+
+def require_plain_weights(network: nn.Module, caller: str) -> None:
+    """Weights that are dense tensors with values: others have no derivatives, or nothing to compute with."""
+    for name, module in network.named_modules():
+        if type(module).__module__.startswith(QUANTIZED):
+            raise TypeError(
+                f"{caller}: {name or 'the network'} is quantized ({type(module).__name__}) and cannot be looked into; "
+                f"pass the float network it was made from, or sample it with netmoments.monte_carlo"
+            )
+    for name, tensor in named_tensors(network).items():
+        unlike = None if tensor.is_complex() else unlike_plain(tensor)  # complex weights may be inside a network
+        if unlike is not None:
+            raise TypeError(f"{caller}: the network's {name} must be a plain tensor, got one that is {unlike}")
+        require_values(caller, f"the network's {name}", tensor)
+
+
+def other_dtypes(network: nn.Module, image: Tensor) -> str:
+    """Which of the network's numbers have another dtype than the image, in words for the end of an error."""
+    odd = [
+        f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
+        for name, tensor in named_tensors(network).items()
+        if tensor.is_floating_point() and tensor.dtype != image.dtype
+    ]
+    if not odd:
+        return ""
+    return f"; it has {', '.join(odd[:4])} for an input of {image.dtype}: convert it, e.g. network.to({image.dtype})"
 
 
 class _RandomOperations(TorchDispatchMode):
@@ -56,8 +88,14 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
         except REFUSALS as error:
             raise ValueError(
                 f"{caller}: the network cannot take an input of shape {tuple(image.shape[1:])}: {first_line(error)}"
+                f"{other_dtypes(network, image)}"
             ) from error
         _require_scores(alone.output, image, caller)
+        if alone.output.dtype != image.dtype:
+            raise ValueError(
+                f"{caller}: the network returns {alone.output.dtype} for an input of {image.dtype}"
+                f"{other_dtypes(network, image)}"
+            )
         other = another_image(image)
         with torch.no_grad():
             again, apart = network(image.clone()), network(other.clone())

@@ -433,11 +433,15 @@ class Conditional(NamedTuple):
     deviation: Tensor
 
 
-def conditional(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Conditional:
-    """The numerators are written (h∓k) ± (1−|ρ|)k, so that nothing cancels near ρ = ±1."""
+def conditional(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch, gap: Tensor | None = None) -> Conditional:
+    """The numerators are written (h∓k) ± (1−|ρ|)k, so that nothing cancels near ρ = ±1.
+
+    `gap` is 1−|ρ|, where it is known better than from ρ.
+    """
     one, pairs = rho.new_ones(()), common_shape(h, k, rho)
     size = torch.abs(rho, out=scratch.take("size", rho.shape))
-    gap = torch.sub(one, size, out=scratch.take("gap", rho.shape))
+    mine = scratch.take("gap", rho.shape)
+    gap = torch.sub(one, size, out=mine) if gap is None else mine.copy_(gap)
     deviation = torch.addcmul(gap, gap, size, out=scratch.take("deviation", rho.shape)).sqrt_()
     flip = torch.copysign(one, rho, out=scratch.take("flip", rho.shape))
     slack = gap.mul_(flip)
@@ -447,16 +451,51 @@ def conditional(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Conditio
     return Conditional(first, second, deviation)
 
 
-def excess_by_owen(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
+def _even_exponent(x: Tensor) -> Tensor:
+    """The even number e for which x·2⁻ᵉ is from 1/4 to 2."""
+    return torch.frexp(x).exponent // 2 * 2
+
+
+def _exact_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The product of float64 numbers as a sum of two (Dekker 1971)."""
+    product = a * b
+    (a_high, a_low), (b_high, b_low) = ((high, x - high) for x in (a, b) for high in (_high_half(x),))
+    return product, ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+
+
+def _high_half(x: Tensor) -> Tensor:
+    scaled = x * (2.0**27 + 1)
+    return scaled - (scaled - x)
+
+
+def correlation_and_gap(first: Tensor, second: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """ρ = c/√(v₁v₂), cut to [−1, 1], and 1−|ρ| = (v₁v₂−c²)/(v₁v₂(1+|ρ|)), of variances v > 0 and covariances c.
+
+    In float64, and v₁v₂ − c² as if with infinitely many digits: the gap is that of the numbers as they are given.
+    """
+    first, second, covariance = first.double(), second.double(), covariance.double()
+    one, other = _even_exponent(first), _even_exponent(second)
+    first, second = torch.ldexp(first, -one), torch.ldexp(second, -other)
+    covariance = torch.ldexp(covariance, -((one + other) // 2))
+    product, product_rest = _exact_product(first, second)
+    square, square_rest = _exact_product(covariance, covariance)
+    size = (covariance.abs() / product.sqrt()).clamp(max=1)
+    gap = ((product - square) + (product_rest - square_rest)).clamp(min=0) / (product * (1 + size))
+    return torch.copysign(1 - gap, covariance), gap
+
+
+def excess_by_owen(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch, gap: Tensor | None = None) -> Tensor:
     """P(z₁>0, z₂>0) − Φ(h)Φ(k) for any ρ in [−1, 1], to rounding:
 
     P = Φ(h)/2 + Φ(k)/2 − T(h, (k−ρh)/hq) − T(k, (h−ρk)/kq) − [h and k on different sides of 0]/2   (Owen 1956)
+
+    P has infinite slope at ρ = ±1: there a rounding of ρ by 1e-16 is an error of 1e-9, and `gap` = 1−|ρ| is needed.
     """
     h, k, rho = torch.broadcast_tensors(h, k, rho)
     origin = (h.abs() < 1e-30) & (k.abs() < 1e-30)  # here the two directions are lost; P itself is continuous: step off
     h = torch.where(origin, 1e-30, h)
     k = torch.where(origin, 1e-30, k)
-    given = conditional(h, k, rho, scratch)
+    given = conditional(h, k, rho, scratch, gap)
     below_h, below_k = distribution(h), distribution(k)
     opposite = 0.5 * ((h < 0) != (k < 0)).to(h.dtype)
     probability = 0.5 * (below_h + below_k) - owen_t(h, given.second) - owen_t(k, given.first) - opposite

@@ -11,21 +11,42 @@ from torch.autograd import Function
 
 from netmoments.checks import describe, require_broadcastable, require_float_tensors
 from netmoments.memory import scratch_budget
-from netmoments.normal import distribution
+from netmoments.normal import distribution, standard_deviation, standardize
 from netmoments.precision import full_precision, matmul, row_products
-from netmoments.relu.bivariate import SMALL, Scratch, Units, nonlinear_matrix, scratch_for, units_of
-from netmoments.relu.marginal import unit_variance, variance_slopes
+from netmoments.relu.bivariate import (
+    SMALL,
+    Scratch,
+    Units,
+    correlation_and_gap,
+    excess_by_owen,
+    nonlinear_matrix,
+    scratch_for,
+    units_of,
+)
+from netmoments.relu.marginal import unit_variance, variance_of, variance_slopes
 from netmoments.relu.quadratic_form import flatten_batch, unflatten_batch
 from netmoments.relu.tiles import (
+    DEAD,
+    TEMPORARIES,
+    GradientOfTile,
     Tile,
     UnitGradients,
     active,
     chunks,
+    dead,
+    deep_layers,
     excess_probability,
     gate_slopes,
+    height_root,
+    images_of,
+    mirror_,
     nonlinear_covariance,
+    noticeable,
     refuse_forward_mode,
     refuse_second_derivative,
+    tail_excess,
+    tail_gradient,
+    tail_nonlinear_part,
     tile_elements,
     tile_gradient,
     triangle,
@@ -42,7 +63,9 @@ def relu_covariance(mean: Tensor, covariance: Tensor, *, memory_budget: int | No
 
     Cov(relu zᵢ, relu zⱼ) = Sᵢⱼ Φ(hᵢ)Φ(hⱼ) + sᵢsⱼ J(hᵢ,hⱼ;ρᵢⱼ), in place of the paper's series (Lemma 4), which
     diverges at |ρ| = 1/√2. Absolute error in units of sᵢsⱼ: below 1e-14 in float64 and 5e-7 in float32, for every
-    ρ in [−1, 1]; the diagonal is `relu_variance`. Singular covariances and zero variances give the exact limit.
+    ρ in [−1, 1]; where a unit is hardly ever open, h < −3, relative to the two parts themselves, 1e-12 and 1e-6, as far
+    as floats go. The diagonal is `relu_variance`. Singular covariances and zero variances give the exact limit. Of the
+    covariance, taken as symmetric, what is on and below the diagonal is read; the result is symmetric to the bit.
 
     Gradients are the closed-form derivatives (∂Cov/∂Sᵢⱼ is the orthant probability), finite at ρ = ±1 and at zero
     variance; the covariance is taken as symmetric, each entry getting the derivative of its own output entry.
@@ -54,14 +77,18 @@ def relu_covariance(mean: Tensor, covariance: Tensor, *, memory_budget: int | No
     mean, covariance = require_float_tensors("relu_covariance", mean=mean, covariance=covariance)
     batch = _layer_batch("relu_covariance", mean, covariance)
     budget = scratch_budget(mean.device, memory_budget)
-    return _ReluCovariance.apply(*flat_layer(mean, covariance, batch), budget).reshape(*batch, *covariance.shape[-2:])
+    found = _ReluCovariance.apply(*flat_layer(mean, covariance, batch), budget, True)
+    return found.reshape(*batch, *covariance.shape[-2:])
 
 
 def orthant_probability(mean: Tensor, covariance: Tensor) -> Tensor:
     """P(zᵢ > 0, zⱼ > 0) of every pair for z ~ N(mean, covariance): (..., p) and (..., p, p) to (..., p, p).
 
     Φ(hᵢ)Φ(hⱼ) plus the orthant excess; on the diagonal Φ(hᵢ). Absolute error below 1e-14 in float64 for every
-    correlation. A unit of zero variance is above 0, below it, or (at mean 0) counts as above with probability 1/2.
+    correlation, ±1 included, where it has an infinite slope: 1 − |ρ| is that of the numbers given, to the last of
+    their digits. Where a unit is hardly ever open, h < −3, the error is 1e-12 of the result's two parts, or 1e-8 of it
+    beyond |ρ| = 0.99. The result is symmetric. A unit of zero variance is above 0, below it, or (at mean 0) counts as
+    above with probability 1/2.
     This is the derivative of `relu_covariance` in the covariance. It has no derivatives of its own; `vmap` works.
 
     >>> orthant_probability(torch.zeros(2), torch.eye(2))
@@ -82,26 +109,34 @@ def layer_form(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
     """
     if fused.available(mean):
         return _layer_form(mean, covariance, weights, diagonal=False)
-    return matmul(weights, matmul(relu_covariance(mean, covariance), weights.mT))
+    found = matmul(weights, matmul(_checked_layer_covariance(mean, covariance), weights.mT))
+    return 0.5 * (found + found.mT)
 
 
 def layer_form_diagonal(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
     """The diagonal of `layer_form`, (..., d): the variances of B relu(z)."""
     if fused.available(mean):
         return _layer_form(mean, covariance, weights, diagonal=True)
-    return row_products(matmul(weights, relu_covariance(mean, covariance)), weights)
+    return row_products(matmul(weights, _checked_layer_covariance(mean, covariance)), weights)
+
+
+def _checked_layer_covariance(mean: Tensor, covariance: Tensor) -> Tensor:
+    batch = _layer_batch("layer_form", mean, covariance)
+    found = _ReluCovariance.apply(*flat_layer(mean, covariance, batch), None, False)
+    return found.reshape(*batch, *covariance.shape[-2:])
 
 
 def _layer_form(mean: Tensor, covariance: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
     """By the GPU's kernels, with one batch dimension."""
     batch = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2], weights.shape[:-2])
     inputs = (*flat_layer(mean, covariance, batch), flatten_batch(weights, batch, 2))
-    return unflatten_batch(fused_form.LayerForm.apply(*inputs, diagonal), batch)
+    found = fused_form.LayerForm.apply(*inputs, diagonal)
+    return unflatten_batch(found if diagonal else 0.5 * (found + found.mT), batch)
 
 
 def layer_covariance(mean: Tensor, covariance: Tensor) -> Tensor:
-    """`relu_covariance` of layers (N, p), (N, p, p), which are not checked."""
-    return _ReluCovariance.apply(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance, None)
+    """`relu_covariance` of layers (N, p), (N, p, p), which are not checked: accurate relative to the whole layer."""
+    return _ReluCovariance.apply(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance, None, False)
 
 
 def flat_layer(mean: Tensor, covariance: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,25 +161,28 @@ class _ReluCovariance(Function):
     """(mean, variance, covariance) → the layer's covariance, (images, units, units).
 
     Dimension 0 is images, N or 1 (shared). The separable part SᵢⱼΦᵢΦⱼ is for all pairs; the nonlinear part is added
-    tile by tile, each pair once, among active units only; the diagonal is the units' own variance.
+    tile by tile, each pair once, among active units only; the diagonal is the units' own variance. Pairs with a unit
+    that is hardly ever open are then computed again: all (`entrywise`), or those that matter to the layer as a whole.
     """
 
     @staticmethod
-    def forward(mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int | None) -> Tensor:
+    def forward(
+        mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int | None, entrywise: bool
+    ) -> Tensor:
+        budget = scratch_budget(mean.device, memory_budget)
         if fused.ENABLED and fused.available(mean):
-            budget = scratch_budget(mean.device, memory_budget)
-            return fused.relu_covariance(mean, variance, covariance, budget)
-        images = max(len(mean), len(variance), len(covariance))
-        units = units_of(mean, variance)
-        gate = distribution(units.h)
-        independent = gate.unsqueeze(-1) * gate.unsqueeze(-2)
-        result = independent.mul_(covariance) if len(independent) == images else independent * covariance
-        if result.numel() <= SMALL:
-            result += nonlinear_matrix(units, covariance)
+            result = fused.relu_covariance(mean, variance, covariance, budget)
+            if entrywise and not bool((mean < DEAD * variance.sqrt()).any()):  # few operations: here they would show
+                return result
+            std = standard_deviation(variance)
+            units = Units(standardize(mean, std), std)
         else:
-            budget = scratch_budget(mean.device, memory_budget)
-            _add_pairs(result, units, covariance, nonlinear_covariance, budget)
-        result.diagonal(dim1=1, dim2=2).copy_(variance * unit_variance(units.h))
+            units = units_of(mean, variance)
+            result = _plain_covariance(units, variance, covariance, budget)
+        rows = dead(units) if entrywise else deep_layers(units, None).unsqueeze(-1) & noticeable(units, None)
+        if bool(rows.any()):
+            _replace_pairs(result, rows, mean, variance, covariance, _covariance_of_pairs, budget)
+            result.diagonal(dim1=1, dim2=2).copy_(variance_of(mean, variance))
         return result
 
     @staticmethod
@@ -154,7 +192,7 @@ class _ReluCovariance(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_ReluCovarianceGradient.apply(grad, *ctx.saved_tensors, ctx.memory_budget), None)
+        return (*_ReluCovarianceGradient.apply(grad, *ctx.saved_tensors, ctx.memory_budget), None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
@@ -173,9 +211,14 @@ class _ReluCovarianceGradient(Function):
         memory_budget = scratch_budget(mean.device, memory_budget)
         inputs = (mean, variance, covariance)
         gradients = _fused_gradients if fused.available(mean) else _plain_gradients
-        return tuple(
-            x.sum_to_size(like.shape) for x, like in zip(gradients(grad, *inputs, memory_budget), inputs, strict=True)
-        )
+        found = gradients(grad, *inputs, memory_budget)
+        std = standard_deviation(variance)
+        deep = deep_layers(Units(standardize(mean, std), std), None).expand(len(grad))
+        if bool(deep.any()):
+            m, v, c = (images_of(x, deep).double() for x in inputs)
+            for x, mended in zip(found, _tail_gradients(grad[deep].double(), m, v, c, memory_budget), strict=True):
+                x[deep] = mended.to(x.dtype)
+        return tuple(x.sum_to_size(like.shape) for x, like in zip(found, inputs, strict=True))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -190,16 +233,53 @@ class _ReluCovarianceGradient(Function):
         return vmap_gradient(_ReluCovarianceGradient, info.batch_size, in_dims, inputs)
 
 
+def _plain_covariance(units: Units, variance: Tensor, covariance: Tensor, memory_budget: int) -> Tensor:
+    """The layer's covariance with absolute accuracy."""
+    images = max(len(units.h), len(covariance))
+    gate = distribution(units.h)
+    independent = gate.unsqueeze(-1) * gate.unsqueeze(-2)
+    result = independent.mul_(covariance) if len(independent) == images else independent * covariance
+    if result.numel() <= SMALL:
+        result += nonlinear_matrix(units, covariance)
+    else:
+        _add_pairs(result, units, covariance, nonlinear_covariance, memory_budget)
+    result.diagonal(dim1=1, dim2=2).copy_(variance * unit_variance(units.h))
+    return mirror_(result)
+
+
 def _plain_gradients(
     grad: Tensor, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in mean, variance and covariance for each image, tile by tile."""
-    images = grad.shape[0]
     units = units_of(mean, variance)
+    return _gradients_of(tile_gradient, active(units), units, grad, mean, variance, covariance, memory_budget)
+
+
+def _tail_gradients(
+    grad: Tensor, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same to relative accuracy."""
+    units = units_of(mean, variance)
+    relevant = noticeable(units, None)
+    return _gradients_of(tail_gradient, relevant, units, grad, mean, variance, covariance, memory_budget)
+
+
+def _gradients_of(
+    of_tile: GradientOfTile,
+    relevant: Tensor,
+    units: Units,
+    grad: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    covariance: Tensor,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Separable parts of all pairs, nonlinear ones of pairs of relevant units."""
+    images = grad.shape[0]
     by_mean, by_variance, by_covariance = _separable_gradients(grad, units, mean, variance, covariance)
     elements = tile_elements(memory_budget, mean.dtype)
     scratch = scratch_for(mean, elements)
-    for chunk in chunks(active(units), images, elements, shared=covariance.shape[0] == 1):
+    for chunk in chunks(relevant, images, elements, shared=covariance.shape[0] == 1):
         here = chunk.restrict(units)
         by_unit = UnitGradients(chunk.count, here)
         for tile in triangle(here.h.shape[1], elements // chunk.count):
@@ -207,7 +287,7 @@ def _plain_gradients(
             lower, upper = chunk.block(grad, rows, columns), chunk.block(grad, columns, rows).mT
             weight = torch.add(lower, upper, out=scratch.take("weight", lower.shape))
             with full_precision():
-                slopes = tile_gradient(here, tile, chunk.block(covariance, rows, columns), weight, scratch)
+                slopes = of_tile(here, tile, chunk.block(covariance, rows, columns), weight, scratch)
             chunk.add_block(by_covariance, rows, columns, slopes.by_covariance * lower)
             chunk.add_block(by_covariance, columns, rows, (slopes.by_covariance * upper).mT)
             by_unit.add_tile(slopes, tile)
@@ -240,6 +320,11 @@ class _OrthantProbability(Function):
         gate = distribution(units.h)
         result = (gate.unsqueeze(-1) * gate.unsqueeze(-2)).expand(images, -1, -1).clone()
         _add_pairs(result, units, covariance, excess_probability, memory_budget)
+        mirror_(result)
+        rows = dead(units)
+        if bool(rows.any()):
+            _replace_pairs(result, rows, mean, variance, covariance, _probability_of_pairs, memory_budget)
+        _mend_strong_pairs(result, units, variance, covariance)
         result.diagonal(dim1=1, dim2=2).copy_(gate)
         return result.clamp_(0, 1)
 
@@ -282,7 +367,7 @@ def _add_pairs(
     of_tile: Callable[[Units, Tile, Tensor, Scratch], Tensor],
     memory_budget: int,
 ) -> None:
-    """result[i, j] += of_tile(i, j), and symmetrically, for every pair of active units, tile by tile."""
+    """result[i, j] += of_tile(i, j) for every pair i > j of active units, tile by tile."""
     elements = tile_elements(memory_budget, result.dtype)
     scratch = scratch_for(result, elements)
     for chunk in chunks(active(units), result.shape[0], elements, shared=covariance.shape[0] == 1):
@@ -291,4 +376,78 @@ def _add_pairs(
             rows, columns = tile
             value = of_tile(here, tile, chunk.block(covariance, rows, columns), scratch)
             chunk.add_block(result, rows, columns, value)
-            chunk.add_block(result, columns, rows, value.mT)
+
+
+STRONG = 0.99
+"""Beyond this correlation the rounding of ρ shows in an orthant probability."""
+
+
+def _mend_strong_pairs(result: Tensor, units: Units, variance: Tensor, covariance: Tensor) -> None:
+    """Orthant probabilities of strongly correlated pairs, with 1 − |ρ| from exact products.
+
+    Of units that are open now and then: left of h = −6 the part that a rounding of ρ can change is below 1e-17.
+    """
+    std = torch.where((units.s > 0) & (units.h > -6), units.s, torch.inf)
+    rho = covariance / std.unsqueeze(-1) / std.unsqueeze(-2)
+    image, i, j = (rho.abs() > STRONG).expand_as(result).tril(-1).nonzero(as_tuple=True)
+    if not len(image):
+        return
+
+    def picked(x: Tensor, unit: Tensor) -> Tensor:
+        return x.expand(len(result), -1)[image, unit]
+
+    correlation, gap = correlation_and_gap(
+        picked(variance, i), picked(variance, j), covariance.expand_as(result)[image, i, j]
+    )
+    h, k = picked(units.h, i).double(), picked(units.h, j).double()
+    scratch = Scratch(torch.float64, result.device, len(image))
+    found = distribution(h) * distribution(k) + excess_by_owen(h, k, correlation, scratch, gap)
+    result[image, i, j] = result[image, j, i] = found.to(result.dtype)
+
+
+PairsOfUnits = Callable[[Units, Units, Tensor, Tensor], Tensor]
+"""Of rows, columns, their correlations and covariances."""
+
+
+def _covariance_of_pairs(row: Units, column: Units, rho: Tensor, covariance: Tensor) -> Tensor:
+    """SᵢⱼΦᵢΦⱼ + sᵢsⱼJ to relative accuracy."""
+    root = height_root(row.h, column.h)
+    nonlinear = tail_nonlinear_part(row.h, column.h, rho) * (row.s * root) * (column.s * root)
+    return covariance * (distribution(row.h) * distribution(column.h)) + nonlinear
+
+
+def _probability_of_pairs(row: Units, column: Units, rho: Tensor, covariance: Tensor) -> Tensor:
+    """ΦᵢΦⱼ + D, likewise."""
+    root = height_root(row.h, column.h)
+    excess = tail_excess(row.h, column.h, rho) * root * root
+    return distribution(row.h) * distribution(column.h) + excess
+
+
+def _replace_pairs(
+    result: Tensor,
+    chosen: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    covariance: Tensor,
+    of_pairs: PairsOfUnits,
+    memory_budget: int,
+) -> None:
+    """result[i, j] = of_pairs(i, j) in float64 for the pairs with a chosen unit (images or 1, units), some rows at a
+    time; the diagonal is left to the caller."""
+    units = units_of(mean.double(), variance.double())
+    size = result.shape[-1]
+    elements = max(1, memory_budget // (TEMPORARIES * 8))
+    place = torch.arange(size, device=result.device)
+    for chunk in chunks(chosen, result.shape[0], elements, shared=False):
+        s = chunk.of(units.s)
+        every = Units(chunk.of(units.h), torch.where(s > 0, s, 1.0))
+        matrix, target = chunk.of(covariance), result[chunk.images]
+        for index in chunk.units.split(max(1, elements // (chunk.count * size))):
+            row, column = Units(every.h[:, index], every.s[:, index]).rows(), every.columns()
+            c = torch.where(place < index.unsqueeze(-1), matrix[:, index], matrix[:, :, index].mT).double()
+            c = torch.where((chunk.of(units.s)[:, index].unsqueeze(-1) > 0) & (s.unsqueeze(-2) > 0), c, 0.0)
+            rho = (c / torch.maximum(row.s, column.s) / torch.minimum(row.s, column.s)).clamp_(-1, 1)
+            found = of_pairs(row, column, rho, c).to(result.dtype)
+            target[:, index] = found
+            target[:, :, index] = found.mT
+    mirror_(result)  # of a pair of two chosen units the two values can differ in the last digit

@@ -6,6 +6,7 @@ Every function takes any shape, float32 or float64, and broadcasts its arguments
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from netmoments.checks import require_broadcastable, require_float_tensors
+from netmoments.checks import require_broadcastable, require_float_tensors, values_hold
 from netmoments.normal import density, distribution, standard_deviation, standardize
 
 TAIL = 3.0
-"""Beyond this many standard deviations tail moments come from a continued fraction."""
+"""Beyond this many standard deviations tail moments come from a continued fraction; in float32 sooner."""
+
+_TAIL_BEGINS = {torch.float32: 2.0, torch.float64: TAIL}
+
+INVERSE_ROOT = 1 / math.sqrt(2 * math.pi)
 
 _FRACTION_TERMS = {torch.float32: 16, torch.float64: 40}
 
@@ -28,12 +33,12 @@ def open_probability(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def tail_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """M_n(x) = ∫₀^∞ tⁿ exp(−xt − t²/2) dt for n = 0, 1, 2 and x ≥ `TAIL`.
+    """M_n(x) = ∫₀^∞ tⁿ exp(−xt − t²/2) dt for n = 0, 1, 2 and x ≥ `TAIL` (2 in float32).
 
     φ(x)·M_n(x) is the n-th moment of a standard normal's excess over x; M₀ is Mills' ratio.
     Integration by parts gives x M_n + M_{n+1} = n M_{n−1}, hence M_n/M_{n−1} = n / (x + M_{n+1}/M_n):
     a continued fraction of positive terms, without the cancellation that the closed forms suffer
-    (a factor x⁴ for M₂). Relative error below 1e-14 in float64.
+    (a factor x⁴ for M₂). Relative error below 1e-14 in float64, 6e-7 in float32.
     """
     terms = _FRACTION_TERMS[x.dtype]
     ratio = 0.5 * (torch.sqrt(x * x + 4 * (terms + 1)) - x)
@@ -47,18 +52,17 @@ def tail_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def unit_mean(h: Tensor) -> Tensor:
     """e(h) = E relu(h + N(0,1)) = hΦ(h) + φ(h), relative accuracy kept in the left tail."""
-    _, first, _ = tail_moments(torch.clamp(-h, min=TAIL))
-    return torch.where(h < -TAIL, density(h) * first, h * distribution(h) + density(h))
+    begins = _TAIL_BEGINS[h.dtype]
+    _, first, _ = tail_moments(torch.clamp(-h, min=begins))
+    return torch.where(h < -begins, density(h) * first, h * distribution(h) + density(h))
 
 
 def unit_variance(h: Tensor) -> Tensor:
     """v(h) = Var relu(h + N(0,1)) = (1+h²)Φ + hφ − (hΦ+φ)²; v(h) = 2Φ(h) − 1 + v(−h) for h > 0."""
-    left = -h.abs()
-    _, first, second = tail_moments(torch.clamp(-left, min=TAIL))
-    phi, Phi = density(left), distribution(left)
-    inside = (1 + left * left) * Phi + left * phi - (left * Phi + phi) ** 2
-    tail = phi * second - (phi * first) ** 2
-    value = torch.where(left < -TAIL, tail, inside)
+    left, begins = -h.abs(), _TAIL_BEGINS[h.dtype]
+    _, first, second = tail_moments(torch.clamp(-left, min=begins))
+    phi = density(left)
+    value = torch.where(left < -begins, phi * second - (phi * first) ** 2, _central_variance(left))
     return torch.where(h > 0, value + torch.erf(h * 0.5**0.5), value)
 
 
@@ -99,8 +103,26 @@ def _with_slopes(value: Value, slopes: Slopes) -> Value:
     return ClosedForm.apply
 
 
+def _bell_root(mean: Tensor, variance: Tensor) -> Tensor:
+    """√exp(−h²/2), in float64: the exponential amplifies a rounding of h² by h²/2.
+
+    Its root, so that a deviation can be multiplied in before the square underflows.
+    """
+    h = standardize(mean.double(), standard_deviation(variance.double()))
+    return torch.exp(-0.25 * h * h)
+
+
+def _bell_root_by_std(mean: Tensor, std: Tensor) -> Tensor:
+    h = standardize(mean.double(), std.double())
+    return torch.exp(-0.25 * h * h)
+
+
 def _mean(mean: Tensor, std: Tensor) -> Tensor:
-    return torch.relu(mean) + std * unit_mean(-standardize(mean, std).abs())
+    left, begins = -standardize(mean, std).abs(), _TAIL_BEGINS[std.dtype]
+    _, first, _ = tail_moments(torch.clamp(-left, min=begins))
+    root = _bell_root_by_std(mean, std).to(std.dtype)
+    tail = std * root * root * first * INVERSE_ROOT
+    return torch.relu(mean) + torch.where(left < -begins, tail, std * (left * distribution(left) + density(left)))
 
 
 def _mean_slopes(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,8 +131,28 @@ def _mean_slopes(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
     return distribution(h), density(h)
 
 
-def _variance(mean: Tensor, variance: Tensor) -> Tensor:
-    return variance * unit_variance(standardize(mean, standard_deviation(variance)))
+def variance_of(mean: Tensor, variance: Tensor) -> Tensor:
+    """s²v(h) of means and variances: `unit_variance` to relative accuracy in the tail, whatever the dtype."""
+    std = standard_deviation(variance)
+    return _variance_by_root(standardize(mean, std), std, _bell_root(mean, variance))
+
+
+def _variance_by_root(h: Tensor, std: Tensor, bell_root: Tensor) -> Tensor:
+    """s²v(h), with √exp(−h²/2) at hand: in the tail the two moments are those of s·√exp(−h²/2)."""
+    left, begins = -h.abs(), _TAIL_BEGINS[h.dtype]
+    _, first, second = tail_moments(torch.clamp(-left, min=begins))
+    root = bell_root.to(std.dtype)
+    scaled = std * root
+    tail = scaled * scaled * second * INVERSE_ROOT - (scaled * root * first * INVERSE_ROOT).square()
+    inside = std * std * _central_variance(left)
+    value = torch.where(left < -begins, tail, inside)
+    return torch.where(h > 0, value + std * std * torch.erf(h * 0.5**0.5), value)
+
+
+def _central_variance(left: Tensor) -> Tensor:
+    """v(h) where it is not in the tail, h ≤ 0."""
+    phi, Phi = density(left), distribution(left)
+    return (1 + left * left) * Phi + left * phi - (left * Phi + phi) ** 2
 
 
 def variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,8 +163,21 @@ def variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     return 2 * expected_relu(mean, std) * distribution(-h), gate - bell * (h * gate + bell)
 
 
+def _variance_by_std(mean: Tensor, std: Tensor) -> Tensor:
+    """The same of means and deviations, whose squares may be too large or too small for their dtype."""
+    return _variance_by_root(standardize(mean, std), std, _bell_root_by_std(mean, std))
+
+
+def _variance_by_std_slopes(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    h = standardize(mean, std)
+    gate, bell = distribution(h), density(h)
+    return 2 * expected_relu(mean, std) * distribution(-h), 2 * std * (gate - bell * (h * gate + bell))
+
+
 def _nonlinear_variance(mean: Tensor, variance: Tensor) -> Tensor:
-    return variance * unit_nonlinear_variance(standardize(mean, standard_deviation(variance)))
+    """Even in h, where the nonlinear part is the same: that of −|h|, whose gate is small."""
+    gate = distribution(-standardize(mean, standard_deviation(variance)).abs())
+    return variance_of(-mean.abs(), variance) - variance * gate * gate
 
 
 def _nonlinear_variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +191,7 @@ def _nonlinear_variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, 
 
 expected_relu = _with_slopes(_mean, _mean_slopes)
 """`relu_mean` of tensors of one shape and dtype, which are not checked."""
-_variance_of = _with_slopes(_variance, variance_slopes)
+_variance_of_std = _with_slopes(_variance_by_std, _variance_by_std_slopes)
 _nonlinear_variance_of = _with_slopes(_nonlinear_variance, _nonlinear_variance_slopes)
 
 
@@ -145,18 +200,29 @@ def nonlinear_variance(mean: Tensor, variance: Tensor) -> Tensor:
     return _nonlinear_variance_of(*torch.broadcast_tensors(mean, variance))
 
 
+def _require_deviations(caller: str, std: Tensor) -> None:
+    """Standard deviations ≥ 0: with the sign of one of them a formula would go on, and be wrong."""
+    if not values_hold(std.detach() >= 0):
+        worst = float(std.detach().min())
+        raise ValueError(
+            f"{caller}: std must be ≥ 0 everywhere, got {'NaN' if worst != worst else f'a smallest value of {worst:g}'}"
+            f"; a variance's deviation is variance.sqrt()"
+        )
+
+
 def relu_mean(mean: Tensor, std: Tensor) -> Tensor:
     """E relu(z) for z ~ N(mean, std²): s·(hΦ(h) + φ(h)), the paper's Theorem 1 for one unit.
 
-    Accurate relative to its own size: 1e-13 in float64 down to h = −37, where it ends with the range of floats.
-    Limits: relu(mean) as std → 0; std/√(2π) at mean = 0. Derivatives: Φ(h) in the mean, φ(h) in the std,
-    where h = 0 is taken at mean = std = 0.
+    Accurate relative to its own size, 1e-13 in float64 and 1e-6 in float32, down to where it ends with the range of
+    floats (h = −37 at std = 1 in float64). A negative std is an error. Limits: relu(mean) as std → 0; std/√(2π) at
+    mean = 0. Derivatives: Φ(h) in the mean, φ(h) in the std, where h = 0 is taken at mean = std = 0.
 
     >>> relu_mean(torch.tensor(0.0), torch.tensor(1.0))
     tensor(0.3989)
     """
     mean, std = require_float_tensors("relu_mean", mean=mean, std=std)
     require_broadcastable("relu_mean", mean=mean.shape, std=std.shape)
+    _require_deviations("relu_mean", std)
     return expected_relu(*torch.broadcast_tensors(mean, std))
 
 
@@ -164,11 +230,14 @@ def relu_variance(mean: Tensor, std: Tensor) -> Tensor:
     """Var relu(z) for z ~ N(mean, std²): s²·v(h) with v(h) = (1+h²)Φ + hφ − (hΦ+φ)².
 
     No difference of large numbers: for h > 0 it is s²·(2Φ(h) − 1 + v(−h)), and left of h = −3 the two
-    moments come from a continued fraction. Limits: 0 as std → 0; std² as h → ∞; std²·(1/2 − 1/2π) at mean = 0.
+    moments come from a continued fraction. Accurate relative to its own size as `relu_mean` is, also where std² is
+    outside of the range of floats and the variance is not. A negative std is an error. Limits: 0 as std → 0; std² as
+    h → ∞; std²·(1/2 − 1/2π) at mean = 0.
 
     >>> relu_variance(torch.tensor(1e4), torch.tensor(1.0))
     tensor(1.)
     """
     mean, std = require_float_tensors("relu_variance", mean=mean, std=std)
     require_broadcastable("relu_variance", mean=mean.shape, std=std.shape)
-    return _variance_of(*torch.broadcast_tensors(mean, std * std))
+    _require_deviations("relu_variance", std)
+    return _variance_of_std(*torch.broadcast_tensors(mean, std))

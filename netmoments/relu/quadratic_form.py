@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -10,17 +10,24 @@ from torch import Tensor
 from torch.autograd import Function
 
 from netmoments.memory import scratch_budget
+from netmoments.normal import standard_deviation, standardize
 from netmoments.precision import full_precision
-from netmoments.relu.bivariate import SMALL, Units, nonlinear_matrix, scratch_for, units_of
+from netmoments.relu.bivariate import SMALL, Scratch, Units, nonlinear_matrix, scratch_for, units_of
 from netmoments.relu.tiles import (
     Chunk,
+    GradientOfTile,
     Tile,
     UnitGradients,
     active,
     chunks,
+    deep_layers,
+    images_of,
     nonlinear_covariance,
+    noticeable,
     refuse_forward_mode,
     refuse_second_derivative,
+    tail_covariance,
+    tail_gradient,
     tile_elements,
     tile_gradient,
     triangle,
@@ -83,31 +90,44 @@ class _Layer(NamedTuple):
         return self.left[:, tile.rows] @ self.right[:, tile.columns].mT
 
 
-def _lower_tiles(layer: _Layer, images: int, elements: int) -> Iterator[tuple[Tile, Tensor]]:
+class _Route(NamedTuple):
+    """How pairs are evaluated: which units matter, given B, and a tile's values and derivatives."""
+
+    relevant: Callable[[Units, Tensor], Tensor]
+    covariance: Callable[[Units, Tile, Tensor, Scratch], Tensor]
+    gradient: GradientOfTile
+
+
+_USUAL = _Route(lambda units, weights: active(units), nonlinear_covariance, tile_gradient)
+_TAILS = _Route(noticeable, tail_covariance, tail_gradient)
+"""For deep layers, in float64."""
+
+
+def _lower_tiles(route: _Route, layer: _Layer, images: int, elements: int) -> Iterator[tuple[Tile, Tensor]]:
     """Tiles of L, the part of N below its diagonal; N = L + Lᵀ. A value lasts until the next is asked for."""
     scratch, units = scratch_for(layer.left, images * elements), layer.units.with_series()
     for tile in triangle(layer.columns.shape[1], elements):
-        yield tile, nonlinear_covariance(units, tile, layer.covariance(tile), scratch)
+        yield tile, route.covariance(units, tile, layer.covariance(tile), scratch)
 
 
-def _times_columns(layer: _Layer, images: int, elements: int) -> Tensor:
+def _times_columns(route: _Route, layer: _Layer, images: int, elements: int) -> Tensor:
     """N Bᵀ, (images, units, d)."""
     product = layer.columns.new_zeros(images, *layer.columns.shape[1:])
-    for tile, value in _lower_tiles(layer, images, elements):
+    for tile, value in _lower_tiles(route, layer, images, elements):
         product[:, tile.rows] += value @ layer.columns[:, tile.columns]
         product[:, tile.columns] += value.mT @ layer.columns[:, tile.rows]
     return product
 
 
-def _lower_times_columns(layer: _Layer, images: int, elements: int) -> Tensor:
+def _lower_times_columns(route: _Route, layer: _Layer, images: int, elements: int) -> Tensor:
     """L Bᵀ, (images, units, d), which is enough for B N Bᵀ = B L Bᵀ + (B L Bᵀ)ᵀ."""
     product = layer.columns.new_zeros(images, *layer.columns.shape[1:])
-    for tile, value in _lower_tiles(layer, images, elements):
+    for tile, value in _lower_tiles(route, layer, images, elements):
         product[:, tile.rows] += value @ layer.columns[:, tile.columns]
     return product
 
 
-def _source_gradients(layer: _Layer, images: int, upstream: Tensor, elements: int) -> tuple[Tensor, ...]:
+def _source_gradients(route: _Route, layer: _Layer, images: int, upstream: Tensor, elements: int) -> tuple[Tensor, ...]:
     """Gradients in mean, variance, left and right, where the pair (i, j) has the weight upstreamᵢ · bⱼ."""
     scratch = scratch_for(layer.left, images * elements)
     by_unit = UnitGradients(images, layer.units)
@@ -116,7 +136,7 @@ def _source_gradients(layer: _Layer, images: int, upstream: Tensor, elements: in
         rows, columns = tile
         covariance = layer.covariance(tile)
         weight = upstream[:, rows] @ layer.columns[:, columns].mT
-        slopes = tile_gradient(layer.units, tile, covariance, weight, scratch)
+        slopes = route.gradient(layer.units, tile, covariance, weight, scratch)
         by_unit.add_tile(slopes, tile)
         by_pair = (weight * slopes.by_covariance).sum_to_size(covariance.shape)
         by_left[:, rows] += (by_pair @ layer.right[:, columns]).sum_to_size(by_left[:, rows].shape)
@@ -127,6 +147,50 @@ def _source_gradients(layer: _Layer, images: int, upstream: Tensor, elements: in
 def _live(weights: Tensor) -> Tensor:
     """Units that some output uses: the others, behind a max-pool say, never matter to B N Bᵀ."""
     return (weights != 0).any(1)
+
+
+def _deep(mean: Tensor, variance: Tensor, weights: Tensor, images: int) -> Tensor:
+    """Which images need relative accuracy: see `tiles.deep_layers`."""
+    std = standard_deviation(variance)
+    return deep_layers(Units(standardize(mean, std), std), weights).expand(images)
+
+
+def _small_form(
+    mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, images: int, diagonal: bool
+) -> Tensor:
+    """B N Bᵀ or its diagonal of few pairs, all at once."""
+    with full_precision():
+        product = nonlinear_matrix(units_of(mean, variance), left @ right.mT) @ weights.mT
+        found = (product * weights.mT).sum(1) if diagonal else weights @ product
+    return found.expand(images, *found.shape[1:]).clone() if len(found) < images else found
+
+
+def _form(
+    route: _Route,
+    mean: Tensor,
+    variance: Tensor,
+    left: Tensor,
+    right: Tensor,
+    weights: Tensor,
+    images: int,
+    diagonal: bool,
+    memory_budget: int,
+) -> Tensor:
+    """The same tile by tile."""
+    units, outputs = units_of(mean, variance), weights.shape[1]
+    result = mean.new_zeros(images, outputs) if diagonal else mean.new_zeros(images, outputs, outputs)
+    elements = tile_elements(memory_budget, mean.dtype)
+    shared = left.shape[0] == right.shape[0] == 1
+    with full_precision():
+        for chunk in chunks(route.relevant(units, weights) & _live(weights), images, elements, shared):
+            layer = _Layer.of(chunk, units, left, right, weights)
+            product = _lower_times_columns(route, layer, chunk.count, elements // chunk.count)
+            if diagonal:
+                result[chunk.images] = product.mul_(layer.columns).sum(1).mul_(2)
+            else:
+                half = layer.columns.mT @ product
+                result[chunk.images] = half + half.mT
+    return result
 
 
 class _PairsForm(Function):
@@ -140,31 +204,20 @@ class _PairsForm(Function):
         diagonal: bool,
         memory_budget: int | None,
     ) -> Tensor:
-        if fused.ENABLED and fused.available(mean):
-            memory_budget = scratch_budget(mean.device, memory_budget)
-            form = fused_form.pairs_form_diagonal if diagonal else fused_form.pairs_form
-            return form(mean, variance, left, right, weights, _live(weights), memory_budget)
-        images = max(map(len, (mean, variance, left, right, weights)))
-        units = units_of(mean, variance)
-        if images * mean.shape[1] ** 2 <= SMALL:
-            with full_precision():
-                product = nonlinear_matrix(units, left @ right.mT) @ weights.mT
-                found = (product * weights.mT).sum(1) if diagonal else weights @ product
-            return found.expand(images, *found.shape[1:]).clone() if len(found) < images else found
         memory_budget = scratch_budget(mean.device, memory_budget)
-        outputs = weights.shape[1]
-        result = mean.new_zeros(images, outputs) if diagonal else mean.new_zeros(images, outputs, outputs)
-        elements = tile_elements(memory_budget, mean.dtype)
-        shared = left.shape[0] == right.shape[0] == 1
-        with full_precision():
-            for chunk in chunks(active(units) & _live(weights), images, elements, shared):
-                layer = _Layer.of(chunk, units, left, right, weights)
-                product = _lower_times_columns(layer, chunk.count, elements // chunk.count)
-                if diagonal:
-                    result[chunk.images] = product.mul_(layer.columns).sum(1).mul_(2)
-                else:
-                    half = layer.columns.mT @ product
-                    result[chunk.images] = half + half.mT
+        inputs = (mean, variance, left, right, weights)
+        images = max(map(len, inputs))
+        if fused.ENABLED and fused.available(mean):
+            form = fused_form.pairs_form_diagonal if diagonal else fused_form.pairs_form
+            result = form(*inputs, _live(weights), memory_budget)
+        elif images * mean.shape[1] ** 2 <= SMALL:
+            result = _small_form(*inputs, images, diagonal)
+        else:
+            result = _form(_USUAL, *inputs, images, diagonal, memory_budget)
+        deep = _deep(mean, variance, weights, images)
+        if bool(deep.any()):
+            m, v, a, b, w = (images_of(x, deep).double() for x in inputs)
+            result[deep] = _form(_TAILS, m, v, a, b, w, int(deep.sum()), diagonal, memory_budget).to(result.dtype)
         return result
 
     @staticmethod
@@ -186,6 +239,39 @@ class _PairsForm(Function):
         refuse_forward_mode()
 
 
+def _form_gradients(
+    route: _Route,
+    grad: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    left: Tensor,
+    right: Tensor,
+    weights: Tensor,
+    weights_too: bool,
+    memory_budget: int,
+) -> tuple[Tensor, ...]:
+    """Gradients in mean, variance, left, right and, if wanted, weights, tile by tile."""
+    units = units_of(mean, variance)
+    relevant = route.relevant(units, weights)
+    if not weights_too:
+        relevant = relevant & _live(weights)
+    results = tuple(torch.zeros_like(x) for x in (mean, variance, left, right, weights.mT))
+    elements = tile_elements(memory_budget, mean.dtype)
+    shared = left.shape[0] == right.shape[0] == 1
+    with full_precision():
+        for chunk in chunks(relevant, grad.shape[0], elements, shared):
+            layer = _Layer.of(chunk, units, left, right, weights)
+            here = grad[chunk.images]
+            upstream = _times_symmetric(layer.columns, here)
+            parts = _source_gradients(route, layer, chunk.count, upstream, elements // chunk.count)
+            for target, part in zip(results, parts, strict=False):
+                chunk.add(target, part)
+            if weights_too:
+                product = _times_columns(route, layer, chunk.count, elements // chunk.count)
+                chunk.add(results[4], _times_symmetric(product, here))
+    return (*results[:4], results[4].mT.contiguous())
+
+
 class _PairsFormGradient(Function):
     """The vector–Jacobian product of `_PairsForm`, for an upstream gradient G of the form or of its diagonal.
 
@@ -205,26 +291,24 @@ class _PairsFormGradient(Function):
         memory_budget: int | None,
     ) -> Any:
         memory_budget = scratch_budget(mean.device, memory_budget)
+        inputs = (mean, variance, left, right, weights)
+        deep = _deep(mean, variance, weights, len(grad))
+        any_deep = bool(deep.any())
+        usual = torch.where(deep.reshape(-1, *(1,) * (grad.dim() - 1)), 0.0, grad) if any_deep else grad
         if fused.available(mean):
             live = None if weights_too else _live(weights)
-            return fused_form.pairs_form_gradients(grad, mean, variance, left, right, weights, live, memory_budget)
-        units = units_of(mean, variance)
-        relevant = active(units) if weights_too else active(units) & _live(weights)
-        results = tuple(torch.zeros_like(x) for x in (mean, variance, left, right, weights.mT))
-        elements = tile_elements(memory_budget, mean.dtype)
-        shared = left.shape[0] == right.shape[0] == 1
-        with full_precision():
-            for chunk in chunks(relevant, grad.shape[0], elements, shared):
-                layer = _Layer.of(chunk, units, left, right, weights)
-                here = grad[chunk.images]
-                upstream = _times_symmetric(layer.columns, here)
-                parts = _source_gradients(layer, chunk.count, upstream, elements // chunk.count)
-                for target, part in zip(results, parts, strict=False):
-                    chunk.add(target, part)
-                if weights_too:
-                    product = _times_columns(layer, chunk.count, elements // chunk.count)
-                    chunk.add(results[4], _times_symmetric(product, here))
-        return (*results[:4], results[4].mT.contiguous())
+            found = fused_form.pairs_form_gradients(usual, *inputs, live, memory_budget)
+        else:
+            found = _form_gradients(_USUAL, usual, *inputs, weights_too, memory_budget)
+        if any_deep:
+            m, v, a, b, w = (images_of(x, deep).double() for x in inputs)
+            more = _form_gradients(_TAILS, grad[deep].double(), m, v, a, b, w, weights_too, memory_budget)
+            for x, part in zip(found, more, strict=True):
+                if x.shape[0] == 1:
+                    x += part.to(x.dtype)
+                else:
+                    x[deep] += part.to(x.dtype)
+        return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

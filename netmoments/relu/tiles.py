@@ -5,19 +5,23 @@ For pre-activations z₁, z₂ with means m = (s₁h, s₂k), variances s₁², 
     Cov(relu z₁, relu z₂) = c Φ(h)Φ(k) + s₁s₂ J(h,k;ρ).
 
 The first, separable part is what the best linear approximation of each ReLU would give. The second, called the
-nonlinear part here, is O(ρ²), vanishes for every pair with a saturated unit, and is all that needs quadrature."""
+nonlinear part here, is O(ρ²), vanishes for every pair with a saturated unit, and is all that needs quadrature.
+
+The rules of `bivariate` are accurate in units of s₁s₂. That is enough wherever some unit that matters is open now and
+then; where none is (a *deep* layer), what they leave out is all there is, and the `tail_…` functions take their place:
+the same integrals, to relative accuracy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from netmoments.normal import density, distribution
+from netmoments.normal import density, distribution, gauss_legendre
 from netmoments.relu.bivariate import (
     SLOTS,
     Scratch,
@@ -97,6 +101,7 @@ def tile_gradient(units: Units, tile: Tile, covariance: Tensor, weight: Tensor, 
     row, column = units.span(tile.rows), units.span(tile.columns)
     h, k = row.h.unsqueeze(-1), column.h.unsqueeze(-2)
     rho = correlation(units, tile, covariance, scratch)
+    rho.copy_(torch.where(rho.abs() >= 1 - 4 * torch.finfo(rho.dtype).eps, rho.sign(), rho))  # a duplicate, rounded
     weight = torch.mul(weight, rho != 0, out=scratch.take("used", weight.shape))
     excess = orthant_excess(h, k, rho, scratch)
     given = conditional(h, k, rho, scratch)
@@ -134,6 +139,172 @@ def tile_gradient(units: Units, tile: Tile, covariance: Tensor, weight: Tensor, 
         )
         / (2 * column.s),
     )
+
+
+TAIL_NODES = 64
+POWER = 4
+
+REACH = 8.8
+"""exp(−REACH²/2) is a tenth of float64's rounding."""
+
+SELDOM = 0.03
+"""A layer is deep if every unit that matters is open less often than this."""
+
+DEAD = -3.0
+"""Left of this h the absolute accuracy of `bivariate` is no longer relative accuracy of 1e-12 (1e-6 in float32)."""
+
+FAINT = 1e-16
+"""Units whose deviation is less than this part of the largest one change nothing."""
+
+TEMPORARIES = 16
+"""Tensors of the size of a tile that are alive together."""
+
+
+class _Path(NamedTuple):
+    """Where the integrals of some pairs run, to relative accuracy.
+
+    With ρ ≥ 0 (else k, ρ → −k, −ρ, which leaves J as it is), w = √((1−r)/(1+r)), W the same of ρ, p = |h+k|/2 and
+    d = |h−k|/2, the integrals of `bivariate` are
+
+        D = (1/π) ∫ E(w)/(1+w²) dw,      J = 2/(π(1+W²)) ∫ (w²−W²) E(w)/(1+w²)² dw      from W to 1,
+        E(w) = exp(−(p²(1+w²) + d²(1+1/w²))/2) = exp(−max(|h|,|k|)²/2) exp(−v²/2),      v = pw − d/w,
+
+    a Gaussian in v, which grows with w. The ends are cut where it has fallen by `REACH` standard deviations, and
+    between them w = low + length·x⁴ crowds the nodes where v is steep, so that one rule serves every h, k and ρ: J to
+    1e-13 of itself, D to 1e-13 up to |ρ| = 0.99 and to 1e-8 beyond. It needs eight times the nodes of `bivariate`,
+    and float64: the rounding of h to float32 alone changes φ(h) by h²·6e-8 of itself.
+    """
+
+    plus: Tensor  # p
+    minus: Tensor  # d
+    end: Tensor  # W
+    low: Tensor
+    length: Tensor
+    cut: Tensor  # low − W, to full relative accuracy
+
+    @classmethod
+    def of(cls, h: Tensor, k: Tensor, rho: Tensor) -> _Path:
+        plus, minus = (h + k).abs() / 2, (h - k).abs() / 2
+        end = ((1 - rho) / (1 + rho)).sqrt()
+        first, last = plus * end - torch.where(minus > 0, minus / end, 0.0), plus - minus
+        lowest = -(last.clamp(max=0).square() + REACH**2).sqrt()
+        highest = (first.clamp(min=0).square() + REACH**2).sqrt()
+        low = torch.where(first < lowest, _at(lowest, plus, minus), end)
+        high = torch.where(last > highest, _at(highest, plus, minus), 1.0)
+        whole = (first >= lowest) & (last <= highest)
+        length = torch.where(whole, 2 * rho / ((1 + rho) * (1 + end)), high - low)
+        return cls(plus, minus, end, low, length, torch.where(first < lowest, low - end, 0.0))
+
+    def nodes(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """w², w²−W², 1+w² and weight·exp(−v²/2), node by node."""
+        for x, weight in zip(*gauss_legendre(TAIL_NODES), strict=True):
+            step = self.length * x**POWER
+            w = self.low + step
+            rise = (self.cut + step) * (w + self.end)
+            height = torch.addcdiv(self.plus * w, self.minus, w, value=-1).square_().mul_(-0.5).exp_()
+            square = w * w
+            yield square, rise, 1 + square, height.mul_(POWER * x ** (POWER - 1) * weight)
+
+
+def _at(v: Tensor, plus: Tensor, minus: Tensor) -> Tensor:
+    """w with pw − d/w = v, without cancellation."""
+    root = (v * v + 4 * plus * minus).sqrt()
+    return torch.where(v < 0, 2 * minus / (root - v), (v + root) / (2 * plus))
+
+
+def _flipped(k: Tensor, rho: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """k and ρ with the sign that makes ρ ≥ 0, and that sign."""
+    sign = torch.copysign(torch.ones_like(rho), rho)
+    return k * sign, rho.abs(), sign
+
+
+def height_root(h: Tensor, k: Tensor) -> Tensor:
+    """exp(−max(|h|,|k|)²/4), the root of what J and D have in common: it underflows later than they do."""
+    return torch.maximum(h.abs(), k.abs()).square().mul_(-0.25).exp_()
+
+
+class TailSums(NamedTuple):
+    """J and D of some pairs and ∂J/∂h, ∂J/∂k, all without their common factor exp(−max(|h|,|k|)²/2)."""
+
+    nonlinear: Tensor
+    excess: Tensor
+    by_first: Tensor
+    by_second: Tensor
+
+
+def tail_nonlinear_part(h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
+    """J·exp(max(|h|,|k|)²/2) for float64 tensors that broadcast; see `_Path`."""
+    k, rho, _ = _flipped(k, rho)
+    path = _Path.of(h, k, rho)
+    total = torch.zeros_like(path.low)
+    for _, rise, spread, height in path.nodes():
+        total.addcdiv_(height.mul_(rise), spread.square_())
+    return total.mul_(path.length * (2 / math.pi)).div_(1 + path.end.square())
+
+
+def tail_excess(h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
+    """D·exp(max(|h|,|k|)²/2), likewise."""
+    k, rho, sign = _flipped(k, rho)
+    path = _Path.of(h, k, rho)
+    total = torch.zeros_like(path.low)
+    for _, _, spread, height in path.nodes():
+        total.addcdiv_(height, spread)
+    return total.mul_(path.length * sign / math.pi)
+
+
+def tail_sums(h: Tensor, k: Tensor, rho: Tensor) -> TailSums:
+    """Both with the derivatives of J: ∂J/∂h = −∫ (ρ−r)(h−rk)/(1−r²) φ₂ dr, where (h−rk)/(1−r²) is
+    ((h+k)/2 + (h−k)/(2w²))(1+w²)/2, and ∂J/∂k the same with h and k exchanged."""
+    k, rho, sign = _flipped(k, rho)
+    path = _Path.of(h, k, rho)
+    nonlinear, excess, common, steep = (torch.zeros_like(path.low) for _ in range(4))
+    for square, rise, spread, height in path.nodes():
+        share = height.div_(spread)
+        excess += share
+        share = share * rise
+        common += share
+        nonlinear.addcdiv_(share, spread)
+        steep.addcdiv_(share, square)
+    scale = path.length / math.pi
+    risen = scale / (1 + path.end.square())
+    common, steep = common.mul_(risen * (h + k) / 2), steep.mul_(risen * (h - k) / 2)
+    return TailSums(2 * risen * nonlinear, scale * sign * excess, -(common + steep), (steep - common) * sign)
+
+
+def tail_correlation(units: Units, tile: Tile, covariance: Tensor) -> Tensor:
+    """ρ of a tile's pairs as `correlation` has it; a pair's is the same to the bit whichever unit comes first."""
+    row, column = units.span(tile.rows).rows(), units.span(tile.columns).columns()
+    larger, smaller = torch.maximum(row.s, column.s), torch.minimum(row.s, column.s)
+    return (covariance / larger / smaller).clamp_(-1, 1)
+
+
+def tail_covariance(units: Units, tile: Tile, covariance: Tensor, scratch: Scratch) -> Tensor:
+    """`nonlinear_covariance` to relative accuracy."""
+    row, column = units.span(tile.rows).rows(), units.span(tile.columns).columns()
+    rho = tile.keep_lower_(tail_correlation(units, tile, covariance))
+    root = height_root(row.h, column.h)
+    return tail_nonlinear_part(row.h, column.h, rho).mul_(row.s * root).mul_(column.s * root)
+
+
+def tail_gradient(units: Units, tile: Tile, covariance: Tensor, weight: Tensor, scratch: Scratch) -> TileGradient:
+    """`tile_gradient` to relative accuracy: s₂∂J/∂h in m₁, s₂/(2s₁) (J − h∂J/∂h − ρD) in s₁²."""
+    row, column = units.span(tile.rows).rows(), units.span(tile.columns).columns()
+    rho = tile.keep_lower_(tail_correlation(units, tile, covariance))
+    root = height_root(row.h, column.h)
+    sums = TailSums(*(x.mul_(root).mul_(root) for x in tail_sums(row.h, column.h, rho)))
+    weight = weight * (rho != 0)
+    rest = sums.nonlinear - rho * sums.excess
+    return TileGradient(
+        by_covariance=sums.excess,
+        by_row_mean=(weight * column.s * sums.by_first).sum(-1),
+        by_column_mean=(weight * row.s * sums.by_second).sum(-2),
+        by_row_variance=(weight * column.s * (rest - row.h * sums.by_first) / (2 * row.s)).sum(-1),
+        by_column_variance=(weight * row.s * (rest - column.h * sums.by_second) / (2 * column.s)).sum(-2),
+    )
+
+
+GradientOfTile = Callable[[Units, Tile, Tensor, Tensor, Scratch], TileGradient]
+"""`tile_gradient` or `tail_gradient`."""
 
 
 def gate_slopes(units: Units) -> tuple[Tensor, Tensor]:
@@ -188,6 +359,10 @@ class Chunk:
             return part[:, rows, columns]
         return part[:, self.units[rows].unsqueeze(1), self.units[columns]]
 
+    def of(self, tensor: Tensor) -> Tensor:
+        """This chunk's images of a tensor, with all units."""
+        return tensor if tensor.shape[0] == 1 else tensor[self.images]
+
     def add_block(self, square: Tensor, rows: slice, columns: slice, value: Tensor) -> None:
         """square[images, rows, columns] += value."""
         part = square[self.images]
@@ -200,6 +375,38 @@ class Chunk:
 def active(units: Units) -> Tensor:
     """Units that are neither certain (s = 0) nor linear or dead to rounding."""
     return (units.s > 0) & (units.h.abs() <= saturation(units.h.dtype))
+
+
+@torch.no_grad()
+def deep_layers(units: Units, weights: Tensor | None) -> Tensor:
+    """Which images have an output that hangs on seldom open units only: (images,), True or False.
+
+    An output's largest |Bᵢ|sᵢΦ(hᵢ) is less than `SELDOM` of its largest |Bᵢ|sᵢ then, so that the variances that the
+    rules of `bivariate` are accurate to, s₁s₂, are a thousand times those of the outputs or more. Without weights
+    B (images or 1, d, p) the outputs are the units, taken together.
+    """
+    if weights is None:
+        return (units.s * distribution(units.h)).amax(-1) < SELDOM * units.s.amax(-1)
+    size = (weights * units.s.unsqueeze(-2)).abs()
+    opened = size * distribution(units.h).unsqueeze(-2)
+    return (opened.amax(-1) < SELDOM * size.amax(-1)).any(-1)
+
+
+def noticeable(units: Units, weights: Tensor | None) -> Tensor:
+    """Units of deep layers that change an output, (images, units): the others' deviations are `FAINT`.
+
+    A dead unit's deviation is less than s·exp(−h²/4).
+    """
+    size = units.s * units.h.clamp(max=0).square().mul(-0.25).exp()
+    if weights is None:
+        return size > FAINT * size.amax(-1, keepdim=True)
+    sizes = (weights * size.unsqueeze(-2)).abs()
+    return (sizes > FAINT * sizes.amax(-1, keepdim=True)).any(-2)
+
+
+def dead(units: Units) -> Tensor:
+    """Units that are hardly ever open, (images, units)."""
+    return (units.s > 0) & (units.h < DEAD)
 
 
 def chunks(relevant: Tensor, images: int, elements: int, shared: bool) -> Iterator[Chunk]:
@@ -230,6 +437,24 @@ def triangle(units: int, elements: int) -> Iterator[Tile]:
         bottom = min(top + height, units)
         for left in range(0, bottom, width):
             yield Tile(slice(top, bottom), slice(left, min(left + width, bottom)))
+
+
+def images_of(tensor: Tensor, chosen: Tensor) -> Tensor:
+    """The chosen images of a tensor, or all of it where they share it."""
+    return tensor if tensor.shape[0] == 1 else tensor[chosen]
+
+
+MIRROR_BLOCK = 128
+
+
+def mirror_(square: Tensor) -> Tensor:
+    """Copy what is below the diagonals of (images, p, p) above them, in place: symmetric to the bit."""
+    for start in range(0, square.shape[-1], MIRROR_BLOCK):
+        block = slice(start, start + MIRROR_BLOCK)
+        square[:, :start, block] = square[:, block, :start].mT
+        corner = square[:, block, block]
+        corner.copy_(corner.tril() + corner.tril(-1).mT)
+    return square
 
 
 def tile_elements(memory_budget: int, dtype: torch.dtype) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -192,3 +194,29 @@ def test_bad_bank_files(tmp_path):
         nm.LinearizationBank.load(path)
     with pytest.raises(FileNotFoundError, match="no weights at"):
         nm.LinearizationBank.load(tmp_path / "none.safetensors")
+
+
+def test_clusters_leave_every_random_state_as_it_was(generator):
+    """In a fresh process: importing scikit-learn alone draws from Python's."""
+    code = (
+        "import random, numpy, torch, netmoments as nm\n"
+        "network = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()\n"
+        "images = torch.randn(20, 3)\n"
+        "def state():\n"
+        "    kind, keys, *rest = numpy.random.get_state()\n"
+        "    return random.getstate(), keys.tolist(), rest, torch.get_rng_state().tolist()\n"
+        "before = state()\n"
+        "nm.LinearizationBank.k_means(network, images, 3)\n"
+        "nm.LinearizationBank.farthest(network, images, 3)\n"
+        "assert state() == before\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+def test_seeds_of_clusters(generator):
+    images = torch.randn(20, 3, generator=generator)
+    assert k_means_centres(images, 2, seed=2**80).shape == (2, 3)
+    for seed in (-1, 1.5, None, True):
+        with pytest.raises(ValueError, match="k_means_centres: seed must be an integer of at least 0"):
+            k_means_centres(images, 2, seed=seed)

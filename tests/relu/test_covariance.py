@@ -263,3 +263,46 @@ def test_bad_input(case):
     call, kind, message = BAD[case]
     with pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("variance", [0.01, 0.3, 7.0, 1e-20])
+def test_exact_duplicates(dtype, variance):
+    """At ρ = ±1 exactly an orthant probability has an infinite slope: ρ must not be rounded before it is 1."""
+    matrix = torch.full((2, 2), variance, dtype=dtype)
+    h = torch.tensor([0.0, -0.7], dtype=dtype)
+    signs = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=dtype)
+    for sign, exact in ((1, torch.minimum(h[0], h[1])), (-1, None)):
+        found = nm.orthant_probability(h * matrix.diagonal().sqrt(), matrix * (signs if sign < 0 else 1))[0, 1]
+        limit = distribution(exact.double()) if exact is not None else torch.zeros(())
+        assert abs(float(found) - float(limit)) <= (1e-7 if dtype == torch.float32 else 1e-14)
+    assert float(nm.orthant_probability(torch.zeros(2, dtype=dtype), matrix)[0, 1]) == 0.5
+
+
+def test_correlations_beyond_one_by_rounding():
+    """A covariance whose smallest eigenvalue is −4e-11 of its largest is one of duplicates."""
+    matrix = torch.tensor([[1.0, 1 + 4e-11], [1 + 4e-11, 1.0]], dtype=torch.float64)
+    zero = torch.zeros(2, dtype=torch.float64)
+    assert float(nm.orthant_probability(zero, matrix)[0, 1]) == 0.5
+    half = 0.5 - 0.5 / math.pi
+    assert_close(nm.relu_covariance(zero, matrix), torch.full((2, 2), half, dtype=torch.float64), atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("units", [5, 40, 150])
+def test_results_are_symmetric_to_the_bit(dtype, units):
+    """Also of a covariance that is not: one of rank 3 with an asymmetry of 4e-11 of its largest entry."""
+    generator = torch.Generator().manual_seed(units)
+    mean, matrix = random_layer(units, seed=units, rank=3)
+    noise = torch.randn(units, units, dtype=torch.float64, generator=generator)
+    matrix = (matrix + 4e-11 * matrix.max() * noise).to(dtype)
+    mean = (3 * mean).to(dtype)
+    for found in (nm.relu_covariance(mean, matrix), nm.orthant_probability(mean, matrix)):
+        assert torch.equal(found, found.mT)
+        assert torch.isfinite(found).all()
+    weights = torch.randn(4, units, dtype=dtype, generator=generator)
+    form = layer_form(mean, matrix, weights)
+    assert torch.equal(form, form.mT)
+    network = nm.AffineReluAffine(weights.mT.contiguous(), mean, weights, torch.zeros(4, dtype=dtype))
+    covariance = network.covariance(nm.Gaussian(torch.zeros(4, dtype=dtype), std=0.3))
+    assert torch.equal(covariance, covariance.mT)

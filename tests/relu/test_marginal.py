@@ -14,6 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import netmoments as nm
 from netmoments.relu.marginal import TAIL, tail_moments, unit_nonlinear_variance
 from tests.closeness import assert_close
+from tests.fuzz.oracle import mean_and_variance
 
 mpmath.mp.dps = 40
 HEIGHTS = [-37.0, -30.0, -25.0, -17.3, -10.0, -7.1, -5.0, -3.01, -3.0, -2.99, -1.5, -0.2, 0.0, 0.7, 2.5, 4.0, 9.0, 30.0]
@@ -147,3 +148,32 @@ def test_tail_moments(dtype, rtol):
             for v in x.tolist()
         ]
         assert_close(moment, torch.tensor(exact, dtype=torch.float64), rtol=rtol, what=f"M_{n}")
+
+
+def test_tails_in_float32():
+    """Of the float32 numbers themselves: the exponential of a rounded h²/2 would be off by h²/2 roundings."""
+    mean = torch.tensor([-3.3, -4.1, -5.7, -7.0, -9.3, -11.9])
+    std = torch.tensor([1.0, 0.9, 0.7, 1.3, 1.1, 1.0])
+    heights = [float(m) / float(s) for m, s in zip(mean, std, strict=True)]
+    scale = std.double()
+    exact = torch.tensor([[float(x) for x in mean_and_variance(h)] for h in heights], dtype=torch.float64)
+    assert_close(nm.relu_mean(mean, std), exact[:, 0] * scale, rtol=1e-6)
+    assert_close(nm.relu_variance(mean, std), exact[:, 1] * scale**2, rtol=1e-6)
+
+
+def test_nothing_is_lost_before_it_is_too_small():
+    """φ(40) is too small for float64, 5e27² φ(40) is not; 1e200² is too large, the variance at h = −31 is not."""
+    for h, std in ((-40.0, 5e27), (-31.0, 1e200), (-20.0, 1e-60), (-45.0, 1e150)):
+        mean, variance = mean_and_variance(h)
+        place = torch.tensor([h * std, std], dtype=torch.float64)
+        assert_close(nm.relu_mean(*place)[None], [float(mean * mpmath.mpf(std))], atol=1e-300, rtol=1e-12)
+        exact = variance * mpmath.mpf(std) ** 2
+        if 1e-300 < exact < 1e308:
+            assert_close(nm.relu_variance(*place)[None], [float(exact)], rtol=1e-12)
+
+
+@pytest.mark.parametrize("call", [nm.relu_mean, nm.relu_variance])
+@pytest.mark.parametrize("std", [-1.0, -1e-30, math.nan])
+def test_negative_deviations_are_refused(call, std):
+    with pytest.raises(ValueError, match=r"std must be ≥ 0 everywhere, got (a smallest value of -|NaN)"):
+        call(torch.zeros(2), torch.tensor([1.0, std]))

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
 import netmoments as nm
+from netmoments.covariances import square_root
 from netmoments.normal import distribution
-from netmoments.relu.bivariate import units_of
-from netmoments.relu.tiles import Tile, active, chunks, saturation, tile_elements, triangle
-from tests.closeness import assert_close
+from netmoments.relu.bivariate import Units, nonlinear_part, units_of
+from netmoments.relu.covariance import layer_covariance
+from netmoments.relu.tiles import (
+    Tile,
+    active,
+    chunks,
+    dead,
+    deep_layers,
+    height_root,
+    mirror_,
+    noticeable,
+    saturation,
+    tail_excess,
+    tail_nonlinear_part,
+    tail_sums,
+    tile_elements,
+    triangle,
+)
+from tests.closeness import assert_close, assert_within_standard_errors
+from tests.fuzz.oracle import pair
+from tests.reference.bivariate_integrals import hard_points
 from tests.relu.layers import hard_layer, random_layer
 
 
@@ -124,3 +145,136 @@ def test_what_is_not_available_says_so():
     (gradient,) = torch.autograd.grad(nm.relu_covariance(mean, matrix).sum(), mean, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives"):
         gradient.sum().backward()
+
+
+TAIL_POINTS = list(itertools.product((-4.0, -7.0, -13.0, -36.0), (0.0, -0.03, -1.0, 3.0), (-0.9, 0.05, 0.6, 0.97, 1.0)))
+
+
+def test_tails_to_forty_digits():
+    """J to 1e-13 of itself and D up to |ρ| = 0.99; pairs of one dead unit and one of any kind."""
+    places = [(h, h + more, rho) for h, more, rho in TAIL_POINTS[::3]] + [(-7.0, 7.0, -0.6), (-9.0, 0.0, 0.5)]
+    h, k, rho = torch.tensor(places, dtype=torch.float64).T
+    exact = [pair(*place) for place in places]
+    height = height_root(h, k).square()
+    assert_close(tail_nonlinear_part(h, k, rho) * height, [float(x.nonlinear) for x in exact], rtol=1e-13)
+    moderate = rho.abs() < 0.99
+    excess = torch.tensor([float(x.excess) for x in exact], dtype=torch.float64)
+    assert_close((tail_excess(h, k, rho) * height)[moderate], excess[moderate], rtol=1e-13)
+    assert_close(tail_excess(h, k, rho) * height, excess, rtol=1e-8)
+    sums = tail_sums(h, k, rho)
+    assert_close(sums.nonlinear, tail_nonlinear_part(h, k, rho), rtol=1e-14)
+    assert_close(sums.excess, tail_excess(h, k, rho), rtol=1e-14)
+
+
+def test_the_rule_of_the_tails_serves_the_middle_too():
+    h, k, rho = (torch.tensor(x) for x in hard_points(200))
+    height = height_root(h, k).square()
+    assert_close(tail_nonlinear_part(h, k, rho) * height, nonlinear_part(h, k, rho), atol=3e-15)
+
+
+def test_derivatives_in_the_tails_are_those_of_the_integral():
+    places = [(h, h + more, rho) for h, more, rho in TAIL_POINTS if abs(rho) < 1 and h > -30]
+    h, k, rho = torch.tensor(places, dtype=torch.float64).T
+    step = 1e-4
+    sums, height = tail_sums(h, k, rho), height_root(h, k).square()
+
+    def moved(in_h: float, in_k: float) -> Tensor:
+        return tail_nonlinear_part(h + in_h, k + in_k, rho) * height_root(h + in_h, k + in_k).square() / height
+
+    # a central difference is off by step²/6 of a third derivative, h² times the first at most
+    scale = h.square() * step**2 * (sums.by_first.abs() + sums.by_second.abs()) + 1e-10 * sums.nonlinear
+    assert bool((((moved(step, 0) - moved(-step, 0)) / (2 * step) - sums.by_first).abs() <= scale).all())
+    assert bool((((moved(0, step) - moved(0, -step)) / (2 * step) - sums.by_second).abs() <= scale).all())
+
+
+def deep_layer(units: int, depth: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Units that are all dead, about `depth` deviations below 0, strongly and weakly correlated."""
+    mean, matrix = random_layer(units, seed=3, rank=3)
+    s = matrix.diagonal().sqrt()
+    return (-depth * s + 0.3 * mean * s).to(dtype), matrix.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("depth", [3.5, 7.0, 12.0])
+def test_dead_layers_keep_relative_accuracy(dtype, depth):
+    mean, matrix = deep_layer(5, depth, dtype)
+    found = nm.relu_covariance(mean, matrix)
+    s = matrix.double().diagonal().sqrt()
+    for i, j in itertools.combinations(range(5), 2):
+        scale = float(s[i] * s[j])
+        exact = pair(*(mean.double() / s)[[i, j]].tolist(), float(matrix[i, j]) / scale)
+        size = scale * float(abs(exact.separable) + exact.nonlinear)
+        allowed = (1e-6 if dtype == torch.float32 else 1e-12) * size + torch.finfo(dtype).tiny
+        assert abs(float(found[i, j]) - scale * float(exact.separable + exact.nonlinear)) <= allowed
+
+
+def test_a_dead_layer_of_any_size_and_a_form_of_it_agree():
+    """Above and below the size up to which all pairs are evaluated at once, and with a live image in the batch."""
+    for units in (20, 200):
+        mean, matrix = deep_layer(units, 9.0, torch.float64)
+        means = torch.stack([mean, torch.zeros_like(mean)])
+        weights = torch.randn(2, units, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        root = square_root(matrix)
+        network = nm.AffineReluAffine(root, torch.zeros(units, dtype=torch.float64), weights, torch.zeros(2).double())
+        for each, layer in zip(means, nm.relu_covariance(means, matrix.expand(2, -1, -1)), strict=True):
+            network = nm.AffineReluAffine(root, each, weights, torch.zeros(2, dtype=torch.float64))
+            noise = nm.Gaussian(torch.zeros(units, dtype=torch.float64), std=1.0)
+            exact = weights @ layer @ weights.mT
+            assert_close(network.covariance(noise), exact, atol=1e-12 * float(exact.diagonal().max()))
+            again = layer_covariance(each[None], matrix[None])[0]
+            assert_close(again, layer, atol=1e-12 * float(layer.diagonal().max()))
+
+
+def test_gradients_of_dead_layers():
+    mean, matrix = deep_layer(4, 6.5, torch.float64)
+    size = nm.relu_covariance(mean, matrix).diagonal().max()
+
+    def layer(mean: Tensor, matrix: Tensor) -> Tensor:
+        return nm.relu_covariance(mean, 0.5 * (matrix + matrix.mT)) / size
+
+    assert torch.autograd.gradcheck(layer, (mean.requires_grad_(), matrix.requires_grad_()), rtol=1e-4, atol=1e-7)
+
+    def variance(A: Tensor, c1: Tensor, B: Tensor) -> Tensor:
+        network = nm.AffineReluAffine(A, c1, B, torch.zeros(2, dtype=torch.float64))
+        return network.variance(nm.Gaussian(torch.zeros(4, dtype=torch.float64), std=1.0)) / size
+
+    weights = torch.tensor([[1.0, 2.0, -1.0, 0.5], [0.3, 0.0, 1.0, 1.0]], dtype=torch.float64)
+    inputs = (square_root(matrix.detach() + 1e-3 * torch.eye(4)), mean.detach(), weights)
+    assert torch.autograd.gradcheck(variance, tuple(x.clone().requires_grad_() for x in inputs), rtol=1e-4, atol=1e-7)
+
+
+def test_tails_by_importance_sampling(generator):
+    """A seeded sample of N(0, S) weighted to N(m, S), which plain sampling would never reach."""
+    mean = torch.tensor([-5.0, -5.5], dtype=torch.float64)
+    matrix = torch.tensor([[1.0, 0.6], [0.6, 1.2]], dtype=torch.float64)
+    z = torch.randn(400_000, 2, dtype=torch.float64, generator=generator) @ torch.linalg.cholesky(matrix).mT
+    inverse = torch.linalg.inv(matrix)
+    weight = torch.exp(z @ inverse @ mean - 0.5 * mean @ inverse @ mean)
+    products = weight * z.relu().prod(-1)
+    error = products.std() / len(products) ** 0.5
+    exact = nm.relu_covariance(mean, matrix)[0, 1] + nm.relu_mean(mean, matrix.diagonal().sqrt()).prod()
+    assert_within_standard_errors(products.mean(), exact, error)
+
+
+def test_which_layers_are_deep():
+    h = torch.tensor([[-8.0, -8.0, 0.0], [-8.0, -9.0, -4.0], [40.0, -8.0, -8.0]], dtype=torch.float64)
+    units = Units(h, torch.ones_like(h))
+    assert deep_layers(units, None).tolist() == [False, True, False]
+    weights = torch.tensor([[[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]], dtype=torch.float64)
+    assert deep_layers(units, weights).tolist() == [True, True, True]
+    assert deep_layers(units, torch.ones_like(weights)).tolist() == [False, True, False]
+    assert not bool(deep_layers(Units(h, torch.zeros_like(h)), None).any())
+    assert bool(noticeable(units, None).all())
+    deeper = Units(torch.tensor([[-8.0, -14.0, -16.0]], dtype=torch.float64), torch.ones(1, 3, dtype=torch.float64))
+    assert noticeable(deeper, None).tolist() == [[True, True, False]]
+    assert noticeable(deeper, torch.tensor([[[1.0, 1.0, 1e9]]]).double()).tolist() == [[True, True, True]]
+    assert dead(units).tolist() == [[True, True, False], [True, True, True], [False, True, True]]
+
+
+@pytest.mark.parametrize("units", [1, 7, 128, 300])
+def test_the_lower_triangle_is_mirrored(units):
+    square = torch.randn(2, units, units, generator=torch.Generator().manual_seed(0))
+    lower = square.tril()
+    mirrored = mirror_(square.clone())
+    assert torch.equal(mirrored.tril(), lower)
+    assert torch.equal(mirrored, mirrored.mT)
