@@ -25,13 +25,13 @@ from netmoments.covariances import Covariance
 from netmoments.gaussian import Gaussian
 from netmoments.memory import elements_together, gigabytes, memory_limit
 from netmoments.moments.tightness import Rival
-from netmoments.network.graph import Node, shape_of
+from netmoments.network.graph import Node, family, shape_of
 from netmoments.network.model import NetworkModel
 from netmoments.normal import density, standard_deviation, standardize
 from netmoments.precision import full_precision
-from netmoments.propagate.layerwise import carried, need_of
+from netmoments.propagate.affine import OPERATORS, linear_arguments
 from netmoments.propagate.plan import AffineStep, Plan, Segment, plan_of
-from netmoments.rules.affine import OPERATORS, family, linear_arguments
+from netmoments.propagate.rows import carried, need_of
 from netmoments.rules.piecewise_linear import PiecewiseLinear
 from netmoments.rules.registry import operator_name
 

@@ -73,7 +73,10 @@ class Method(ABC):
 
 @dataclass(frozen=True)
 class Layerwise(Method):
-    """The joint distribution of all tensors, as Gaussians with third cumulants, carried through every layer."""
+    """The joint distribution of all tensors, as Gaussians with cumulants beyond, carried through every layer.
+
+    Covariances are squares where these fit (see `netmoments.propagate.layerwise`), else products of rows.
+    """
 
     name: ClassVar[str] = "layerwise"
 

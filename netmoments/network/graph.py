@@ -14,10 +14,11 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from netmoments.network.elementary import WRITTEN_OUT
 from netmoments.network.exported import ExportedNetwork
 from netmoments.network.replica import TensorSlots, replica
 from netmoments.network.validate import another_image, same_values
-from netmoments.precision import full_precision
+from netmoments.precision import full_precision, without_cudnn
 
 Node = fx.Node
 Values = dict[Node, Any]
@@ -58,12 +59,13 @@ class NetworkGraph:
 
     def where(self, node: Node) -> str:
         """The module that a node belongs to, the innermost one."""
-        place = self._place[node]
+        place = self.place[node]
         holding = [call for call in self.calls if call.start <= place < call.stop]
         return min(holding, key=lambda call: call.stop - call.start).path if holding else ROOT
 
     @cached_property
-    def _place(self) -> dict[Node, int]:
+    def place(self) -> dict[Node, int]:
+        """Each node's number in the order of the run."""
         return {node: place for place, node in enumerate(self.nodes)}
 
     def constants(self, network: nn.Module) -> Values:
@@ -127,6 +129,7 @@ def traced_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph
     with torch.inference_mode(False):
         traced = _traced(run, own, image.detach().clone(), twin, calls, caller)
     _out_of_place(traced.graph)
+    _expanded_last(traced.graph)
     nodes = tuple(traced.graph.nodes)
     entrances = [node for node in nodes if node.op == "placeholder"]
     *weights, entrance = entrances
@@ -158,10 +161,10 @@ def _traced(
     caller: str,
 ) -> fx.GraphModule:
     """The operations of a run; without changes in place, where torch can take them out."""
-    with torch.no_grad(), full_precision(), sdpa_kernel(SDPBackend.MATH):
+    with torch.no_grad(), full_precision(), _in_small_steps():
         try:
             with _recorded_calls(network, calls):
-                return make_fx(functionalize(run, remove="mutations"))(weights, image)
+                return make_fx(functionalize(run, remove="mutations"), WRITTEN_OUT)(weights, image)
         except RuntimeError as error:
             if "tracing tensor" in str(error):
                 raise ValueError(
@@ -172,7 +175,7 @@ def _traced(
         calls.clear()
         try:  # some of what torch cannot make functional it can still record
             with _recorded_calls(network, calls):
-                return make_fx(run)(weights, image)
+                return make_fx(run, WRITTEN_OUT)(weights, image)
         except (RuntimeError, NotImplementedError) as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ValueError(
@@ -180,13 +183,29 @@ def _traced(
             ) from error
 
 
+@contextmanager
+def _in_small_steps() -> Iterator[None]:
+    """Inside this block attention and recurrent layers run as the operations they are made of, not as one kernel."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # like cuDNN it has kernels for whole LSTMs
+    try:
+        with sdpa_kernel(SDPBackend.MATH), without_cudnn():
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
 def _out_of_place(graph: fx.Graph) -> None:
     """Operations in place that are left (`squeeze_` of something new, say) as those that return a new tensor.
 
-    What changes a slice of a tensor changes the tensor: the new slice is put back. Ends of slices are made finite.
+    What changes a slice of a tensor changes the tensor: the new slice is put back. Ends of slices are made finite, and
+    a view is taken of tensors however they lie in memory.
     """
     for node in list(graph.nodes):
         target = node.target
+        if target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+            continue
         if target in _SLICES:
             place, source = _SLICES[target], node.args[0]
             size = shape_of(source)[node.args[place - 2] if len(node.args) > place - 2 else 0]
@@ -195,14 +214,34 @@ def _out_of_place(graph: fx.Graph) -> None:
         if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
             _copy_as_expansion(node)
             continue
-        name = target.overloadpacket.__name__.removesuffix("_")
-        plain = getattr(getattr(aten, name, None), target._overloadname, None)
+        plain = _not_in_place(target)
         if plain is None or not isinstance(node.args[0], Node):
             continue
         changed = node.args[0]
         node.target = plain
         _copy_as_expansion(node)
         _replace_later(graph, changed, node)
+
+
+def _not_in_place(target: torch._ops.OpOverload) -> Any:
+    """The operator that returns what another changes in place, of the same arguments, whatever its overload's name."""
+    packet = getattr(aten, target.overloadpacket.__name__.removesuffix("_"), None)
+    if packet is None or hasattr(packet, target._overloadname):
+        return getattr(packet, target._overloadname, None)
+    wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    every = [getattr(packet, name) for name in packet.overloads()]
+    return next((x for x in every if [(a.name, str(a.type)) for a in x._schema.arguments] == wanted), None)
+
+
+def _expanded_last(graph: fx.Graph) -> None:
+    """Reciprocals of what was expanded are expanded reciprocals: x/|x|, say, then has one for each |x|."""
+    for node in graph.nodes:
+        source = node.args[0] if node.target is aten.reciprocal.default else None
+        if isinstance(source, Node) and source.target is aten.expand.default and len(source.users) == 1:
+            (before,), sizes = source.all_input_nodes, source.args[1:]
+            source.meta["val"] = before.meta["val"]
+            source.target, source.args = node.target, (before,)
+            node.target, node.args = aten.expand.default, (source, *sizes)
 
 
 def _copy_as_expansion(node: Node) -> None:
@@ -263,3 +302,8 @@ def _recorded_calls(network: nn.Module, calls: list[LayerCall]) -> Iterator[None
     finally:
         for handle in handles:
             handle.remove()
+
+
+def family(target: Any) -> Any:
+    """The operator of an overload: aten.add for aten.add.Tensor."""
+    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -12,11 +13,12 @@ from torch import Tensor, fx, nn
 
 from netmoments.memory import elements_together
 from netmoments.network.exported import ExportedNetwork
-from netmoments.network.graph import ROOT, LayerCall, NetworkGraph, Node, Values, shape_of
+from netmoments.network.graph import ROOT, LayerCall, NetworkGraph, Node, Values, family, shape_of
 from netmoments.network.model import NetworkModel
 from netmoments.network.validate import another_image
 from netmoments.precision import full_precision
-from netmoments.rules.affine import SHAPE_ONLY, AffineOperator, affine_operator, family, linear_arguments
+from netmoments.propagate.affine import OPERATORS, SHAPE_ONLY, AffineOperator, affine_operator, linear_arguments
+from netmoments.propagate.chains import Chain, chain_of, is_never_negative
 from netmoments.rules.base import Nonlinearity
 from netmoments.rules.registry import (
     LAYER_RULES,
@@ -27,6 +29,16 @@ from netmoments.rules.registry import (
     layer_rule,
     operator_name,
 )
+
+aten = torch.ops.aten
+IN_ORDER = {
+    aten.view, aten._unsafe_view, aten.reshape, aten.flatten, aten.unflatten, aten.squeeze, aten.unsqueeze, aten.clone,
+    aten.contiguous, aten.alias, aten.detach,
+}  # fmt: skip
+"""Operators whose result has the same numbers in the same order."""
+BEYOND, EXCLUDED = 1e30, 1e5
+"""Added constants beyond the one are taken as the other: what a softmax is to leave out it leaves out all the same,
+and means and deviations stay finite."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,9 +226,7 @@ def plan_of(model: NetworkModel, caller: str, otherwise: Otherwise | None = None
         model.require_derivatives()
         return _Planner(model.graph, model.network, model.image, caller, otherwise).plan()
 
-    if (
-        LAYER_RULES and layer_rule(model.network) is not None
-    ):  # its plan holds the network itself, which it must not keep alive
+    if layer_rule(model.network) is not None:  # its plan holds the network itself, which it must not keep alive
         return made()
     return model.kept((otherwise, *LAYER_RULES.items()), made)
 
@@ -236,6 +246,8 @@ class _Planner:
         self.modules = dict(runs.named_modules())
         self.affine: dict[Node, AffineStep] = {}
         self.nonlinear: dict[Node, RuledCall] = {}
+        self.chains: dict[Node, Chain] = {}
+        self.never_negative: set[Node] = set()
         self.names: dict[Node, str] = {}
         self.several: set[Node] = set()
 
@@ -281,24 +293,55 @@ class _Planner:
     def _rule_operation(self, node: Node) -> None:
         if node in self.nonlinear:
             return
-        kind = family(node.target)
-        if kind in RULES:
-            self._add(node, RULES[kind](self._call(node)) or self._ruled_otherwise(node))
+        if is_never_negative(node, self.never_negative):
+            self.never_negative.add(node)
+        if (trivial := self._trivial_step(node)) is not None:
+            self.affine[node] = trivial
             return
-        noisy = self.graph.noisy
-        entry = affine_operator(node, noisy)
-        if entry is None or not self._is_affine(node, entry):
-            self._add(node, self._ruled_otherwise(node))
+        entry = affine_operator(node, self.graph.noisy)
+        if entry is not None and not self._is_affine(node, entry):
+            entry = None
+        chain = chain_of(
+            node, entry is not None, self.chains, self.never_negative, self.graph, self.constants, self.first
+        )
+        if chain is not None:
+            self.chains[node] = chain
+        if entry is None:
+            self._add(node, self._ruled(node) or self._ruled_otherwise(node))
             return
         if any(argument in self.several for argument in node.all_input_nodes):
             raise self._refusal(node)  # indices, say: only the first of several results is a function with a rule
         self.affine[node] = self._affine_step(node, entry)
 
+    def _trivial_step(self, node: Node) -> AffineStep | None:
+        """Of what is never negative, its absolute value and its ReLU are itself, and its sign is 1."""
+        kind, inputs = family(node.target), _noisy_inputs(node, self.graph)
+        if not (kind in (aten.abs, aten.relu, aten.sign) and inputs[0] in self.never_negative):
+            return None
+        if kind is aten.sign:
+            ones = aten.ones_like.default, inputs, dict[str, Any]()
+            return AffineStep(node, inputs, partial(_called, *ones), partial(_zeros, *ones), self.constants)
+        if inputs[0] in self.nonlinear:  # which it may make one with
+            return None
+        same = partial(_called, aten.alias.default, inputs, {})
+        return AffineStep(node, inputs, same, same, self.constants)
+
+    def _ruled(self, node: Node) -> RuledCall | None:
+        """By its operator's rule, or with the functions before it that it makes one with."""
+        rule, chain = RULES.get(family(node.target)), self.chains.get(node)
+        found = None if rule is None else rule(self._call(node))
+        if chain is None or (chain.curved < 2 and len(_noisy_inputs(node, self.graph)) < 2):
+            return found
+        if found is not None and self._merged(found) is not found:
+            return found
+        return RuledCall(chain.rule(self.graph, self.constants, self.like), (chain.root,))
+
     def _affine_step(self, node: Node, entry: AffineOperator) -> AffineStep:
         """An operator with its constants put in; in its linear part, those that are added are zero."""
         noisy, constants = self.graph.noisy, self.constants
         whole = fx.node.map_arg((node.args, node.kwargs), lambda x: x if x in noisy else constants[x])
-        inputs = tuple(argument for argument in node.all_input_nodes if argument in noisy)
+        whole = fx.node.map_aggregate(whole, _finite) if entry.offsets else whole
+        inputs = _noisy_inputs(node, self.graph)
         linear: Callable[[Mapping[Node, Any]], Any]
         if family(node.target) in SHAPE_ONLY:
             linear = partial(_zeros, node.target, *whole)
@@ -314,7 +357,8 @@ class _Planner:
         moved = {argument: _difference(self.second[argument], self.first[argument]) for argument in step.inputs}
         with torch.no_grad(), full_precision():
             expected = step.linear(moved)
-        return _near(_difference(self.second[node], self.first[node]), expected, self.first[node], self.second[node])
+        first, second = self.first[node], self.second[node]
+        return _near(_difference(second, first), expected, first, second)
 
     def _add(self, node: Node, found: RuledCall) -> None:
         """A nonlinear operation; of one that returns several results (values and indices), the first."""
@@ -355,7 +399,7 @@ class _Planner:
             self.affine[result] = _affine_layer(own.path, module, source, result, example, self.caller)
         else:
             self._require_same_values(own.path, module, found, source, result)
-            self.nonlinear[result] = RuledCall(found, (source,))
+            self.nonlinear[result] = self._merged(RuledCall(found, (source,)))
             self.names[result] = own.path
         return set(inside)
 
@@ -380,6 +424,8 @@ class _Planner:
     def _merged(self, found: RuledCall) -> RuledCall:
         """A pool of ReLUs, or a ReLU of a pool, as one rule for the window."""
         (source, *others) = found.inputs
+        while source in self.affine and family(source.target) in IN_ORDER:
+            source = self.affine[source].inputs[0]
         earlier = self.nonlinear.get(source)
         if others or earlier is None:
             return found
@@ -418,9 +464,21 @@ class _Planner:
         others = "" if self.otherwise is not None else 'method="sketch" (which then knows it from samples) or '
         return NoRule(
             f"{self.caller}: no rule for {operator_name(node)} in {self.graph.where(node)} as it is called there; "
-            f"there are rules for {known_rules()}. Register one for your layer with netmoments.register_rule, or use "
+            f"there are rules for affine parts ({len(OPERATORS)} operators), {known_rules()}. Register one for your "
+            f"layer with netmoments.register_rule, or use "
             f'{others}method="sampling"'
         )
+
+
+def _noisy_inputs(node: Node, graph: NetworkGraph) -> tuple[Node, ...]:
+    return tuple(argument for argument in node.all_input_nodes if argument in graph.noisy)
+
+
+def _finite(value: Any) -> Any:
+    """A constant with ±`EXCLUDED` for what is infinite in it, or as good as: masks of attention."""
+    if isinstance(value, Tensor) and value.is_floating_point() and bool((value.abs() > BEYOND).any()):
+        return torch.where(value.abs() > BEYOND, EXCLUDED * value.sign(), value)
+    return math.copysign(EXCLUDED, value) if isinstance(value, float) and abs(value) > BEYOND else value
 
 
 def _called(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[Node, Any]) -> Any:
@@ -437,19 +495,21 @@ def _zeros(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: M
 def _difference(value: Any, other: Any) -> Any:
     """Of tensors, or of lists of them."""
     if isinstance(value, Tensor):
-        return value - other if value.is_floating_point() else value
+        return _finite(value) - _finite(other) if value.is_floating_point() else value
     return [_difference(one, another) for one, another in zip(value, other, strict=True)]
 
 
 def _near(found: Any, expected: Any, *sizes: Any) -> bool:
-    """Equal but for the rounding of values of these sizes, of which a thousand units are allowed."""
+    """Equal but for the rounding of values of these sizes, of the same shape, of which a thousand units are allowed."""
     if not isinstance(found, Tensor):
         first = next(iter(found))
         return _near(first, next(iter(expected)), *(next(iter(size)) for size in sizes))
     if not found.is_floating_point() or not found.numel():
         return True
-    scale = max(float(size.abs().max()) for size in (found, *sizes))
-    return float((found - expected).abs().max()) <= 1e3 * torch.finfo(found.dtype).eps * scale
+    counts = torch.stack([size.abs() < BEYOND for size in sizes]).all(0)  # what a mask leaves out does not
+    scale = max(float(torch.where(counts, size, 0.0).abs().max()) for size in (found, *sizes))
+    away = torch.where(counts, found - expected, 0.0).abs().max()
+    return float(away) <= 1e3 * torch.finfo(found.dtype).eps * scale
 
 
 def _affine_layer(path: str, module: nn.Module, source: Node, result: Node, example: Tensor, caller: str) -> AffineStep:

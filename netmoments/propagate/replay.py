@@ -90,8 +90,10 @@ KEPT = 8
 _lock = threading.Lock()
 
 
-def _key(inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    return tuple((x.shape, x.dtype, x.device) for x in inputs)
+def _key(work: Work, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """What is done, by its name, and to what."""
+    done = getattr(work, "func", work)  # of a partial
+    return (done.__module__, done.__qualname__, *((x.shape, x.dtype, x.device) for x in inputs))
 
 
 def replayed(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -103,7 +105,7 @@ def replayed(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[T
     """
     if torch.cuda.is_current_stream_capturing():
         return work(*inputs)
-    key = _key(inputs)
+    key = _key(work, inputs)
     with _lock, torch.cuda.device_of(inputs[0]):
         known = recordings.pop(key, None)
         found = recordings[key] = known or _Shapes()  # the latest last
@@ -121,6 +123,6 @@ def recorded(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[T
     result = replayed(recordings, work, *inputs)
     if not torch.cuda.is_current_stream_capturing():
         with _lock, torch.cuda.device_of(inputs[0]):
-            if (key := _key(inputs)) in recordings:
+            if (key := _key(work, inputs)) in recordings:
                 recordings[key].record(work, inputs)
     return result

@@ -1,6 +1,7 @@
 """Rules for nonlinear layers: those that come with the library, and what users need to write their own."""
 
 from netmoments.rules.base import Local, Nonlinearity, OneInput, ThirdCumulants
+from netmoments.rules.composed import OfWindows, SumOfProducts
 from netmoments.rules.maximum import Largest
 from netmoments.rules.piecewise_linear import PiecewiseLinear
 from netmoments.rules.registry import affine, elementwise, register_rule
@@ -11,8 +12,10 @@ __all__ = [
     "Largest",
     "Local",
     "Nonlinearity",
+    "OfWindows",
     "OneInput",
     "PiecewiseLinear",
+    "SumOfProducts",
     "ThirdCumulants",
     "affine",
     "elementwise",

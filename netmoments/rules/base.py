@@ -71,6 +71,25 @@ class ThirdCumulants(NamedTuple):
     """κ, (n, q, q, q), of the first q coordinates; the others are Gaussian."""
 
 
+class PowerMoments(NamedTuple):
+    """E[gᵏ Heᵣ(u)] of g = f(m + su) − f(m), u ~ N(0, 1), Heᵣ the Hermite polynomials, all (N, n).
+
+    It is sʳ times the r-th derivative in the mean of E gᵏ, f(m) being held. Without f(m) taken off, cumulants of units
+    that are far from 0 would be differences of large numbers. Each is a tuple over r = 0, 1, ….
+    """
+
+    centre: Tensor
+    """f(m)."""
+    first: tuple[Tensor, ...]
+    """k = 1, up to r = 6."""
+    second: tuple[Tensor, ...]
+    """k = 2, up to r = 4."""
+    third: tuple[Tensor, ...]
+    """k = 3, up to r = 4."""
+    fourth: Tensor
+    """E g⁴."""
+
+
 @dataclass(frozen=True, eq=False)
 class SketchedLayer:
     """A nonlinear layer of a sketch, for N images with K samples each."""
@@ -115,10 +134,21 @@ class Nonlinearity(ABC):
         """
         return None
 
+    def power_moments(self, mean: Tensor, variance: Tensor) -> PowerMoments | None:
+        """The moments of powers of units that look at one number each, of means and variances (N, n).
+
+        None where they are not known: then a unit's own cumulants are those of its quadratic approximation.
+        """
+        return None
+
     @cached_property
     def has_pairs(self) -> bool:
-        """Whether `pairs` has a formula, and the layer is small enough for it."""
-        return type(self).pairs is not Nonlinearity.pairs and self.units <= EXACT_PAIRS
+        """Whether `pairs` has a formula, and the layer is small enough for it beside rows."""
+        return self.has_pair_formula and self.units <= EXACT_PAIRS
+
+    @property
+    def has_pair_formula(self) -> bool:
+        return type(self).pairs is not Nonlinearity.pairs
 
     @cached_property
     def units(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from netmoments.normal import density, distribution, standard_deviation, standar
 from netmoments.relu.covariance import layer_covariance
 from netmoments.relu.marginal import expected_relu, nonlinear_variance, open_probability, unit_mean
 from netmoments.rules import sketch_launch
-from netmoments.rules.base import Local, OneInput, SketchedLayer, ThirdCumulants
+from netmoments.rules.base import Local, OneInput, PowerMoments, SketchedLayer, ThirdCumulants
 from netmoments.rules.sampled import UnitMoments
 
 
@@ -115,6 +115,40 @@ class PiecewiseLinear(OneInput):
             return whole
         return whole.unflatten(-1, (many, units)).unflatten(-3, (many, units)).sum((-4, -2))
 
+    def power_moments(self, mean: Tensor, variance: Tensor) -> PowerMoments:
+        """Exact: f is a straight line between its kinks, and derivatives in the mean are those of fᵏ.
+
+        E fᵏ is that of the line through f(m), and what every kink changes of it on the side away from m (`_far_side`),
+        so that a kink far away changes nothing. With D the derivative in u, t a kink's place in u, v = f there and a, b
+        the slopes df/du after and before it, its part of E Dʳfᵏ is the (r − 2)-th derivative of what jumps there:
+
+            D²f = (a − b)φ,    D²f² = 2(f′²) + 2v(a − b)φ,    D³f³ = 6f′³ + 6v(a² − b²)φ + 3v²(a − b)φ t, …
+        """
+        s, centre = standard_deviation(variance), self.values(mean.unsqueeze(-1))
+        kinks, order = self.kinks.sort(0)
+        bends = self._beside(self.bends.gather(0, order), mean)
+        away = mean - self._beside(kinks, mean)
+        step = bends * away
+        right, left = (
+            torch.where(away < 0, step, 0.0).cumsum(0),
+            torch.where(away < 0, 0.0, step).flip(0).cumsum(0).flip(0),
+        )
+        after, rises = right - left + torch.where(away < 0, 0.0, step), (self.slope + bends.cumsum(0)) * s
+        level = torch.stack([after, after - step])
+        rise = torch.stack([rises, rises - bends * s])
+        through = (self.slope + torch.where(away < 0, 0.0, bends).sum(0)) * s
+        changed = _far_side(-standardize(away, s), level, rise)
+        powers = _moments(torch.zeros_like(mean), through, 1.0, 0.0, centre) + changed.powers.sum(1)
+        bent, squares, cubes = (part.sum(1) for part in changed[1:])
+        slopes = powers[5:]
+        return PowerMoments(
+            centre,
+            (powers[1], slopes[0], *bent),
+            (powers[2], 2 * slopes[1], 2 * slopes[3] + squares[0], *squares[1:]),
+            (powers[3], 3 * slopes[2], 6 * slopes[4] + cubes[0], 6 * slopes[5] + cubes[1], cubes[2]),
+            powers[4],
+        )
+
     @property
     def is_relu(self) -> bool:
         one_kink_at_zero = len(self.kinks) == 1 and not bool(self.slope.any() or self.offset.any() or self.kinks.any())
@@ -145,6 +179,53 @@ class PiecewiseLinear(OneInput):
         values, moments, quadratics = sketch_launch.single_inputs(parts, mean, samples)
         back = partial(self.pull_back, moments.gain, inputs=samples.shape[-1])
         return SketchedLayer(moments.mean, values, back, quadratics)
+
+
+class _Changed(NamedTuple):
+    """What K kinks change."""
+
+    powers: Tensor
+    """E of 1, f, …, f⁴ and of f′, ff′, f²f′, f′², ff′², f′³, (11, K, N, n)."""
+    first: Tensor
+    """Their part of E Dʳf, r = 2, …, 6, (5, K, N, n)."""
+    second: Tensor
+    """Of E Dʳf², r = 2, 3, 4, but for 2f′²."""
+    third: Tensor
+    """Of E Dʳf³, r = 2, 3, 4, but for 6ff′² and 6f′³."""
+
+
+def _moments(level: Tensor, rise: Tensor, mass: Tensor | float, bell: Tensor | float, value: Tensor) -> Tensor:
+    """E over u > t of powers of f = level + rise·u and its slope, in the order of `_Changed.powers`.
+
+    By parts, Mₖ = level·Mₖ₋₁ + rise·vᵏ⁻¹φ(t) + (k − 1)rise²Mₖ₋₂, with M₀ = P(u > t) and v = f(t). Over u < t it is the
+    same with −φ(t).
+    """
+    square, edge = rise * rise, rise * bell
+    found = [mass * torch.ones_like(level), level * mass + edge]
+    for k in range(2, 5):
+        edge = edge * value
+        found.append(level * found[-1] + edge + (k - 1) * square * found[-2])
+    few = torch.stack(found[:3])
+    steep = square * few[:2]
+    return torch.cat([torch.stack(found), rise * few, steep, (rise * steep[0]).unsqueeze(0)])
+
+
+def _far_side(t: Tensor, level: Tensor, rise: Tensor) -> _Changed:
+    """Of kinks at u = t, (K, N, n), between lines level + rise·u after and before each, (2, K, N, n)."""
+    bell, mass, sign = density(t), distribution(-t.abs()), torch.where(t > 0, 1.0, -1.0).to(t)
+    value = level[1] + rise[1] * t
+    after, before = _moments(level, rise, mass, sign * bell, value).unbind(1)
+    high, low = rise
+    jump = (high - low) * bell
+    squared = jump * (high + low)
+    cubed = (high**3 - low**3) * bell
+    square = t * t
+    hermite = torch.stack([torch.ones_like(t), t, square - 1, t * (square - 3), square * (square - 6) + 3])
+    first, zero = jump * hermite, torch.zeros_like(t)
+    steps = torch.stack([zero, squared, squared * t])
+    second = 2 * (value * first[:3] + steps)
+    third = 3 * value * (value * first[:3] + 2 * steps) + torch.stack([zero, zero, 6 * cubed])
+    return _Changed(sign * (after - before), first, second, third)
 
 
 def relu(count: int, like: Tensor) -> PiecewiseLinear:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from netmoments.checks import describe
-from netmoments.network.graph import Node, shape_of
-from netmoments.rules.affine import OPERATORS, family
+from netmoments.memory import piece_bytes
+from netmoments.network.graph import Node, family, shape_of
 from netmoments.rules.base import Nonlinearity
+from netmoments.rules.composed import LogSumExp, NormalisedRows, OneSigned, PowerSum, Softmax, Squared, SumOfProducts
 from netmoments.rules.maximum import Largest
 from netmoments.rules.piecewise_linear import PiecewiseLinear, between, one_kink, relu
 from netmoments.rules.smooth import Elementwise
@@ -203,16 +204,136 @@ def _of_two(sign: int) -> Rule:
             end = alone.expanded(constant)
             low, high = (end, None) if sign > 0 else (None, end)
             return RuledCall(between(low, high, alone.size, call.like), (noisy,))
-        out = shape_of(call.node)
-        places, start = [], 0
-        for node in (first, second):
-            own = torch.arange(start, start + shape_of(node).numel()).reshape(shape_of(node))
-            places.append(own.expand(out).reshape(-1))
-            start += shape_of(node).numel()
+        places = [place.expand(shape_of(call.node)).reshape(-1) for place in _places_of_two(first, second)]
         windows = torch.stack(places, -1).to(call.like.device)
         return RuledCall(Largest(windows, with_zero=False, sign=sign), (first, second))
 
     return treat
+
+
+def _places_of_two(first: Node, second: Node) -> tuple[Tensor, Tensor]:
+    """Where the numbers of two tensors are when they are flattened and put end to end, in their shapes."""
+    before = shape_of(first).numel()
+    places = torch.arange(before), torch.arange(before, before + shape_of(second).numel())
+    return places[0].reshape(shape_of(first)), places[1].reshape(shape_of(second))
+
+
+def _product(call: OperatorCall) -> RuledCall | None:
+    """Of two noisy tensors."""
+    first, second = call.args[:2]
+    if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+        return None
+    if first is second:
+        return RuledCall(_square(call), (first,))
+    places = [place.expand(shape_of(call.node)).reshape(-1) for place in _places_of_two(first, second)]
+    return RuledCall(SumOfProducts(torch.stack(places, -1).to(call.like.device)), (first, second))
+
+
+def _matrix_product(call: OperatorCall) -> RuledCall | None:
+    """Of two noisy tensors, with vectors or leading dimensions as `torch.matmul` has them."""
+    first, second = call.args[:2]
+    if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+        return None
+    return _sums_of_products(call, first, second, None)
+
+
+def _added_matrix_product(call: OperatorCall) -> RuledCall | None:
+    """addmm of two noisy matrices to a constant."""
+    offset, first, second = call.args[:3]
+    if isinstance(offset, fx.Node) or any(call.node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+        return None
+    return _sums_of_products(call, first, second, offset.expand(shape_of(call.node)).reshape(-1))
+
+
+def _sums_of_products(call: OperatorCall, first: Node, second: Node, offset: Tensor | None) -> RuledCall | None:
+    left, right = _places_of_two(first, second)
+    left = left if left.dim() > 1 else left.unsqueeze(0)
+    right = right if right.dim() > 1 else right.unsqueeze(-1)
+    left, right = left.unsqueeze(-2), right.mT.unsqueeze(-3)
+    if not _fits(call, shape_of(call.node).numel(), 2 * left.shape[-1]):
+        return None
+    windows = torch.cat(torch.broadcast_tensors(left, right), -1).flatten(0, -2)
+    return RuledCall(SumOfProducts(windows.to(call.like.device), offset), (first, second))
+
+
+def _fits(call: OperatorCall, units: int, width: int) -> bool:
+    """Whether a matrix for every window is no more than is kept at a time."""
+    return units * width * width * call.like.element_size() <= piece_bytes("matrices", call.like.device)
+
+
+def _square(call: OperatorCall) -> Squared:
+    return Squared(torch.arange(call.size, device=call.like.device).unsqueeze(-1))
+
+
+def _power(call: OperatorCall) -> Nonlinearity | None:
+    """x to a constant power: of any x where that is a whole number, else of positive x."""
+    exponent = call.argument(1, "exponent")
+    if not isinstance(exponent, int | float):
+        return None
+    if exponent == 2:
+        return _square(call)
+    return _smooth(call) if exponent >= 0 and float(exponent).is_integer() else _one_signed(call)
+
+
+def _softmax(call: OperatorCall) -> Softmax | None:
+    shape = shape_of(call.args[0])
+    rows = reduction_windows(shape, [call.argument(1, "dim") % len(shape)]).to(call.like.device)
+    return Softmax(rows) if _fits(call, rows.numel(), rows.shape[1]) else None
+
+
+def _log_sum_exp(call: OperatorCall) -> LogSumExp | None:
+    shape = shape_of(call.args[0])
+    windows = reduction_windows(shape, [dim % len(shape) for dim in call.argument(1, "dim")]).to(call.like.device)
+    return LogSumExp(windows) if _fits(call, *windows.shape) else None
+
+
+def _vector_norm(call: OperatorCall) -> PowerSum | None:
+    """The length of few numbers: that of more is written out when the network is recorded."""
+    shape, power = shape_of(call.args[0]), call.argument(1, "ord", 2)
+    dims = call.argument(2, "dim") or range(len(shape))
+    windows = reduction_windows(shape, [dim % len(shape) for dim in dims]).to(call.like.device)
+    good = isinstance(power, int | float) and 1 <= power < math.inf and _fits(call, *windows.shape)
+    return PowerSum(windows, float(power)) if good else None
+
+
+def _layer_norm(call: OperatorCall) -> NormalisedRows | None:
+    shape, many = shape_of(call.args[0]), len(call.argument(1, "normalized_shape"))
+    rows = torch.arange(call.size).reshape(-1, shape[len(shape) - many :].numel())
+    return _normalised(call, rows, call.argument(2, "weight"), call.argument(3, "bias"), call.argument(4, "eps"))
+
+
+def _group_norm(call: OperatorCall) -> NormalisedRows | None:
+    rows = torch.arange(call.size).reshape(call.argument(3, "N") * call.argument(6, "group"), -1)
+    weight, bias = (_by_channel(call, call.argument(place, name)) for place, name in ((1, "weight"), (2, "bias")))
+    return _normalised(call, rows, weight, bias, call.argument(7, "eps"))
+
+
+def _batch_norm_of_input(call: OperatorCall) -> NormalisedRows | None:
+    """Batch normalisation with statistics of its input: instance normalisation, of channels of one image."""
+    training, eps = (5, 7) if family(call.node.target) is aten.native_batch_norm else (3, 5)
+    if not call.argument(training, "training"):
+        return None
+    places = torch.arange(call.size).reshape(shape_of(call.args[0]))
+    rows = places.transpose(0, 1).reshape(places.shape[1], -1)
+    weight, bias = (_by_channel(call, call.argument(place, name)) for place, name in ((1, "weight"), (2, "bias")))
+    return _normalised(call, rows, weight, bias, call.argument(eps, "eps"))
+
+
+def _by_channel(call: OperatorCall, value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.reshape(1, -1, *[1] * (len(shape_of(call.args[0])) - 2))
+
+
+def _normalised(call: OperatorCall, rows: Tensor, weight: Any, bias: Any, eps: float) -> NormalisedRows | None:
+    """Of few numbers each: more are written out when the network is recorded."""
+    scale, shift = call.expanded(1.0 if weight is None else weight), call.expanded(0.0 if bias is None else bias)
+    fits = _fits(call, rows.numel(), rows.shape[1])
+    return NormalisedRows(rows.to(call.like.device), float(eps), scale, shift) if fits else None
+
+
+def _one_signed(call: OperatorCall) -> OneSigned:
+    """A smooth function of each number that is defined on one side of 0."""
+    function = partial(_first_argument, call.node.target, call.args[1:], dict(call.node.kwargs))
+    return OneSigned(function, without_batch(shape_of(call.args[0])), call.like)
 
 
 def _smooth(call: OperatorCall) -> Elementwise | None:
@@ -220,7 +341,12 @@ def _smooth(call: OperatorCall) -> Elementwise | None:
     if shape_of(call.args[0]) != shape_of(call.node):
         return None
     function = partial(_first_argument, call.node.target, call.args[1:], dict(call.node.kwargs))
-    return Elementwise(function, tuple(shape_of(call.args[0])[1:]), call.like)
+    return Elementwise(function, without_batch(shape_of(call.args[0])), call.like)
+
+
+def without_batch(shape: torch.Size) -> tuple[int, ...]:
+    """The shape of one image's numbers: a first dimension of 1 is that of images; another, of patches say, is not."""
+    return tuple(shape[1:]) if shape[0] == 1 else tuple(shape)
 
 
 def _first_argument(target: Any, rest: tuple[Any, ...], named: Mapping[str, Any], x: Tensor) -> Tensor:
@@ -256,12 +382,48 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         (
             aten.tanh, aten.sigmoid, aten.silu, aten.gelu, aten.elu, aten.softplus, aten.celu, aten.mish,
-            aten.hardswish, aten.hardsigmoid, aten.erf, aten.sin, aten.cos,
+            aten.hardswish, aten.hardsigmoid, aten.erf, aten.sin, aten.cos, aten.exp, aten.exp2, aten.expm1, aten.erfc,
+            aten.atan, aten.sinh, aten.cosh, aten.asinh,
         ),
         _one(_smooth),
     ),
+    **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.reciprocal, aten.log, aten.log2, aten.log10), _one(_one_signed)),
+    aten.mul: _product,
+    aten.square: _one(_square),
+    aten.pow: _one(_power),
+    **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.dot, aten.matmul), _matrix_product),
+    aten.addmm: _added_matrix_product,
+    aten._softmax: _one(_softmax),
+    aten._safe_softmax: _one(_softmax),
+    aten.logsumexp: _one(_log_sum_exp),
+    aten.linalg_vector_norm: _one(_vector_norm),
+    aten.native_layer_norm: _one(_layer_norm),
+    aten.native_group_norm: _one(_group_norm),
+    aten.native_batch_norm: _one(_batch_norm_of_input),
+    aten._native_batch_norm_legit: _one(_batch_norm_of_input),
 }  # fmt: skip
 """By operator, all overloads alike. A rule may decline a call with None."""
+
+
+def _lp_pool(many: int, module: Any, example: Tensor) -> PowerSum:
+    """An Lp pool over the last dimensions."""
+    shape, out = example.shape, module(example.detach()).shape
+    kernel, stride = (_every(x, many) for x in (module.kernel_size, module.stride or module.kernel_size))
+    none, ones = [0] * many, [1] * many
+    windows = pooling_windows(shape[:-many].numel(), shape[-many:], out[-many:], kernel, stride, none, ones)
+    return PowerSum(windows.to(example.device), float(module.norm_type))
+
+
+def _every(value: Any, many: int) -> list[int]:
+    return [value] * many if isinstance(value, int) else list(value)
+
+
+LIBRARY_LAYERS: dict[type[nn.Module], LayerRule] = {
+    nn.LPPool1d: partial(_lp_pool, 1),
+    nn.LPPool2d: partial(_lp_pool, 2),
+    nn.LPPool3d: partial(_lp_pool, 3),
+}
+"""By kind of module, exactly: torch's own that are several operators which together are one function."""
 
 LAYER_RULES: dict[type[nn.Module], LayerRule] = {}
 """By kind of module: rules that users have registered."""
@@ -301,15 +463,16 @@ def register_rule(layer: type[nn.Module], rule: LayerRule) -> None:
 
 
 def layer_rule(module: nn.Module) -> LayerRule | None:
-    """The rule that was registered for a module's class, or for the nearest of its bases."""
-    return next((LAYER_RULES[kind] for kind in type(module).__mro__ if kind in LAYER_RULES), None)
+    """The rule that was registered for a module's class, or for the nearest of its bases; else the library's own."""
+    own = next((LAYER_RULES[kind] for kind in type(module).__mro__ if kind in LAYER_RULES), None)
+    return own or LIBRARY_LAYERS.get(type(module))
 
 
 def known_rules() -> str:
     """All kinds of layers that have a rule, for messages."""
     nonlinear = sorted({_plain(kind) for kind in RULES})
     own = sorted(layer.__name__ for layer in LAYER_RULES)
-    return f"affine ({len(OPERATORS)} operators), {', '.join(nonlinear + own)}"
+    return ", ".join(nonlinear + own)
 
 
 def operator_name(node: Node) -> str:

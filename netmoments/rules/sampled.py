@@ -182,3 +182,15 @@ def units_in_parts(like: Tensor, each: int, count: int) -> Iterator[slice]:
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Put together; one alone is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
+
+
+@cache
+def normal_points(dimension: int, count: int) -> Tensor:
+    """A fixed set of standard normal points, (count, dimension): scrambled Sobol, antithetic, second moments exact."""
+    engine = torch.quasirandom.SobolEngine(dimension, scramble=True, seed=0)
+    half = torch.special.ndtri(engine.draw(count // 2, dtype=torch.float64).clamp(1e-12, 1 - 1e-12))
+    normal = torch.cat([half, -half])
+    if dimension >= count // 4:
+        return normal
+    root = torch.linalg.cholesky(normal.mT @ normal / count)
+    return torch.linalg.solve_triangular(root, normal.mT, upper=False).mT

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from netmoments.normal import standard_deviation
-from netmoments.rules.base import Local, OneInput, ThirdCumulants
+from netmoments.rules.base import Local, OneInput, PowerMoments, ThirdCumulants
 from netmoments.rules.sampled import UnitMoments
 
 NODES = 64
@@ -75,6 +75,25 @@ class Elementwise(OneInput):
             coefficient = (weights * hermite * value).sum(0)
             total = total + coefficient.unsqueeze(-1) * coefficient.unsqueeze(-2) * power
         return total
+
+    def power_moments(self, mean: Tensor, variance: Tensor) -> PowerMoments | None:
+        """By the same quadrature; none for a rule with other moments of its own."""
+        if type(self).local is not Elementwise.local:
+            return None
+        s = standard_deviation(variance)
+        nodes, weights = self._nodes(mean)
+        centre = self.values(mean.unsqueeze(-1))
+        value = self.function((mean + s * nodes).reshape(-1, *self.shape)).reshape(NODES, *mean.shape) - centre
+        weighted = [weights, weights * nodes]  # times the Hermite polynomials
+        for order in range(2, 7):
+            weighted.append(nodes * weighted[-1] - (order - 1) * weighted[-2])
+        return PowerMoments(
+            centre,
+            tuple((w * value).sum(0) for w in weighted),
+            tuple((w * value**2).sum(0) for w in weighted[:5]),
+            tuple((w * value**3).sum(0) for w in weighted[:5]),
+            (weights * value**4).sum(0),
+        )
 
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
         every = torch.func.vmap(lambda m, s: tuple(self.local(m, s)))(self.gathered(mean), covariance)

@@ -13,8 +13,8 @@ import netmoments as nm
 from benchmarks.baselines import BASELINES, MOST_POINTS, adf, four_term_series, unscented
 from netmoments.network.model import NetworkModel
 from netmoments.normal import density, distribution
-from netmoments.propagate.layerwise import carried
 from netmoments.propagate.plan import plan_of
+from netmoments.propagate.rows import carried
 from tests.closeness import assert_close, assert_within_standard_errors
 
 

@@ -267,7 +267,7 @@ def test_gradients_in_the_noise_and_the_weights(name, monkeypatch):
 
     All pairs of directions are followed: derivatives take the directions of a choice of them as fixed.
     """
-    monkeypatch.setattr("netmoments.propagate.layerwise.PAIRED", 128)
+    monkeypatch.setattr("netmoments.propagate.rows.PAIRED", 128)
     net, x = network(name), inputs(name, 1)
     generator = torch.Generator().manual_seed(1)
     weight = next(net.parameters())

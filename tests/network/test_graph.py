@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import netmoments as nm
-from netmoments.network.graph import traced_graph
+from netmoments.network.graph import shape_of, traced_graph
 from tests.closeness import assert_close
 from tests.networks import FACTORIES, Residual, inputs, network, seeded
 
@@ -66,3 +66,25 @@ def test_an_autograd_function_of_the_old_style_is_recorded_as_what_it_does():
     sampled = nm.monte_carlo(network("only backward"), given, 100_000, seed=2)
     assert float(found.compare(sampled).mean.abs().max()) < 5
     assert float(found.compare(sampled).covariance.abs().max()) < 6
+
+
+class Unusual(nn.Module):
+    """Dimensions exchanged in place, and a quotient by what was expanded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.stack([x.sin(), x.cos()]).transpose_(0, 1)
+        return (y / (1 + y.square().sum(-1, keepdim=True)).expand_as(y)).flatten(1)
+
+
+def test_dimensions_exchanged_in_place_and_quotients_by_what_was_expanded():
+    """The first as one operation that returns a new tensor; the second with one reciprocal for each sum."""
+    net, x = Unusual(), torch.randn(1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    graph = traced_graph(net, x, "test")
+    targets = {str(node.target): shape_of(node) for node in graph.nodes if node in graph.noisy}
+    assert "aten.transpose.int" in targets
+    assert "aten.transpose_.default" not in targets
+    assert targets["aten.reciprocal.default"] == (1, 2, 1)
+    another = torch.ones(1, 4, dtype=torch.float64)
+    values = graph.values(graph.constants(net), another)
+    assert_close(values[graph.output], net(another), rtol=1e-13, atol=1e-14)
+    assert all(shape_of(node) == values[node].shape for node in graph.nodes if node in graph.noisy)

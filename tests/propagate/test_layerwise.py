@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,20 +9,8 @@ from torch import Tensor, nn
 import netmoments as nm
 from netmoments import memory
 from netmoments.covariances import Covariance, Dense, Diagonal, Isotropic, LowRank
-from netmoments.propagate.layerwise import (
-    FactorLayout,
-    as_factors,
-    carried,
-    inner_product_weights,
-    layerwise,
-    layout_for,
-    need_of,
-    random_basis,
-    random_signs,
-    turned_towards,
-    weighted_matrices,
-)
-from tests.closeness import assert_close, assert_within_standard_errors
+from netmoments.propagate.layerwise import layerwise
+from tests.closeness import assert_close
 from tests.networks import seeded
 from tests.propagate.small import SMALL, image, isotropic, moments, plan, pooled, sampled
 from tests.quadrature import moments_by_quadrature
@@ -111,19 +97,6 @@ def test_tiles_change_nothing(name, monkeypatch):
     torch.testing.assert_close(tiled, covariance, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["residual", "leaky"])
-def test_third_cumulants_make_it_tighter(name):
-    make, shape = SMALL[name]
-    network, x = seeded(make), image(*shape)
-    std = 0.5
-    reference = sampled(network, x, std, 100_000, seed=4)
-    given = plan(network, x), x, isotropic(std, x), torch.arange(reference.mean.numel()).unsqueeze(0)
-    with torch.no_grad():
-        found = [every[0] for _, every in (layerwise(*given), carried(*given, None))]
-    errors = [float(((one.diagonal() - reference.variance) / reference.variance).abs().max()) for one in found]
-    assert errors[0] < 0.6 * errors[1]
-
-
 def test_float32_is_float64_to_its_rounding():
     network, x = seeded(pooled), image(1, 8, 8)
     mean, covariance = moments(network, x, isotropic(0.1, x))
@@ -144,13 +117,11 @@ SMALLER = {"residual": (2, 5, 5), "normalised, overlapping 3×3 pools": (1, 7, 7
 
 
 @pytest.mark.parametrize("name", ["residual", "2×2 pools", "leaky", "normalised, overlapping 3×3 pools"])
-def test_derivatives_in_the_mean_and_the_weights(name, monkeypatch):
-    """Against central differences: exact but for their own error, with all pairs of directions.
+def test_derivatives_in_the_mean_and_the_weights(name):
+    """Against central differences: exact but for their own error.
 
-    With fewer, those that lead follow the scores, and derivatives take them as fixed: see the next test.
     The lines through windows of nine inputs change their order often, so that a difference needs a longer step there.
     """
-    monkeypatch.setattr("netmoments.propagate.layerwise.PAIRED", 128)
     make, shape = SMALL[name]
     shape = SMALLER.get(name, shape)
     network, x = seeded(make), image(*shape)
@@ -181,23 +152,6 @@ def test_derivatives_in_the_mean_and_the_weights(name, monkeypatch):
     assert along == pytest.approx((up - down) / (2 * step), rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("name", ["residual", "2×2 pools"])
-def test_derivatives_with_some_of_the_pairs_are_near_those_with_all(name, monkeypatch):
-    make, shape = SMALL[name]
-    network, x = seeded(make), image(*shape)
-    rows, cut = torch.arange(network(x).shape[1]).unsqueeze(0), plan(network, x)
-
-    def slope() -> Tensor:
-        at = x.clone().requires_grad_()
-        mean, covariance = layerwise(cut, at, isotropic(0.3, x), rows)
-        return torch.autograd.grad(mean.sum() + covariance.diagonal(dim1=1, dim2=2).sum(), at)[0]
-
-    some = slope()
-    monkeypatch.setattr("netmoments.propagate.layerwise.PAIRED", 128)
-    every = slope()
-    assert float((some - every).norm() / every.norm()) < 0.02
-
-
 def test_windows_of_one_input_are_looked_up():
     """A pool of one pixel with stride 2 picks pixels: the network is (Affine, ReLU, Affine) of those it picks."""
     network = seeded(lambda: nn.Sequential(nn.MaxPool2d(1, 2), nn.ReLU(), nn.Flatten(), nn.Linear(4, 3)))
@@ -223,108 +177,6 @@ def test_many_images_are_each_their_own():
             alone = layerwise(cut, x[place : place + 1], Isotropic(variance[place], 64), rows[place : place + 1])
             torch.testing.assert_close(mean[place], alone[0][0], rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(covariance[place], alone[1][0], rtol=1e-10, atol=1e-12)
-
-
-def test_the_need_grows_with_the_largest_layer_and_names_it():
-    """In proportion beyond the layers that have exact pairs, whose squares count too."""
-
-    def need(width: int) -> tuple[str, int]:
-        layers = nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 2)
-        network = seeded(lambda: nn.Sequential(*layers))
-        return need_of(plan(network, image(4)), 4, 8)
-
-    assert need(1000)[0] == "3"
-    assert need(2000)[1] > 3 * need(1000)[1]
-    assert need(16000)[1] == pytest.approx(4 * need(4000)[1], rel=0.05)
-
-
-# factors: which rows stand for what, products of quadratic ones from some directions, and those that lead
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def symmetric(count: int, size: int, seed: int = 0) -> Tensor:
-    matrices = normal(count, size, size, seed=seed)
-    return matrices + matrices.mT
-
-
-@pytest.mark.parametrize(("rank", "scores"), [(4, 2), (32, 10), (33, 10), (784, 10), (784, 40)])
-def test_rows_are_one_after_the_other(rank, scores):
-    layout = layout_for(rank, scores)
-    paired = min(rank, 32)
-    assert layout.paired == paired
-    assert layout.leading == (min(scores, 16) if rank > 32 else 0)
-    parts = [slice(0, rank), layout.quadratic, slice(layout.quadratic.stop, layout.covariance.stop), layout.turns]
-    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
-    assert [part.stop - part.start for part in parts] == [rank, paired * (paired + 1) // 2, layout.signs, paired]
-    assert (layout.followed, layout.covariance.start) == (slice(0, paired), 0)
-
-
-def test_products_of_quadratic_rows_are_half_the_inner_products():
-    layout, matrices = layout_for(7, 3), symmetric(5, 7)
-    rows = as_factors(matrices, layout)
-    assert_close(rows @ rows.mT, 0.5 * torch.einsum("aij,bij->ab", matrices, matrices), rtol=1e-13, atol=1e-12)
-    assert_close(weighted_matrices(rows, layout), matrices, rtol=1e-13)
-
-
-@pytest.mark.parametrize("leading", [0, 3])
-def test_some_directions_give_the_inner_product_without_bias(leading):
-    """Over random bases of what does not lead; the matrices have traces, which a plain share would get wrong."""
-    rank, paired, runs = 12, 7, 4000
-    layout = FactorLayout.of(rank, paired, 64, leading)
-    first, second = symmetric(2, rank) + torch.eye(rank, dtype=torch.float64)
-    weights = inner_product_weights(layout, paired, first)
-    basis, upper = torch.linalg.qr(normal(runs, rank - leading, rank - leading, seed=1))
-    turn = torch.eye(rank, dtype=torch.float64).repeat(runs, 1, 1)
-    turn[:, leading:, leading:] = basis * upper.diagonal(dim1=1, dim2=2).sign().unsqueeze(1)
-    one, other = ((turn.mT @ matrix @ turn)[:, :paired, :paired] for matrix in (first, second))
-    found = (weights * one * other).sum((1, 2))
-    assert_within_standard_errors(found.mean(), (first * second).sum(), found.std() / math.sqrt(runs))
-
-
-def test_random_rows_are_the_same_every_time():
-    like = torch.zeros((), dtype=torch.float64)
-    basis = random_basis(9, like.dtype, like.device)
-    assert_close(basis @ basis.mT, torch.eye(9, dtype=torch.float64), atol=1e-14)
-    assert torch.equal(basis, random_basis(9, like.dtype, like.device))
-    signs = random_signs(64, 10, 3, like)
-    assert bool((signs.abs() == 1 / 8).all())
-    assert torch.equal(signs, random_signs(64, 10, 3, like))
-    assert not torch.equal(signs, random_signs(64, 10, 4, like))
-
-
-def test_leading_directions_reduce_the_chance_error(monkeypatch):
-    """Variances with 32 of 72 directions, some of them those the scores depend on or all at random, against all 72."""
-    make, shape = SMALL["residual"]
-    network, x = seeded(make), image(*shape)
-
-    def variance() -> Tensor:
-        return moments(network, x, isotropic(0.5, x))[1].diagonal()
-
-    leading = variance()
-    with monkeypatch.context() as none_leads:
-        none_leads.setattr(
-            "netmoments.propagate.layerwise.layout_for", lambda rank, scores: FactorLayout.of(rank, 32, 64, 0)
-        )
-        at_random = variance()
-    monkeypatch.setattr("netmoments.propagate.layerwise.PAIRED", 128)
-    every = variance()
-    errors = [float((some / every - 1).abs().max()) for some in (leading, at_random)]
-    assert errors[0] < 0.01
-    assert errors[0] < errors[1] / 3
-
-
-def test_turning_towards_directions_keeps_the_covariance():
-    """The first rows span the directions (the second is twice the first, and adds none), FᵀF stays."""
-    rows, towards = normal(2, 9, 20), normal(2, 9, 3, seed=1)
-    towards[..., 1] = 2 * towards[..., 0]
-    turned = turned_towards(rows, towards)
-    assert_close(turned.mT @ turned, rows.mT @ rows, rtol=1e-12, atol=1e-12)
-    wanted = towards.mT @ rows  # what the noise along a direction does
-    span = torch.linalg.qr(turned[:, :3].mT).Q
-    assert_close(wanted.mT - span @ (span.mT @ wanted.mT), torch.zeros(2, 20, 3), atol=1e-10)
 
 
 # the covariance of scores: quadratic parts of all layers together, also of layers side by side

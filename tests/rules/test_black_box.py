@@ -43,10 +43,10 @@ def each(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 NO_RULE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "softmax": (nn.Softmax(1), "softmax in function"),
-    "layer norm": (nn.LayerNorm(5), r"\w*layer_norm in function"),
-    "exp": (torch.exp, "exp in network"),
-    "product": (lambda z: z * z, "mul in network"),
+    "sums of exponentials": (lambda z: z.logcumsumexp(1), "logcumsumexp in network"),
+    "products": (Called(lambda z: z.cumprod(1)), "cumprod in function"),
+    "logarithm of Γ": (lambda z: torch.lgamma(2 + z.exp()), "lgamma in network"),
+    "sorting": (lambda z: z.sort(1).values, "sort in network"),
     "rounding": (lambda z: (4 * z).round(), "round in network"),
     "division with rounding": (lambda z: torch.div(z, 0.5, rounding_mode="floor"), r"\w*div\w* in network"),
     "integers": (lambda z: (4 * z).int().double(), r"\w+ in network"),
@@ -55,7 +55,7 @@ NO_RULE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "shapes that depend on data": (each(lambda z: z[z > 0].sum().expand(5)), r"\w+ in network"),
 }
 
-KNOWN_FROM_SAMPLES = ("softmax", "layer norm", "exp", "product")
+KNOWN_FROM_SAMPLES = ("sums of exponentials", "products", "logarithm of Γ", "sorting")
 NO_DERIVATIVE = ("rounding", "division with rounding")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from netmoments.network.graph import Node
+from netmoments.network.graph import Node, family
 from netmoments.precision import SUPPORTED_DTYPES
 
 aten = torch.ops.aten
@@ -79,11 +79,6 @@ SHAPE_ONLY = {
     aten.new_empty, aten.fill, aten.zero,
 }  # fmt: skip
 """Operators whose value depends on the shape of their argument only."""
-
-
-def family(target: Any) -> Any:
-    """The operator of an overload: aten.add for aten.add.Tensor."""
-    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
 
 
 def affine_operator(node: Node, noisy: frozenset[Node]) -> AffineOperator | None:

@@ -1,0 +1,242 @@
+"""Operators that are made of others, written out: normalisation as squares, means, roots and products, and so on.
+
+What a graph is recorded with. A written-out operator gives what it gives, to rounding; in exchange every piece of it
+has a rule of its own, and what is affine in it needs none. An operator that is not listed is recorded as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+FEW_NUMBERS = 32
+"""Normalisation and lengths of fewer numbers are left as they are: there is a rule for few, whose mean square is far
+from Gaussian."""
+FEW_FACTORS = 8
+"""A product along a dimension is written out up to so many factors."""
+
+
+def _normalised(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x − mean)/√(variance + eps) over some dimensions, the mean and the root's reciprocal."""
+    mean = x.mean(list(dims), keepdim=True)
+    centred = x - mean
+    scale = (centred.square().mean(list(dims), keepdim=True) + eps).rsqrt()
+    return centred * scale, mean, scale
+
+
+def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+    if math.prod(shape) < FEW_NUMBERS:
+        return NotImplemented
+    y, mean, scale = _normalised(x, range(-len(shape), 0), eps)
+    return _scaled(y, weight, bias), mean, scale
+
+
+def _group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, channels: int, size: int, groups: int, eps: float
+) -> Any:
+    if channels * size // groups < FEW_NUMBERS:
+        return NotImplemented
+    y, mean, scale = _normalised(x.reshape(n, groups, -1), [-1], eps)
+    by_channel = [1, channels] + [1] * (x.dim() - 2)
+    own = (None if part is None else part.reshape(by_channel) for part in (weight, bias))
+    return _scaled(y.reshape(x.shape), *own), mean.reshape(n, groups), scale.reshape(n, groups)
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """With statistics of its input, as instance normalisation has them; with those it has learned it is affine."""
+    if not training or running_mean is not None:
+        return NotImplemented
+    return _batch_norm_of_input(x, weight, bias, eps)
+
+
+def _batch_norm_without_statistics(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> Any:
+    return _batch_norm_of_input(x, weight, bias, eps) if training else NotImplemented
+
+
+def _batch_norm_of_input(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+    if x.numel() // x.shape[1] < FEW_NUMBERS:
+        return NotImplemented
+    y, mean, scale = _normalised(x, [0, *range(2, x.dim())], eps)
+    by_channel = [1, -1] + [1] * (x.dim() - 2)
+    own = (None if part is None else part.reshape(by_channel) for part in (weight, bias))
+    return _scaled(y, *own), mean.reshape(-1), scale.reshape(-1)
+
+
+def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _variance(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    dims = list(range(x.dim())) if not dim else list(dim)
+    count = math.prod(x.shape[place] for place in dims)
+    centred = x - x.mean(dims, keepdim=True)
+    return centred.square().sum(dims, keepdim=keepdim) / (count - (1 if correction is None else correction))
+
+
+def _deviation(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    return _variance(x, dim, correction=correction, keepdim=keepdim).sqrt()
+
+
+def _variance_and_mean(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    dims = list(range(x.dim())) if not dim else list(dim)
+    return _variance(x, dims, correction=correction, keepdim=keepdim), x.mean(dims, keepdim=keepdim)
+
+
+def _vector_norm(
+    x: Tensor, ord: float = 2, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    dims = list(range(x.dim())) if dim is None else list(dim)
+    if ord != 2 or dtype is not None or math.prod(x.shape[place] for place in dims) < FEW_NUMBERS:
+        return NotImplemented
+    return x.square().sum(dims, keepdim=keepdim).sqrt()
+
+
+def _divided(x: Any, y: Any) -> Any:
+    """By a tensor; division by a number is affine as it is."""
+    if not isinstance(y, Tensor) or not isinstance(x, Tensor) or y.dim() == 0 or not y.is_floating_point():
+        return NotImplemented
+    return x * y.reciprocal()
+
+
+def _gated(x: Tensor, dim: int = -1) -> Tensor:
+    first, second = x.chunk(2, dim)
+    return first * second.sigmoid()
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
+    return NotImplemented if half_to_float else x - x.logsumexp(dim, keepdim=True)
+
+
+def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    return -torch.nn.functional.softplus(-x), x.new_empty(0)
+
+
+def _added_product(x: Tensor, first: Tensor, second: Tensor, *, value: float = 1) -> Tensor:
+    return x + (first * second if value == 1 else value * first * second)
+
+
+def _added_quotient(x: Tensor, first: Tensor, second: Tensor, *, value: float = 1) -> Tensor:
+    return x + value * first * second.reciprocal()
+
+
+def _between(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
+    return start + weight * (end - start)
+
+
+def _added_matrix_product(x: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = torch.bmm(first, second)
+    return (x if beta == 1 else beta * x) + (product if alpha == 1 else alpha * product)
+
+
+def _product_along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if not 0 < x.shape[dim] <= FEW_FACTORS or dtype is not None:
+        return NotImplemented
+    factors = list(x.unbind(dim))
+    while len(factors) > 1:
+        factors = [
+            factors[k] * factors[k + 1] if k + 1 < len(factors) else factors[k] for k in range(0, len(factors), 2)
+        ]
+    return factors[0].unsqueeze(dim) if keepdim else factors[0]
+
+
+def _trilinear(
+    first: Tensor,
+    weight: Tensor,
+    second: Tensor,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> Any:
+    """Of a bilinear layer, x₁ᵀWx₂: an affine map of x₁, times x₂."""
+    if (list(expand1), list(expand2), list(expand3), list(sumdim)) != ([1, 3], [0], [1, 2], [2, 3]):
+        return NotImplemented
+    turned = torch.nn.functional.linear(first, weight.transpose(1, 2).reshape(-1, weight.shape[1]))
+    return (turned.reshape(-1, weight.shape[0], weight.shape[2]) * second.unsqueeze(1)).sum(-1)
+
+
+def _distances(first: Tensor, second: Tensor, p: float, compute_mode: int | None) -> Any:
+    """Euclidean distances between rows."""
+    if p != 2:
+        return NotImplemented
+    return (first.unsqueeze(-2) - second.unsqueeze(-3)).square().sum(-1).sqrt()
+
+
+def _lstm_cell(
+    given: Tensor, hidden: Tensor, cell: Tensor, bias: Tensor | None = None, hidden_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A step of an LSTM as a GPU does it without cuDNN: from products with its weights, its state and biases."""
+    gates = _sum_of(given, hidden, bias, hidden_bias)
+    enter, forget, new, leave = gates.chunk(4, 1)
+    cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
+    return leave.sigmoid() * cell.tanh(), cell, given.new_empty(0)
+
+
+def _gru_cell(
+    given: Tensor, hidden: Tensor, state: Tensor, bias: Tensor | None = None, hidden_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    first, second = _sum_of(given, bias).chunk(3, 1), _sum_of(hidden, hidden_bias).chunk(3, 1)
+    reset, update = ((a + b).sigmoid() for a, b in zip(first[:2], second[:2], strict=True))
+    new = (first[2] + reset * second[2]).tanh()
+    return update * (state - new) + new, given.new_empty(0)
+
+
+def _sum_of(first: Tensor, *others: Tensor | None) -> Tensor:
+    for other in others:
+        first = first if other is None else first + other
+    return first
+
+
+def _log_of_more_than_one(x: Tensor) -> Tensor:
+    return (1 + x).log()
+
+
+WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_batch_norm.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm_without_statistics,
+    aten.var.correction: _variance,
+    aten.std.correction: _deviation,
+    aten.var_mean.correction: _variance_and_mean,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.div.Tensor: _divided,
+    aten.glu.default: _gated,
+    aten._log_softmax.default: _log_softmax,
+    aten.log_sigmoid_forward.default: _log_sigmoid,
+    aten.addcmul.default: _added_product,
+    aten.addcdiv.default: _added_quotient,
+    aten.lerp.Tensor: _between,
+    aten.baddbmm.default: _added_matrix_product,
+    aten.prod.dim_int: _product_along,
+    aten._trilinear.default: _trilinear,
+    aten._cdist_forward.default: _distances,
+    aten._thnn_fused_lstm_cell.default: _lstm_cell,
+    aten._thnn_fused_gru_cell.default: _gru_cell,
+    aten.log1p.default: _log_of_more_than_one,
+}
+"""By overload; one that does not write a call out returns NotImplemented."""

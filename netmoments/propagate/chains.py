@@ -1,0 +1,158 @@
+"""Functions of one number at a time that follow one another, taken as one function: x·σ(x), x/(1 + |x|), exp(−x²).
+
+By themselves the links would each be a nonlinear layer whose output counts as Gaussian for the next; together they are
+one layer with one input a unit, whose moments are those of quadrature.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from netmoments.network.graph import NetworkGraph, Node, family, shape_of
+from netmoments.rules.base import Nonlinearity
+from netmoments.rules.composed import OneSigned
+from netmoments.rules.registry import without_batch
+from netmoments.rules.smooth import Elementwise
+
+aten = torch.ops.aten
+
+EVERYWHERE = {
+    aten.tanh, aten.sigmoid, aten.silu, aten.gelu, aten.elu, aten.softplus, aten.celu, aten.mish, aten.hardswish,
+    aten.hardsigmoid, aten.erf, aten.erfc, aten.sin, aten.cos, aten.exp, aten.exp2, aten.expm1, aten.atan, aten.sinh,
+    aten.cosh, aten.asinh, aten.relu, aten.leaky_relu, aten.abs, aten.hardtanh, aten.relu6, aten.clamp, aten.clamp_min,
+    aten.clamp_max, aten.square,
+}  # fmt: skip
+"""Functions that are defined everywhere."""
+LIMITED = {aten.sqrt, aten.rsqrt, aten.reciprocal, aten.log, aten.log2, aten.log10, aten.pow}
+"""Functions that are not: only of positive numbers, or not of 0."""
+ARITHMETIC = {
+    aten.add, aten.sub, aten.rsub, aten.mul, aten.neg, aten.div, aten.clone, aten.alias, aten.detach, aten.contiguous,
+}  # fmt: skip
+SCALES = (-100.0, -10.0, -1.0, -0.1, 0.0, 0.1, 1.0, 10.0, 100.0)
+"""Multiples of the largest value seen, at which a chain must be finite, and no more than `LARGE` times as large as was
+seen, to count as defined everywhere."""
+LARGE = 1e6
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """A node whose every number is a function of the number at the same place of another, its root."""
+
+    root: Node
+    steps: tuple[Node, ...] = ()
+    """From the root to the node, which is the last; none if it is the root itself."""
+    curved: int = 0
+    """How many of them are not affine."""
+    one_signed: bool = False
+    """Whether it is defined on one side of 0 only."""
+
+    def function(self, graph: NetworkGraph, constants: Mapping[Node, Any]) -> Callable[[Tensor], Tensor]:
+        """The node's values from the root's, for any number of images."""
+        ready = []
+        for node in self.steps:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x if x in graph.noisy else constants[x])
+            ready.append((node, args, kwargs))
+        return partial(_followed, self.root, ready)
+
+    def rule(self, graph: NetworkGraph, constants: Mapping[Node, Any], like: Tensor) -> Nonlinearity:
+        """All steps as one layer."""
+        kind = OneSigned if self.one_signed else Elementwise
+        return kind(self.function(graph, constants), without_batch(shape_of(self.root)), like)
+
+
+def chain_of(
+    node: Node,
+    is_affine: bool,
+    chains: Mapping[Node, Chain],
+    never_negative: Collection[Node],
+    graph: NetworkGraph,
+    constants: Mapping[Node, Any],
+    seen: Mapping[Node, Any],
+) -> Chain | None:
+    """The chain that a node ends, given those of nodes before it and the values of a run; None if it ends none."""
+    kind, arguments = family(node.target), [x for x in node.all_input_nodes if x in graph.noisy]
+    if kind not in EVERYWHERE | LIMITED | ARITHMETIC or not all(_alike(x, node) for x in arguments):
+        return None
+    if kind in ARITHMETIC and not is_affine and kind is not aten.mul:  # division with rounding
+        return None
+    before = [chains.get(x, Chain(x)) for x in arguments]
+    if len({chain.root for chain in before}) != 1:
+        return None
+    steps = {step for chain in before for step in chain.steps}
+    found = Chain(
+        before[0].root,
+        (*sorted(steps, key=graph.place.__getitem__), node),
+        max(chain.curved for chain in before) + (not is_affine),
+        any(chain.one_signed for chain in before),
+    )
+    if not _is_limited(node) or found.one_signed or _is_defined_everywhere(found, graph, constants, seen):
+        return found
+    if found.root in never_negative:
+        return replace(found, one_signed=True)
+    return Chain(arguments[0], (node,), 1, one_signed=True) if len(arguments) == 1 else None
+
+
+def _is_limited(node: Node) -> bool:
+    """Whether a function is not defined everywhere: whole powers are."""
+    if family(node.target) is not aten.pow:
+        return family(node.target) in LIMITED
+    exponent = node.args[1]
+    return not (isinstance(exponent, int | float) and exponent >= 0 and float(exponent).is_integer())
+
+
+NEVER_NEGATIVE = {
+    aten.relu, aten.relu6, aten.sigmoid, aten.hardsigmoid, aten.softplus, aten.exp, aten.exp2, aten.abs, aten.sqrt,
+    aten.rsqrt, aten.square, aten.cosh, aten._softmax, aten._safe_softmax, aten.linalg_vector_norm,
+}  # fmt: skip
+KEEPS_SIGN = {
+    aten.view, aten._unsafe_view, aten.reshape, aten.flatten, aten.unflatten, aten.squeeze, aten.unsqueeze, aten.clone,
+    aten.contiguous, aten.alias, aten.expand, aten.slice, aten.select, aten.permute, aten.transpose, aten.sum,
+    aten.mean, aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d, aten._adaptive_avg_pool2d,
+    aten.max_pool2d_with_indices, aten.reciprocal, operator.getitem,
+}  # fmt: skip
+
+
+def is_never_negative(node: Node, known: Collection[Node]) -> bool:
+    """Whether no number of a node can be negative, given the nodes before it of which that is known."""
+    kind, arguments = family(node.target), node.all_input_nodes
+    if kind in NEVER_NEGATIVE:
+        return True
+    if kind is aten.pow:
+        exponent = node.args[1]
+        return arguments[0] in known or (isinstance(exponent, int | float) and exponent % 2 == 0)
+    if kind is aten.mul:
+        numbers = [x for x in node.args if isinstance(x, int | float)]
+        both = len(node.args) == 2 and node.args[0] is node.args[1]
+        return both or (all(x in known for x in arguments) and all(x >= 0 for x in numbers))
+    return kind in KEEPS_SIGN and all(x in known for x in arguments)
+
+
+def _alike(node: Node, other: Node) -> bool:
+    """Whether two nodes have numbers of one kind at the same places."""
+    one, another = node.meta["val"], other.meta["val"]
+    same = isinstance(one, Tensor) and isinstance(another, Tensor)
+    return same and one.shape == another.shape and one.dtype == another.dtype
+
+
+@torch.no_grad()
+def _is_defined_everywhere(
+    chain: Chain, graph: NetworkGraph, constants: Mapping[Node, Any], seen: Mapping[Node, Any]
+) -> bool:
+    function, value = chain.function(graph, constants), seen[chain.root]
+    size, most = value.abs().max(), LARGE * function(value).abs().max()
+    return all(bool((function(torch.full_like(value, scale) * size).abs() <= most).all()) for scale in SCALES)
+
+
+def _followed(root: Node, steps: list[tuple[Node, Any, Any]], x: Tensor) -> Tensor:
+    values = {root: x}
+    for node, args, kwargs in steps:
+        given, named = fx.node.map_arg((args, kwargs), values.__getitem__)
+        x = values[node] = node.target(*given, **named)  # type: ignore[operator]
+    return x

@@ -1,0 +1,164 @@
+"""Third and fourth cumulants of all live tensors in factored form, beside their covariance as a square.
+
+A *centre* is a unit a of a nonlinear layer that has gone by (or a direction of its window). With y = f(z) there and
+u = (z − m)/s its standardized input, it has four numbers for every number of the live tensors:
+
+    e, the response to y;    v, the covariance with u;    b, half the unit's bend E[f He₂(u)], times v;
+    x, what is known of κ(y, y, ·) beyond these.
+
+Third cumulants are κ_ijk = Σₐ P(e, v, b) + ½P(e, e, x), P summing over the six orders of i, j, k: trees with the unit
+in the middle, and the unit with itself. To leading order in the correlations between units that is all there is
+(McCullagh, "Tensor Methods in Statistics", 1987, chapter 7). Affine parts act on the rows e, v, b, x as on inputs,
+expected slopes multiply them, and only κ_iii and κ_iij are ever formed, by a few products of matrices.
+
+Fourth cumulants κ_iiii and κ_iijj follow from the same rows: of units alone, of pairs whose inputs are correlated, in
+one layer or in two, and of pairs whose variances move together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class OwnCumulants(NamedTuple):
+    """Of the centres' y alone, with cumulants c₂, c₃, c₄ and derivatives in u: (N, A) each."""
+
+    third_bend: Tensor
+    """E[f He₃(u)]."""
+    variance_bend: Tensor
+    """c₂″."""
+    skew_slope: Tensor
+    """c₃′."""
+    fourth: Tensor
+    """c₄."""
+
+
+class FourthOrder(NamedTuple):
+    """What fourth cumulants take of A centres beside their rows."""
+
+    own: OwnCumulants
+    between: Tensor
+    """Correlations of the centres' inputs, (N, A, A), 0 on the diagonal."""
+    variances: Tensor
+    """κ(y, y, y', y') of two centres beyond what their rows give, (N, A, A), 0 on the diagonal."""
+    responses: Tensor
+    """How much the standardized input of a centre responds to an earlier one, (N, A, A), 0 elsewhere."""
+
+
+class FourthCumulants(NamedTuple):
+    """Of n numbers."""
+
+    own: Tensor
+    """κ_iiii, (N, n)."""
+    pairs: Tensor
+    """κ_iijj, (N, n, n); the diagonal means nothing."""
+    by_one: Tensor
+    """The part of it that single centres give."""
+    with_centres: Tensor
+    """How the variances of numbers and centres move together beyond the rows, (N, n, A)."""
+
+
+class CentreRows(NamedTuple):
+    """The numbers e, v, b and x of A centres, for each of P: (N, A, P) each."""
+
+    response: Tensor
+    along: Tensor
+    bent: Tensor
+    own: Tensor
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> CentreRows:
+        return CentreRows(change(self.response), change(self.along), change(self.bent), change(self.own))
+
+    def with_more(self, new: CentreRows) -> CentreRows:
+        response, along, bent, own = (torch.cat(pair, 1) for pair in zip(self, new, strict=True))
+        return CentreRows(response, along, bent, own)
+
+
+class Cumulants(NamedTuple):
+    """Third cumulants of P numbers, by the rows of centres, and what fourth ones take, where they are kept."""
+
+    rows: CentreRows
+    fourth: FourthOrder | None
+
+    @classmethod
+    def none(cls, like: Tensor, *, fourth: bool) -> Cumulants:
+        """Of Gaussian tensors with numbers (N, P): no centres."""
+        rows = like.new_zeros(len(like), 0, like.shape[-1])
+        square, each = like.new_zeros(len(like), 0, 0), like.new_zeros(len(like), 0)
+        further = FourthOrder(OwnCumulants(each, each, each, each), square, square, square) if fourth else None
+        return cls(CentreRows(rows, rows, rows, rows), further)
+
+    @property
+    def centres(self) -> int:
+        return self.rows.response.shape[1]
+
+    def through(self, linear: Callable[[Tensor], Tensor]) -> Cumulants:
+        """After a linear map of the numbers, which acts on rows (N, ..., P)."""
+        return self._replace(rows=CentreRows(*linear(torch.stack(self.rows, 1)).unbind(1)))
+
+    def own_third(self, first: int) -> Tensor:
+        """κ_iii of the first n numbers: (N, n)."""
+        e, v, b, x = (rows[..., :first] for rows in self.rows)
+        return (e * (6 * v * b + 3 * e * x)).sum(1)
+
+    def with_another(self, first: int) -> Tensor:
+        """κ_iij of the first n numbers, twice, with all P: (N, n, P)."""
+        e, v, b, x = (rows[..., :first] for rows in self.rows)
+        return self._with_rows([2 * e * v, 2 * e * b, 2 * (v * b + e * x), e * e])
+
+    def of_windows(self, seen: list[Tensor], bend: Tensor) -> tuple[Tensor, Tensor]:
+        """Of directions t of windows, in which the rows are `seen`, (N, n, q, A) each.
+
+        κ of each window's q directions, (N, n, q, q, q), and Σ bendₖₗ κ(tₖ, tₗ, ·) with all P numbers, (N, n, P), for
+        symmetric bends (N, n, q, q).
+        """
+        e, v, b, x = seen
+        bent_e, bent_v = bend @ e, bend @ v
+        left = [2 * bent_e * v, 2 * bent_e * b, 2 * (bent_v * b + bent_e * x), bent_e * e]
+        with_all = self._with_rows([part.sum(2).mT for part in left])
+        third = v.new_zeros(*v.shape[:3], v.shape[2], v.shape[2])
+        for first, second, last in ((e, v, b), (e, b, v), (v, b, e), (0.5 * e, e, x), (e, x, e)):
+            third = third + _symmetric_products(first, second, last)
+        return third, with_all
+
+    def _with_rows(self, left: list[Tensor]) -> Tensor:
+        response, along, bent, own = self.rows
+        return torch.cat(left, 1).mT @ torch.cat([bent, along, response, own], 1)
+
+    def fourths(self, first: int) -> FourthCumulants | None:
+        """Of the first n numbers, if they are kept.
+
+        With r = 4eb, what a shift of u does to κ_ii, and the centres' `between` Ω, `variances` V and `responses` E:
+
+            κ_iiii = Σ (e⁴c₄ + 4e³v c₃′ + 6e²v² c₂″ + 4ev³ E[f He₃]) + 3 rΩr + 3 e²Ve² + 6 rE(2bv + 2ex),
+
+        and κ_iijj likewise, without the last part and what i and j share in the middle of a path.
+        """
+        if self.fourth is None:
+            return None
+        own, between, variances, responses = self.fourth
+        e, v, b, x = (rows[..., :first] for rows in self.rows)
+        ee, ev, vv, shift = e * e, e * v, v * v, 4 * e * b
+        third_bend, variance_bend, skew_slope, fourth = (part.unsqueeze(-1) for part in own)
+        with_ee = 0.5 * fourth * ee + 2 * skew_slope * ev + variance_bend * vv
+        with_ev = 2 * third_bend * vv + 2 * variance_bend * ev
+        half = torch.cat([ee, ev], 1).mT @ torch.cat([with_ee, with_ev], 1)
+        by_one = half + half.mT
+        shifted, moved = shift.mT @ between, ee.mT @ variances
+        beyond = (2 * b * v + 2 * e * x).mT @ responses.mT
+        alone = ee * (fourth * ee + 4 * skew_slope * ev + 6 * variance_bend * vv) + 4 * third_bend * ev * vv
+        alone = alone + (3 * shifted + 6 * beyond).mT * shift + 3 * moved.mT * ee
+        paths = torch.cat([shifted, moved], -1) @ torch.cat([shift, ee], 1)
+        return FourthCumulants(alone.sum(1), 0.5 * (paths + paths.mT) + by_one, by_one, moved)
+
+
+def _symmetric_products(first: Tensor, second: Tensor, last: Tensor) -> Tensor:
+    """Σ_A (first_k second_l + second_k first_l) last_m, (N, n, q, q, q), of (N, n, q, A)."""
+    pairs = first.unsqueeze(-2) * second.unsqueeze(-3)
+    products = pairs.flatten(-3, -2) @ last.mT
+    products = products.unflatten(-2, pairs.shape[-3:-1])
+    return products + products.transpose(-3, -2)

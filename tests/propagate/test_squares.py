@@ -1,0 +1,133 @@
+"""Covariances as squares: what cumulants are worth, which layers get them, and what happens where there is no noise."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import netmoments as nm
+from netmoments.propagate import rows, squares
+from netmoments.propagate.layerwise import has_squares, layerwise
+from tests.networks import seeded
+from tests.propagate.small import SMALL, image, isotropic, plan, pooled, sampled
+
+
+def random_mlp(width: int, depth: int) -> nn.Module:
+    """As the Whitebox Estimation Challenge has them: He's initialisation, no offsets, a ReLU after every layer."""
+    generator, layers = torch.Generator().manual_seed(1), []
+    for _ in range(depth):
+        layer = nn.Linear(width, width, bias=False)
+        layer.weight.data = torch.randn(width, width, generator=generator) * math.sqrt(2 / width)
+        layers += [layer, nn.ReLU()]
+    return nn.Sequential(*layers).double().eval()
+
+
+def test_cumulants_are_worth_a_power_of_ten(monkeypatch):
+    """Mean squared errors of the last means: less the reference's own, which is that of 4·10⁵ samples."""
+    network, x = random_mlp(32, 4), torch.zeros(1, 32, dtype=torch.float64)
+    reference = sampled(network, x, 1.0, 400_000, seed=1)
+    floor = float(reference.mean_standard_error.square().mean())
+    every = torch.arange(32).unsqueeze(0)
+
+    def error() -> float:
+        with torch.no_grad():
+            mean, _ = squares.carried(plan(network, x), x, isotropic(1.0, x), every)
+        return float((mean[0] - reference.mean).square().mean()) - floor
+
+    with_cumulants = error()
+    monkeypatch.setattr(squares, "MOST_CENTRES", 0)
+    assert with_cumulants < error() / 10
+
+
+@pytest.mark.parametrize("name", ["2×2 pools", "residual"])
+def test_tighter_than_rows(name):
+    """At large noise, where rows are off by more than the samples can tell."""
+    make, shape = SMALL[name]
+    network, x = seeded(make), image(*shape)
+    reference = sampled(network, x, 0.5, 400_000, seed=4)
+    cut, every = plan(network, x), torch.arange(reference.mean.numel()).unsqueeze(0)
+    with torch.no_grad():
+        found = squares.carried(cut, x, isotropic(0.5, x), every)
+        others = rows.carried(cut, x, isotropic(0.5, x), every, rows.third_order)
+    errors = []
+    for mean, covariance in (found, others):
+        off = (mean[0] - reference.mean).abs() / reference.variance.sqrt()
+        errors.append(float(off.mean() + (covariance[0].diagonal() / reference.variance - 1).abs().mean()))
+    assert errors[0] < 0.8 * errors[1], errors
+
+
+def test_which_units_are_followed(monkeypatch):
+    """All but the last layer's; where that is too much, as many of each layer as its share, and of windows fewer."""
+    network, x = seeded(pooled), image(1, 8, 8)
+    cut = plan(network, x)
+    units = [stage.rule.units for stage in cut.stages]
+    assert squares.followed_units(cut) == [*units[:-1], 0]
+    assert has_squares(cut, 8, 2**30)
+    monkeypatch.setattr(squares, "MOST_CENTRES", 200)
+    some = squares.followed_units(cut)
+    assert some[-1] == 0
+    assert 4 * sum(some) <= 200
+    assert not has_squares(cut, 8, 2**30)
+
+
+def test_half_of_the_units_give_nearly_the_same(monkeypatch):
+    network = seeded(
+        lambda: nn.Sequential(nn.Linear(12, 60), nn.ReLU(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 4))
+    )
+    x = image(12)
+    cut, every = plan(network, x), torch.arange(4).unsqueeze(0)
+    found = []
+    for most in (4096, 40, 0):
+        monkeypatch.setattr(squares, "MOST_CENTRES", most)
+        with torch.no_grad():
+            found.append(squares.carried(cut, x, isotropic(0.7, x), every))
+    (mean, covariance), some, none = found
+    assert float((some[0] - mean).abs().max()) < 0.5 * float((none[0] - mean).abs().max())
+    assert float((some[1] - covariance).abs().max()) < 0.5 * float((none[1] - covariance).abs().max())
+
+
+def test_a_small_budget_takes_rows(monkeypatch):
+    """And no budget at all is an error that says what would be needed."""
+    network, x = random_mlp(64, 3), torch.zeros(1, 64, dtype=torch.float64)
+    cut, every = plan(network, x), torch.arange(3).unsqueeze(0)
+    budget = rows.need_of(cut, 64, 8).bytes
+    monkeypatch.setattr(squares, "need_of", lambda *_: rows.Need("1", budget + 1))
+    with torch.no_grad():
+        mean, _ = layerwise(cut, x, isotropic(1.0, x), every, budget)
+        expected, _ = rows.carried(cut, x, isotropic(1.0, x), every, rows.third_order)
+        assert torch.equal(mean, expected)
+        with pytest.raises(ValueError, match="raise memory_budget="):
+            layerwise(cut, x, isotropic(1.0, x), every, 1000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_without_noise(dtype):
+    """A black image whose noise is on a few pixels, and none at all."""
+    network, x = seeded(pooled).to(dtype), torch.zeros(1, 8, 8, dtype=dtype)
+    variance = torch.zeros(64, dtype=dtype)
+    variance[10:14] = 0.01
+    found = nm.output_moments(network, nm.Gaussian(x, nm.Diagonal(variance)), "layerwise", check=0)
+    assert bool(found.mean.isfinite().all() and found.covariance.isfinite().all())
+    still = nm.output_moments(network, nm.Gaussian(x, nm.Diagonal(0 * variance)), "layerwise", check=0)
+    torch.testing.assert_close(still.mean, network(x.unsqueeze(0))[0].detach(), rtol=1e-5, atol=1e-6)
+    assert float(still.variance.abs().max()) < 1e-9
+
+
+def test_derivatives_of_variances():
+    """Of a network with fourth cumulants, in the variance of the noise: against central differences."""
+    network, x = random_mlp(12, 4), image(12)
+    cut, every = plan(network, x), torch.arange(12).unsqueeze(0)
+
+    def value(variance: Tensor) -> Tensor:
+        mean, covariance = squares.carried(cut, x, nm.Diagonal(variance), every)
+        return mean.sum() + covariance.diagonal(dim1=1, dim2=2).sum()
+
+    at = torch.full((12,), 0.3, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(value(at), at)
+    step = 1e-5 * torch.rand(12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        change = (value(at + step) - value(at - step)) / 2
+    assert float(change) == pytest.approx(float((slope * step).sum()), rel=1e-6)
