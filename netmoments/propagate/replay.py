@@ -44,6 +44,8 @@ class _Recording:
         if device not in _pools:
             _pools[device] = _Pool()
         pool = _pools[device]
+        random = torch.cuda.default_generators[device.index or 0]
+        numbers = random.clone_state()
         with torch.inference_mode(False), torch.no_grad():  # else callers outside inference mode could not use it
             own = tuple(x.clone() for x in inputs)
             try:
@@ -51,6 +53,7 @@ class _Recording:
                     outputs = work(*own)
             except BaseException:
                 del _pools[device]  # it may be spoilt
+                random.graphsafe_set_state(numbers)  # else it takes itself to be in a recording for ever
                 raise
             finally:
                 torch.cuda.set_stream(before)

@@ -162,7 +162,8 @@ class _ReluCovariance(Function):
 
     Dimension 0 is images, N or 1 (shared). The separable part SᵢⱼΦᵢΦⱼ is for all pairs; the nonlinear part is added
     tile by tile, each pair once, among active units only; the diagonal is the units' own variance. Pairs with a unit
-    that is hardly ever open are then computed again: all (`entrywise`), or those that matter to the layer as a whole.
+    that is hardly ever open are then computed again: all (`entrywise`), or, on a CPU, those that matter to the layer as
+    a whole.
     """
 
     @staticmethod
@@ -172,7 +173,7 @@ class _ReluCovariance(Function):
         budget = scratch_budget(mean.device, memory_budget)
         if fused.ENABLED and fused.available(mean):
             result = fused.relu_covariance(mean, variance, covariance, budget)
-            if entrywise and not bool((mean < DEAD * variance.sqrt()).any()):  # few operations: here they would show
+            if not entrywise or not bool((mean < DEAD * variance.sqrt()).any()):  # a layer's pass must never wait
                 return result
             std = standard_deviation(variance)
             units = Units(standardize(mean, std), std)

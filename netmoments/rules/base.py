@@ -158,15 +158,20 @@ class Nonlinearity(ABC):
     def width(self) -> int:
         return self.windows.shape[1]
 
+    @cached_property
+    def full_windows(self) -> bool:
+        """Whether every unit looks at as many numbers."""
+        return bool((self.windows >= 0).all())
+
     def gathered(self, z: Tensor) -> Tensor:
         """What the windows look at: (..., p) to (..., n, w), zeros beyond the windows."""
         picked = z[..., self.windows.clamp(min=0)]
-        return picked if bool((self.windows >= 0).all()) else picked * (self.windows >= 0)
+        return picked if self.full_windows else picked * (self.windows >= 0)
 
     def rows_at_windows(self, rows: Tensor) -> Tensor:
         """What the windows look at of rows (N, r, p): (N, n, w, r)."""
         found = rows.mT.contiguous()[:, self.windows.clamp(min=0)]
-        return found if bool((self.windows >= 0).all()) else found * (self.windows >= 0).unsqueeze(-1)
+        return found if self.full_windows else found * (self.windows >= 0).unsqueeze(-1)
 
     def pull_back(self, gain: Tensor, weights: Tensor, inputs: int) -> Tensor:
         """Weights (N, k, n) on the units y = Σ gain·z as weights (N, k, p) on their p inputs z, for gains (N, n, w)."""

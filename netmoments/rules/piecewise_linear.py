@@ -151,6 +151,10 @@ class PiecewiseLinear(OneInput):
 
     @property
     def is_relu(self) -> bool:
+        return self._is_relu
+
+    @cached_property
+    def _is_relu(self) -> bool:
         one_kink_at_zero = len(self.kinks) == 1 and not bool(self.slope.any() or self.offset.any() or self.kinks.any())
         return one_kink_at_zero and bool((self.bends == 1).all())
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import netmoments as nm
+from netmoments.propagate.replay import replayed
 from tests.gpu import NEEDS_CUDA, tf32_allowed
 
 pytestmark = [pytest.mark.gpu, NEEDS_CUDA]
@@ -177,3 +178,20 @@ def test_recordings_go_with_their_network():
     del net
     gc.collect()
     assert torch.cuda.memory_allocated() < held - weights
+
+
+def test_what_cannot_be_recorded_leaves_random_numbers_as_they_were():
+    """Work that waits for a value: refused, done as it is, and the device's generator goes on where it was."""
+
+    def waits(x: Tensor) -> tuple[Tensor, ...]:
+        return (x * float(x.sum()),)
+
+    x, known = torch.ones(3, device="cuda"), {}
+    torch.manual_seed(0)
+    torch.randn(3, device="cuda")
+    wanted = torch.randn(3, device="cuda")
+    torch.manual_seed(0)
+    torch.randn(3, device="cuda")
+    for _ in range(3):
+        assert replayed(known, waits, x)[0].tolist() == [3.0, 3.0, 3.0]
+    assert torch.equal(torch.randn(3, device="cuda"), wanted)
