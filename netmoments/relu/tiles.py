@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -142,6 +143,8 @@ def tile_gradient(units: Units, tile: Tile, covariance: Tensor, weight: Tensor, 
 
 
 TAIL_NODES = 64
+NODES_TOGETHER = 2**15
+"""Numbers that nodes are evaluated at together."""
 POWER = 4
 
 REACH = 8.8
@@ -196,14 +199,26 @@ class _Path(NamedTuple):
         return cls(plus, minus, end, low, length, torch.where(first < lowest, low - end, 0.0))
 
     def nodes(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """w², w²−W², 1+w² and weight·exp(−v²/2), node by node."""
-        for x, weight in zip(*gauss_legendre(TAIL_NODES), strict=True):
-            step = self.length * x**POWER
+        """w², w²−W², 1+w² and weight·exp(−v²/2) of some nodes at a time, (nodes, ...): as many as make good use of a
+        call."""
+        points, weights = _tail_rule(self.low.device)
+        together = max(1, NODES_TOGETHER // max(1, self.low.numel()))
+        each = (-1, *(1 for _ in self.low.shape))
+        for step, weight in zip(points.split(together), weights.split(together), strict=True):
+            step = self.length * step.reshape(each)
             w = self.low + step
             rise = (self.cut + step) * (w + self.end)
             height = torch.addcdiv(self.plus * w, self.minus, w, value=-1).square_().mul_(-0.5).exp_()
             square = w * w
-            yield square, rise, 1 + square, height.mul_(POWER * x ** (POWER - 1) * weight)
+            yield square, rise, 1 + square, height.mul_(weight.reshape(each))
+
+
+@lru_cache(maxsize=8)
+def _tail_rule(device: torch.device) -> tuple[Tensor, Tensor]:
+    """x⁴ and the weights 4x³·weight of the rule in x, (nodes,)."""
+    with torch.inference_mode(False), torch.no_grad():
+        points, weights = (torch.tensor(x, dtype=torch.float64) for x in gauss_legendre(TAIL_NODES))
+        return (points**POWER).to(device), (POWER * points ** (POWER - 1) * weights).to(device)
 
 
 def _at(v: Tensor, plus: Tensor, minus: Tensor) -> Tensor:
@@ -238,7 +253,7 @@ def tail_nonlinear_part(h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
     path = _Path.of(h, k, rho)
     total = torch.zeros_like(path.low)
     for _, rise, spread, height in path.nodes():
-        total.addcdiv_(height.mul_(rise), spread.square_())
+        total += height.mul_(rise).div_(spread.square_()).sum(0)
     return total.mul_(path.length * (2 / math.pi)).div_(1 + path.end.square())
 
 
@@ -248,7 +263,7 @@ def tail_excess(h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
     path = _Path.of(h, k, rho)
     total = torch.zeros_like(path.low)
     for _, _, spread, height in path.nodes():
-        total.addcdiv_(height, spread)
+        total += height.div_(spread).sum(0)
     return total.mul_(path.length * sign / math.pi)
 
 
@@ -260,11 +275,11 @@ def tail_sums(h: Tensor, k: Tensor, rho: Tensor) -> TailSums:
     nonlinear, excess, common, steep = (torch.zeros_like(path.low) for _ in range(4))
     for square, rise, spread, height in path.nodes():
         share = height.div_(spread)
-        excess += share
-        share = share * rise
-        common += share
-        nonlinear.addcdiv_(share, spread)
-        steep.addcdiv_(share, square)
+        excess += share.sum(0)
+        share = share.mul_(rise)
+        common += share.sum(0)
+        nonlinear += (share / spread).sum(0)
+        steep += (share / square).sum(0)
     scale = path.length / math.pi
     risen = scale / (1 + path.end.square())
     common, steep = common.mul_(risen * (h + k) / 2), steep.mul_(risen * (h - k) / 2)

@@ -317,10 +317,11 @@ def relu_covariance(mean: Tensor, variance: Tensor, covariance: Tensor, memory_b
     result = covariance.new_empty(images, units, units)
     fault = torch.zeros(1, dtype=torch.int32, device=device)
     verdict: Verdict | None = None
+    waits = not (mean.is_cuda and torch.cuda.is_current_stream_capturing())  # nobody waits for a recording
     for chunk in image_chunks(images, table_bytes(units, dtype), memory_budget):
         here = result[chunk]
         layer = layer_of(part_of(mean, chunk).expand(len(here), -1), part_of(variance, chunk), fault)
-        verdict = Verdict(fault)
+        verdict = Verdict(fault) if waits else None
         source = part_of(covariance, chunk)
         run, group = _run(shape, tiles * len(here)), _group(shape, tiles * len(here))
         numbers = {"units": units, "covariance_by_image": by_image(source), "tiles": tiles}
