@@ -5,18 +5,33 @@ from __future__ import annotations
 import sys
 import warnings
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, Parameter, validators
+from cyclopts import App, Group, Parameter, validators
 
 from netmoments import __version__
 from netmoments.files import printable
 
+NOISE = Group("What does noise do to it?", sort_key=1)
+NETWORK = Group("What is this network?", sort_key=2)
+MACHINE = Group("Is everything here?", sort_key=3)
+HELP = """What a trained network does when its input is noisy.
+
+A command takes a network, then images. The first line needs nothing else:
+
+  netmoments report digits digits
+  netmoments report network.pt2 photos/ --sigma 0.1
+  netmoments report mine.py:network images.npz --weights mine.safetensors
+  netmoments report --help"""
+
 app = App(
     name="netmoments",
-    help="What a trained network does under Gaussian noise, computed instead of sampled.",
+    help=HELP,
+    help_format="plaintext",
     version=__version__,
+    group_commands=MACHINE,
     suppress_keyboard_interrupt=False,  # `main` says what becomes of the work
 )
 
@@ -31,7 +46,7 @@ EXPECTED = (ValueError, TypeError, OSError, MemoryError, ImportError, FloatingPo
 """Errors whose message is for the user; anything else is a bug and shows where it happened."""
 
 
-@app.command
+@app.command(group=NOISE, sort_key=0)
 def report(
     model: str,
     data: str,
@@ -61,10 +76,12 @@ def report(
     address: str | None = None,
     out: Path = Path("noise-report"),
 ) -> None:
-    """What noise does to a network's answers on your images: flip probabilities, accuracy over noise, fragile images.
+    """How often noise changes the answers on your images: accuracy over noise, fragile images, rare flips.
 
-    Prints the result and writes report.html, report.json and images.csv, for every network that runs. Ctrl-C keeps
-    what is known by then.
+    Prints the result and writes report.html, a page to play with, report.json
+    and images.csv, for every network that runs. Ctrl-C keeps what is known.
+
+    Example: netmoments report digits digits --sigma 0.1 --images 60
 
     Parameters
     ----------
@@ -123,6 +140,10 @@ def report(
     out
         Folder for the files.
     """
+    _require_extra("report", "netmoments report", "jinja2", "PIL")
+    if engine is not None:
+        needed = ("pyarrow", "ray") if engine == "ray" else ("pyarrow",)
+        _require_extra("sweeps", f"netmoments report --engine {engine}", *needed)
     from rich.console import Console
 
     from netmoments.files import require_writable_folder
@@ -161,7 +182,7 @@ def report(
     console.print(f"\nwritten: {said}", markup=False, highlight=False)
 
 
-@app.command
+@app.command(group=NOISE)
 def attack(
     model: str,
     data: str,
@@ -193,9 +214,12 @@ def attack(
     device: str = "auto",
     out: Path = Path("attack-report"),
 ) -> None:
-    """Make Gaussian noise that fools a network on your images, and ask the network what it says to it.
+    """Make noise that fools the network on your images, and ask the network what it says to it.
 
-    Prints the result and writes attack.html, attack.json, images.csv, pictures.png and noise.npz.
+    Prints the result and writes attack.html, attack.json, images.csv,
+    pictures.png and noise.npz.
+
+    Example: netmoments attack digits digits --kind targeted --target 3 --images 4
 
     Parameters
     ----------
@@ -261,6 +285,7 @@ def attack(
     out
         Folder for the files.
     """
+    _require_extra("report", "netmoments attack", "jinja2", "matplotlib", "PIL")
     from rich.console import Console
 
     from netmoments.files import require_writable_folder
@@ -269,7 +294,6 @@ def attack(
     from netmoments.report.attack_page import write_attack
     from netmoments.report.attack_study import AttackOptions, Choice, conduct_attack
     from netmoments.report.attack_words import draw_attack
-    from netmoments.report.pictures import require_matplotlib
     from netmoments.report.words import Provenance
 
     place = device_named(device)
@@ -280,7 +304,6 @@ def attack(
     bounds = None if unbounded else (0.0, 1.0)
     made = options.attack(bounds=bounds, layer=layer_named(layer), polish=polish, samples=samples, seed=seed)
     require_writable_folder(out)
-    require_matplotlib()
     given = images_for(model, data, split, data_dir, size)
     network, given = prepared(load_network(model, weights), given, grey, mean, std)
     found = conduct_attack(network, given, made, Choice(images, label, target), class_names_in(classes), place)
@@ -292,7 +315,7 @@ def attack(
     console.print(f"\nwritten: {said}", markup=False, highlight=False)
 
 
-@app.command
+@app.command(group=NETWORK)
 def relus(
     model: str,
     data: str,
@@ -302,7 +325,25 @@ def relus(
     data_dir: Path | None = None,
     size: Positive | None = None,
 ) -> None:
-    """List the ReLUs of a network, any of which can be kept exactly; see the arguments of `report`."""
+    """Its ReLUs, by number and name: --layer of an attack takes either.
+
+    Example: netmoments relus digits digits
+
+    Parameters
+    ----------
+    model
+        As for `report`.
+    data
+        As for `report`; the network is run on the first image.
+    weights
+        As for `report`.
+    split
+        Which part of a dataset.
+    data_dir
+        Where datasets are; else $NETMOMENTS_DATA, else the cache.
+    size
+        Bring images to this many pixels a side.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -319,11 +360,13 @@ def relus(
     Console().print(table)
 
 
-@app.command
+@app.command(group=NETWORK)
 def accuracy(
     model: str, data: str, *, weights: Path | None = None, data_dir: Path | None = None, device: str = "auto"
 ) -> None:
-    """The accuracy of a network on the test images of a dataset, and without those that are also in its training set.
+    """How many test images it gets right, with and without those that are also in the training set.
+
+    Example: netmoments accuracy digits digits
 
     Parameters
     ----------
@@ -347,9 +390,11 @@ def accuracy(
     print(accuracy_in_words(network, held_out, training, place))
 
 
-@app.command
+@app.command(group=MACHINE)
 def download(dataset: str = "mnist", *, data_dir: Path | None = None) -> None:
     """Fetch MNIST, checked, into the cache or --data-dir.
+
+    Example: netmoments download mnist --data-dir data
 
     Parameters
     ----------
@@ -365,6 +410,35 @@ def download(dataset: str = "mnist", *, data_dir: Path | None = None) -> None:
             f"only mnist can be downloaded, got {dataset!r}; fer2013 is on Kaggle and needs an account there"
         )
     print(f"MNIST is in {download_mnist(data_dir)}")
+
+
+@app.command(group=MACHINE)
+def doctor() -> None:
+    """What is installed, which device is used, and what is slow here and why.
+
+    Example: netmoments doctor
+    """
+    from netmoments.report.words import installed_in_words, machine_in_words, speed_in_words
+
+    for line in (*installed_in_words(EXTRAS), *machine_in_words(), *speed_in_words()):
+        print(line)
+
+
+EXTRAS = {
+    "data": (("scikit-learn", "pillow"), "the digits, image files, k-means"),
+    "report": (("jinja2", "matplotlib", "pillow"), "pages and pictures"),
+    "sweeps": (("pyarrow", "ray"), "reports of many images in parts, Ray clusters"),
+}
+"""What the extras of the package bring, and for what."""
+
+
+def _require_extra(extra: str, command: str, *packages: str) -> None:
+    """Said before the work is done, not after."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise ImportError(
+            f'{command} needs {" and ".join(missing)} for {EXTRAS[extra][1]}: pip install "netmoments[{extra}]"'
+        )
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -7,11 +7,14 @@ import errno
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +28,7 @@ import netmoments as nm
 from netmoments import cli
 
 ROOT = Path(__file__).parent.parent
+COMMANDS = ("report", "attack", "relus", "accuracy", "download", "doctor")
 QUICK = ["--images", "12", "--rare", "2", "--samples", "400", "--attacks", "1"]
 QUICK_ATTACK = ["--images", "3", "--iterations", "60", "--polish", "20", "--samples", "40"]
 ATTACK_FILES = {"attack.html", "attack.json", "images.csv", "pictures.png", "noise.npz"}
@@ -90,13 +94,80 @@ def test_help_imports_nothing_heavy():
     """Which is what makes it instant: torch alone takes seconds."""
     result = in_a_process("-X", "importtime", "-m", "netmoments", "--help")
     assert result.returncode == 0
-    for command in ("report", "attack", "relus", "accuracy", "download"):
-        assert command in result.stdout
+    for command in COMMANDS:
+        assert re.search(rf"│ {command} ", result.stdout)
     for command in ("train", "engine", "reproduce"):  # python -m reproduction
         assert not re.search(rf"│\s{command}\s", result.stdout)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
     assert {"cyclopts", "netmoments"} <= imported
     assert not imported & {"torch", "numpy", "matplotlib", "PIL", "sklearn", "jinja2", "safetensors", "pyarrow", "ray"}
+    assert "markdown_it" not in imported  # a quarter of the time
+
+
+def test_help_is_one_screen_by_what_people_want(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    cli.app(["--help"], result_action="return_value")
+    text = capsys.readouterr().out
+    assert 20 <= text.count("\n") <= 40
+    places = [
+        text.index(f"│ {command} ") for command in ("report", "attack", "accuracy", "relus", "doctor", "download")
+    ]
+    assert places == sorted(places)
+    questions = [text.index(group.name) for group in (cli.NOISE, cli.NETWORK, cli.MACHINE)]
+    assert questions == sorted(questions)
+    for line in re.findall(r"^  netmoments (.*)$", text, re.M):
+        example_parses(line)
+
+
+def example_parses(line: str) -> None:
+    arguments = shlex.split(line)
+    if "--help" not in arguments:
+        cli.app.parse_args(arguments, exit_on_error=False, print_error=False)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_an_example(run, command):
+    said = run(command, "--help").out.replace("│", " ")
+    (line,) = re.findall(rf"Example: netmoments ({command}.*?) (?:╭|$)", f"{said} ")
+    example_parses(line)
+
+
+def test_the_doctor_says_what_is_here(run):
+    said = run("doctor")
+    assert said.status == 0, said.err
+    assert f"netmoments {nm.__version__}, torch {torch.__version__}" in said.out
+    for part in ("data, for", "report, for", "sweeps, for", "CPU: ", "GPU: ", "channels last: "):
+        assert part in said.out
+
+
+def test_the_extras_are_those_of_the_package():
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, (packages, _) in cli.EXTRAS.items():
+        assert sorted(packages) == sorted(re.split(r"[<>=~]", wanted)[0] for wanted in given[extra])
+
+
+PAGES = 'for pages and pictures: pip install "netmoments[report]"'
+PARTS = 'for reports of many images in parts, Ray clusters: pip install "netmoments[sweeps]"'
+NEEDED = {
+    "jinja2": (["report"], f"netmoments report needs jinja2 {PAGES}"),
+    "PIL": (["report"], f"netmoments report needs PIL {PAGES}"),
+    "matplotlib": (["attack"], f"netmoments attack needs matplotlib {PAGES}"),
+    "pyarrow": (["report", "--engine", "local"], f"netmoments report --engine local needs pyarrow {PARTS}"),
+    "ray": (["report", "--engine", "ray"], f"netmoments report --engine ray needs ray {PARTS}"),
+    "sklearn": (["report"], 'the digits come with scikit-learn: pip install "netmoments[data]"'),
+}
+
+
+@pytest.mark.parametrize("package", NEEDED)
+def test_what_a_command_needs_is_said_before_the_work(run, tmp_path, monkeypatch, package):
+    (command, *options), message = NEEDED[package]
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == package else find_spec(name))
+    if package == "sklearn":
+        monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    said = run(command, "digits", "digits", *options)
+    assert said.status == 1
+    assert message in said.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_version(run):

@@ -168,8 +168,8 @@ def _case_facts(found: AttackStudy, number: int) -> list[tuple[str, str]]:
         ("‖μ‖₁ + TV, grey levels", size_in_words(found, number)),
         ("σ, grey levels", in_grey_levels(float(result.sigma[number]))),
         ("SSIM", f"{float(result.ssim[number]):.3f}"),
-        ("gap", gap_in_words(found, number)),
-        ("network followed", followed_in_words(found, number)),
+        ("better by at most", gap_in_words(found, number)),
+        ("steps on the network itself", followed_in_words(found, number)),
     ]
 
 

@@ -13,7 +13,7 @@ from netmoments.attacks.base import FOLLOWED, Attack
 from netmoments.attacks.box import PixelSupport, Targeted
 from netmoments.attacks.result import AttackResult
 from netmoments.attacks.sparse_smooth import SparseSmooth
-from netmoments.data.images import LabelledImages
+from netmoments.data.images import LabelledImages, evenly_spread
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.network.relu_calls import Relu
 from netmoments.precision import full_precision
@@ -194,6 +194,13 @@ def conduct_attack(
     return study
 
 
+def attackable(answers: Tensor, labels: Tensor | None, count: int) -> Tensor:
+    """At most `count` images that the network gets right, evenly spread."""
+    right = torch.ones_like(answers, dtype=torch.bool) if labels is None else answers == labels
+    places = right.nonzero().squeeze(1)
+    return places if len(places) <= count else places[evenly_spread(len(places), count)]
+
+
 def few_attacks(
     network: nn.Module,
     images: LabelledImages,
@@ -204,10 +211,10 @@ def few_attacks(
     device: torch.device,
 ) -> AttackStudy | NotAttacked:
     """A few of the images whose label the network answers (N,), evenly spread; or why not, and never an error."""
-    right = torch.ones_like(answers, dtype=torch.bool) if images.labels is None else answers == images.labels
-    if not bool(right.any()):
+    places = attackable(answers, images.labels, count)
+    if not len(places):
         return NotAttacked("The network gets none of these images right by itself, so there is nothing to fool.")
-    few = spread(dataclasses.replace(images, labels=answers, classes=classes).take(right), count)
+    few = dataclasses.replace(images, labels=answers, classes=classes).take(places)
     try:
         relu, size = _relu(network, few, attack, device), few.event_shape.numel()
         units = FOLLOWED if relu is None else relu.size

@@ -75,14 +75,14 @@ def clipped_in_words(found: AttackStudy, number: int) -> str:
 
 
 def gap_in_words(found: AttackStudy, number: int) -> str:
+    """By how much the noise could be better at most."""
     gap = float(found.result.gap[number])
     return f"{gap:.1%}" if gap <= 1 else "> 100%"
 
 
 def followed_in_words(found: AttackStudy, number: int) -> str:
-    """How long the network itself was followed."""
-    steps = int(found.result.polished[number])
-    return f"{steps} steps" if steps else "no"
+    """How many steps were made on the network itself."""
+    return f"{int(found.result.polished[number])}"
 
 
 def size_in_words(found: AttackStudy, number: int) -> str:
@@ -142,14 +142,14 @@ def few_in_words(found: AttackStudy) -> str:
 
 def _sparse_smooth(attack: SparseSmooth) -> str:
     followed = (
-        " Then the network itself was followed, with what noise adds to its margins measured from samples."
+        " Then more steps were made on the network itself, with what noise adds to its margins measured from samples."
         if attack.polish
         else ""
     )
     return (
         f"σ is {in_grey_levels(attack.noise_level)} grey levels. μ has the least ‖μ‖₁ + TV(μ), few changed pixels in "
         f"smooth patches, that fools the network: found by a primal–dual method on the expected scores, "
-        f"{attack.iterations} steps.{followed} The gap says by how much ‖μ‖₁ + TV could be smaller at most, by "
+        f"{attack.iterations} steps.{followed} “Better by at most” says how much smaller ‖μ‖₁ + TV could be, by "
         f"duality, with the margins linearized at the solution."
     )
 
@@ -159,14 +159,15 @@ def _box(attack: Attack, untargeted: bool) -> str:
     pixels = f" of {attack.percent:g}% of the pixels, drawn at random," if isinstance(attack, PixelSupport) else ""
     aim = "the label's expected score below a rival's" if untargeted else "all other expected scores below the target's"
     followed = (
-        f" Where too few samples were fooled, the network itself was followed for {attack.polish} steps, if it helped."
+        f" Where too few samples were fooled, {attack.polish} steps were made on the network itself, if it helped."
         if attack.polish
         else ""
     )
     return (
         f"The mean{pixels} changes by at most {in_grey_levels(attack.reach)} grey levels, and σ is at most "
         f"{in_grey_levels(attack.most_noise)}; both were chosen to bring {aim} by as much as possible, in "
-        f"{attack.iterations} steps.{followed} The gap says what share of the fall of the margin may be missing."
+        f"{attack.iterations} steps.{followed} “Better by at most” says what share of the fall of the margin may be "
+        f"missing."
     )
 
 
@@ -179,9 +180,9 @@ def _bounds(attack: Attack) -> str:
 SHOWN = 10
 """Images that were left out, by name."""
 ANSWERS = (
-    "image", "label", "towards", "answer", "samples fooled", "clipped", "network followed", "verdict",
+    "image", "label", "towards", "answer", "samples fooled", "clipped", "steps on the network", "verdict",
 )  # fmt: skip
-NOISE = ("image", "sparsity", "|μ| up to", "‖μ‖₁ + TV", "SSIM", "gap")
+NOISE = ("image", "sparsity", "|μ| up to", "‖μ‖₁ + TV", "SSIM", "better by at most")
 FEW = ("image", "label", "answer", "samples fooled", "sparsity", "|μ| up to", "SSIM", "verdict")
 TO_THE_LEFT = ("image", "verdict")
 
@@ -229,8 +230,8 @@ def _cells(found: AttackStudy, number: int) -> dict[str, str]:
         "|μ| up to": in_grey_levels(float(result.linf[number])),
         "‖μ‖₁ + TV": size_in_words(found, number),
         "SSIM": f"{float(result.ssim[number]):.3f}",
-        "gap": gap_in_words(found, number),
-        "network followed": followed_in_words(found, number),
+        "better by at most": gap_in_words(found, number),
+        "steps on the network": followed_in_words(found, number),
         "verdict": verdict_in_words(found, number),
     }
 

@@ -1,19 +1,29 @@
-"""A noise study as files: one self-contained HTML page (no scripts, nothing fetched), JSON and CSV."""
+"""A noise study as files: one self-contained HTML page that fetches nothing, JSON and CSV.
+
+The page has all facts without scripts. Its one script (`templates/noise.js`) draws them at any noise level and for any
+class, and shows an image that is clicked on; the numbers and words for that are `playable`.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from netmoments.files import write_files_whole
+from netmoments.flips.result import shares_interval
 from netmoments.report.attack_page import attacked_cases, few_record
-from netmoments.report.attack_study import NotAttacked
+from netmoments.report.attack_study import AttackStudy, NotAttacked, attackable
 from netmoments.report.attack_words import few_in_words
-from netmoments.report.noise_study import CurvePoint, Example, Study
+from netmoments.report.noise_study import ALL_SCORES, COPIES, CurvePoint, Example, Study
 from netmoments.report.noise_words import (
+    FRAGILE,
     answer_share,
     band_in_words,
     bounded_in_words,
@@ -35,18 +45,23 @@ from netmoments.report.page import (
     ScoreBar,
     accuracy_chart,
     csv_text,
+    data_block,
     finite,
     flip_strip,
     for_any_screen,
     images_a_mark,
-    png_data,
     render,
     scores_chart,
+    script,
     share_limits,
+    small_picture,
 )
+from netmoments.report.pictures import over_the_image
 from netmoments.report.words import Provenance, at_most_in_words, in_words, interval_in_words, seconds_in_words
 
 RANKED = 18
+PLAYED = 600
+"""Images that a page holds one by one, the most fragile of them."""
 NO_BREAK = "\u00a0"
 LONG_NAME = 8
 """Letters of a class's name that fit below a small picture."""
@@ -59,6 +74,7 @@ FACTS_OF_ATTACKS = ("samples fooled", "most often taken for", "pixels not change
 def render_page(found: Study, provenance: Provenance, model: str, data: str) -> str:
     """The page as text."""
     noise = noise_in_words(found)
+    code, allowed = script("noise.js")
     return render(
         "noise.html",
         title=f"{model} under noise",
@@ -69,55 +85,59 @@ def render_page(found: Study, provenance: Provenance, model: str, data: str) -> 
         noise=noise,
         curve=_curve(found),
         strip=_strip(found),
-        ranking=[_ranked(found, number) for number in found.order[:RANKED].tolist()],
+        ranking=[_about(found, number) for number in found.order[:RANKED].tolist()],
         more=len(found.images) > RANKED,
+        images=len(found.images),
         examples=[_example(found, example) for example in found.examples],
         attacks=_attacks(found),
         skipped=[{"path": str(item.path), "reason": item.reason} for item in found.images.skipped],
         left_out=LEFT_OUT,
         method=method_in_words(found),
         provenance=list(asdict(provenance).items()),
+        table=_table(found),
+        data=data_block(playable(found)),
+        script=code,
+        allowed=allowed,
     )
 
 
 def _facts(found: Study) -> list[dict[str, str]]:
     """The whole in a few numbers."""
-    facts = []
-    if found.clean_accuracy is not None:
-        facts.append({"value": share_in_words(found.curve[0]), "meaning": "of the answers are right without noise"})
-    chosen = chosen_point(found)
-    kept = "are right" if found.labelled else "stay the same"
-    facts.append(
-        {"value": share_in_words(chosen), "meaning": f"{kept} at {noise_in_words(found)}, {band_in_words(chosen)}"}
-    )
-    facts.append({"value": fragile_in_words(found), "meaning": "images flip more than one time in ten"})
-    runs = int(found.runs.sum())
-    took = f"{runs:,} runs of the network to find how often each image flips"
-    return [
-        *facts,
-        _most_robust(found),
-        {"value": seconds_in_words(found.seconds), "meaning": f"it took in all; {took}"},
+    clean, chosen = share_in_words(found.curve[0]), chosen_point(found)
+    at_noise = f"{_kept(found)} at {noise_in_words(found)}, {band_in_words(chosen)}"
+    took = f"{int(found.runs.sum()):,} runs of the network to find how often each image flips"
+    facts = [
+        ("clean", clean, "of the answers are right without noise"),
+        ("share", share_in_words(chosen), at_noise),
+        ("fragile", fragile_in_words(found), "images flip more than one time in ten"),
+        ("robust", *_most_robust(found)),
+        ("took", seconds_in_words(found.seconds), f"it took in all; {took}"),
     ]
+    shown = facts if found.labelled else facts[1:]
+    return [{"name": name, "value": value, "meaning": meaning} for name, value, meaning in shown]
 
 
-def _most_robust(found: Study) -> dict[str, str]:
+def _kept(found: Study) -> str:
+    return "are right" if found.labelled else "stay the same"
+
+
+def _most_robust(found: Study) -> tuple[str, str]:
     """What can be said of the images that are farthest from flipping."""
     bounded = found.bounded
     if bool(bounded.any()):
         most = at_most_in_words(float(found.interval[bounded, 1].max()))
-        return {"value": f"{int(bounded.sum()):,}", "meaning": f"images were never seen to flip: each below {most}"}
+        return f"{int(bounded.sum()):,}", f"images were never seen to flip: each below {most}"
     last = int(found.order[-1])
     value, at_least, at_most = interval_in_words(float(found.flip[last]), *found.interval[last].tolist())
-    return {"value": value, "meaning": f"how often the most robust image flips, between {at_least} and {at_most}"}
+    return value, f"how often the most robust image flips, between {at_least} and {at_most}"
 
 
 def _curve(found: Study) -> dict[str, Any]:
     marks = {point: _curve_mark(found, point) for point in found.curve}
-    title = "noise σ; pixels are in [0, 1]" if found.config.covariance is None else "times the given noise"
     curve, chosen = list(marks.values()), marks[chosen_point(found)]
     low, high = share_limits(curve)
     return {
-        "chart": for_any_screen(partial(accuracy_chart, curve, chosen, answer_share(found), title)),
+        "chart": for_any_screen(partial(accuracy_chart, curve, chosen, answer_share(found), _axis_of(found))),
         "begins": "" if low == 0 else f"{100 * low:.3g}%",
         "ends": f"{100 * high:.3g}%",
     }
@@ -155,30 +175,28 @@ def _flip_mark(found: Study, number: int) -> FlipMark:
 
 def _about(found: Study, number: int) -> dict[str, Any]:
     """An image, what it is taken for, and how often that changes."""
-    labels = found.images.labels
+    return {**_answers(found, number), "picture": small_picture(found.images.images[number])}
+
+
+def _answers(found: Study, number: int) -> dict[str, Any]:
+    labels, seen = found.images.labels, float(found.flip[number]) > 0
     flip, known = flip_in_words(found, number)
     return {
-        "picture": png_data(found.images.images[number]),
         "name": found.images.names[number],
         "flip": flip,
         "known": known,
         "answer": found.class_name(int(found.predicted[number])),
         "label": None if labels is None else found.class_name(int(labels[number])),
         "wrong": _wrong(found, number),
+        "to": f"flips to {found.class_name(int(found.rivals[number]))}" if seen else "no flip seen",
     }
-
-
-def _ranked(found: Study, number: int) -> dict[str, Any]:
-    seen = float(found.flip[number]) > 0
-    to = f"flips to {found.class_name(int(found.rivals[number]))}" if seen else "no flip seen"
-    return {**_about(found, number), "to": to}
 
 
 def _example(found: Study, example: Example) -> dict[str, Any]:
     number, predicted = example.image, int(found.predicted[example.image])
     bars = _score_bars(found, number)
     copies: list[dict[str, Any]] = [
-        {"picture": png_data(image), "answer": found.class_name(int(k)), "flipped": int(k) != predicted}
+        {"picture": small_picture(image), "answer": found.class_name(int(k)), "flipped": int(k) != predicted}
         for image, k in zip(example.noisy, example.noisy_classes, strict=True)
     ]
     return {
@@ -209,6 +227,161 @@ def _won_in_words(share: float) -> str:
     if share == 0:
         return "—"
     return f"{share:.1%}" if 0.001 <= share < 0.9995 else "< 0.1%" if share < 0.5 else f"{share:.0%}"
+
+
+def _table(found: Study) -> dict[str, Any]:
+    """The images as rows, the most fragile first, with how often each flips at every level."""
+    levels = range(1, len(found.levels))
+    at_levels = [found.at(place) for place in levels]
+    rows = [
+        {**_answers(found, number), "levels": [flip_in_words(each, number)[0] for each in at_levels]}
+        for number in found.order[:PLAYED].tolist()
+    ]
+    return {"levels": [_level_name(found, place) for place in levels], "rows": rows}
+
+
+def _level_name(found: Study, place: int) -> str:
+    return level_in_words(found, found.levels[place].point())
+
+
+def playable(found: Study) -> dict[str, Any]:
+    """What `noise.js` draws from: levels, classes with their curves, rankings, and image by image."""
+    numbers = found.order[:PLAYED].sort().values
+    at_levels = [found.at(place) for place in range(len(found.levels))]
+    kinds = found.predicted if found.images.labels is None else found.images.labels
+    groups = sorted(set(kinds.tolist()))
+    places = torch.full((len(found.images),), -1).scatter(0, numbers, torch.arange(len(numbers)))
+    images = [_played(found, at_levels, number, 1 + groups.index(int(kinds[number]))) for number in numbers.tolist()]
+    for number, attack in _attacks_by_image(found).items():
+        if int(places[number]) >= 0:
+            images[int(places[number])]["attack"] = attack
+    event = found.images.images[0]
+    return {
+        "levels": [
+            {"said": _level_name(found, place), "x": _digits(level_of(found, level.point())), "sigma": level.sigma}
+            for place, level in enumerate(found.levels)
+        ],
+        "chosen": next(place for place, each in enumerate(at_levels) if each is found),
+        "noise": _axis_of(found),
+        "answers": answer_share(found),
+        "kept": _kept(found),
+        "classes": {k: found.class_name(k) for k in _classes_shown(found, at_levels)},
+        "groups": [
+            _group(found, at_levels, "all images", slice(None)),
+            *(_group(found, at_levels, found.class_name(k), kinds == k) for k in groups),
+        ],
+        "ranking": [[place for place in places[each.order].tolist() if place >= 0] for each in at_levels],
+        "images": images,
+        "first": RANKED,
+        "drawn": found.config.covariance is None,
+        "copies": COPIES,
+        "channels": len(event),
+    }
+
+
+def _axis_of(found: Study) -> str:
+    return "noise σ; pixels are in [0, 1]" if found.config.covariance is None else "times the given noise"
+
+
+def _classes_shown(found: Study, at_levels: list[Study]) -> list[int]:
+    """Those that the page may have to name."""
+    if found.count <= ALL_SCORES:
+        return list(range(found.count))
+    named = [found.predicted, found.scores.outputs.flatten(), *(each.rivals for each in at_levels)]
+    named += [each.noisy_classes for each in found.examples]
+    for more in (found.images.labels, None if found.copies is None else found.copies.flatten()):
+        named += [] if more is None else [more]
+    return torch.cat(named).unique().tolist()
+
+
+def _group(found: Study, at_levels: list[Study], name: str, which: Tensor | slice) -> dict[str, Any]:
+    """The images of one class, or all of them: the curve, and how many are fragile."""
+    return {
+        "name": name,
+        "count": len(found.predicted[which]),
+        "points": [
+            _group_point(level.point(which), each, which) for level, each in zip(found.levels, at_levels, strict=True)
+        ],
+    }
+
+
+def _group_point(point: CurvePoint, each: Study, which: Tensor | slice) -> dict[str, Any]:
+    interval, bounded = each.interval[which], each.bounded[which]
+    low, high = (int((end > FRAGILE).sum()) for end in interval.unbind(1))
+    return {
+        **{name: _digits(getattr(point, name)) for name in ("share", "low", "high")},
+        "said": share_in_words(point),
+        "band": band_in_words(point),
+        "fragile": f"{low}" if low == high else f"{low}–{high}",
+        "never": int(bounded.sum()),
+        "below": at_most_in_words(float(interval[bounded, 1].max())) if bool(bounded.any()) else "",
+    }
+
+
+def _played(found: Study, at_levels: list[Study], number: int, group: int) -> dict[str, Any]:
+    """An image at every level."""
+    labels, copies = found.images.labels, found.copies
+    examples = {} if copies is not None else {example.image: example for example in found.examples}
+    example = examples.get(number)
+    return {
+        "number": number,
+        "name": found.images.names[number],
+        "group": group,
+        "picture": small_picture(found.images.images[number]),
+        "answer": int(found.predicted[number]),
+        "label": None if labels is None else int(labels[number]),
+        "wrong": _wrong(found, number),
+        "outputs": found.scores.outputs[number].tolist(),
+        "levels": [_played_level(each, place, number) for place, each in enumerate(at_levels)],
+        "copies": None if copies is None else copies[:, number].tolist(),
+        "stored": None if example is None else [
+            [small_picture(noisy), int(k)] for noisy, k in zip(example.noisy, example.noisy_classes, strict=True)
+        ],
+    }  # fmt: skip
+
+
+def _played_level(each: Study, place: int, number: int) -> dict[str, Any]:
+    said, known = flip_in_words(each, number) if place else ("never", "without noise")
+    low, high = each.interval[number].tolist()
+    return {
+        "flip": _digits(float(each.flip[number])),
+        "low": _digits(low),
+        "high": _digits(high),
+        "said": said,
+        "known": known,
+        "to": int(each.rivals[number]),
+        "lead": _digits(float(each.lead[number])),
+        "mean": [_digits(value) for value in each.scores.mean[number].tolist()],
+        "deviation": [_digits(value) for value in each.scores.deviation[number].tolist()],
+        "won": [_digits(value) for value in each.shares[number].tolist()],
+    }
+
+
+def _digits(value: float) -> float | int | None:
+    """As many as a picture shows."""
+    if not math.isfinite(value):
+        return None
+    rounded = float(f"{value:.4g}")
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
+def _attacks_by_image(found: Study) -> dict[int, dict[str, Any]]:
+    """What is shown of the images that noise was made for."""
+    attacks = found.attacks
+    if not isinstance(attacks, AttackStudy):
+        return {}
+    places = attackable(found.predicted, found.images.labels, found.config.attacks)
+    shown = {}
+    for row, case in enumerate(_attacks(found)["cases"]):  # type: ignore[index]
+        result, sample = attacks.result, attacks.row(row)
+        shown[int(places[int(result.places[row])])] = {
+            "over": small_picture(over_the_image(sample.image, sample.mu)),
+            "noisy": small_picture(sample.noisy),
+            "taken": attacks.class_name(attacks.noisy_classes[row]),
+            "verdict": case["verdict"],
+            "facts": [list(fact) for fact in case["facts"]],
+        }
+    return shown
 
 
 def _attacks(found: Study) -> dict[str, Any] | None:
@@ -278,6 +451,21 @@ def _image_record(found: Study, number: int) -> dict[str, Any]:
         "standard_deviation": _numbers(scores.deviation[number].tolist()),
         "standard_deviation_error": _numbers(scores.deviation_error[number].tolist()),
         "class_probabilities": _numbers(found.shares[number].tolist()),
+        "levels": [_level_record(found, place, number) for place in range(1, len(found.levels))],
+    }
+
+
+def _level_record(found: Study, place: int, number: int) -> dict[str, Any]:
+    """How often an image flips at another noise level, from samples alone."""
+    level = found.levels[place]
+    low, high = shares_interval(level.flips[number], level.samples[number]).tolist()
+    return {
+        "sigma": level.sigma,
+        "samples": int(level.samples[number]),
+        "flip_probability": float(level.flips[number] / level.samples[number].double()),
+        "flip_low": low,
+        "flip_high": high,
+        "rival": int(level.rivals[number]),
     }
 
 

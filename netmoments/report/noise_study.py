@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages
@@ -29,6 +30,7 @@ from netmoments.precision import full_precision
 from netmoments.progress import Progress
 from netmoments.report.arguments import with_classes_of
 from netmoments.report.attack_study import AttackStudy, NotAttacked, few_attacks
+from netmoments.report.pictures import drawable, drawn_noise
 from netmoments.report.words import seconds_in_words
 from netmoments.sampling.fast_network import fast_network
 
@@ -51,6 +53,8 @@ TIME_IS_OVER, INTERRUPTED = "the time allowed", "an interruption"
 """What may end the work early."""
 COPIES = 5
 """Noisy copies that are shown of an image."""
+COPIES_SHARE = 0.1
+"""Of the time, that the network may be asked about them."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,51 @@ class Scores:
 
 
 @dataclass(frozen=True, eq=False)
+class Level:
+    """What plain samples say of N images at one noise level: (N,) each, of the k scores that are shown (N, k)."""
+
+    sigma: float
+    samples: Tensor
+    """Without noise one, which says all there is."""
+    flips: Tensor
+    """How many of them another class won than the answer without noise."""
+    right: Tensor
+    """How many the label won; without labels, the answer without noise."""
+    rivals: Tensor
+    lead: Tensor
+    shares: Tensor
+    mean: Tensor
+    deviation: Tensor
+
+    @classmethod
+    def of(cls, sigma: float, survey: Survey, clean: Tensor, followed: Tensor, wanted: Tensor) -> Level:
+        """`clean` are the scores without noise; `wanted` (N,) are the classes that are right."""
+        predicted = clean.argmax(1, keepdim=True)
+        flips = survey.samples - survey.wins.gather(1, predicted).squeeze(1)
+        best = clean.scatter(1, predicted, -torch.inf).argmax(1)
+        rivals = torch.where(flips > 0, survey.wins.scatter(1, predicted, -1).argmax(1), best)
+        right = survey.wins.gather(1, wanted.unsqueeze(1)).squeeze(1)
+        shares = survey.wins.gather(1, followed) / survey.samples.double().unsqueeze(1)
+        rows = (survey.samples, flips, right, rivals, survey.lead, shares, survey.mean, survey.deviation)
+        return cls(sigma, *(row.cpu() for row in rows))
+
+    @classmethod
+    def without_noise(cls, clean: Tensor, followed: Tensor, wanted: Tensor) -> Level:
+        ones = torch.ones(len(clean), dtype=torch.int64, device=clean.device)
+        wins = functional.one_hot(clean.argmax(1), clean.shape[1])
+        mean = clean.gather(1, followed).double()
+        nothing, ahead = torch.zeros_like(mean), torch.full_like(mean[:, 0], torch.inf)
+        return cls.of(0.0, Survey(ones, wins, mean, nothing, nothing, nothing, ahead), clean, followed, wanted)
+
+    def point(self, which: Tensor | slice = slice(None)) -> CurvePoint:
+        """The mean over some of the images, with a band of two standard errors; without noise there is no error."""
+        count, samples = self.right[which], self.samples[which]
+        share = float((count / samples.double()).mean())
+        error = 2 * expected_share_error(count, samples) if self.sigma > 0 else 0.0
+        return CurvePoint(self.sigma, share, max(0.0, share - error), min(1.0, share + error))
+
+
+@dataclass(frozen=True, eq=False)
 class Study:
     """Everything the report shows. N images, k scores shown, L noise levels."""
 
@@ -176,6 +225,10 @@ class Study:
     """The class that wins most often instead; where none was seen, the one with the best score, (N,)."""
     curve: tuple[CurvePoint, ...]
     """Beginning without noise."""
+    levels: tuple[Level, ...]
+    """The same image by image."""
+    copies: Tensor | None = None
+    """The answers (L, N, c) to the noisy copies that `pictures.drawn_noise` gives; None where none were asked for."""
     examples: tuple[Example, ...] = ()
     attacks: AttackStudy | NotAttacked | None = None
     """Noise made to fool the network, or why there is none; None where none was asked for."""
@@ -213,6 +266,18 @@ class Study:
 
     def class_name(self, number: int) -> str:
         return self.classes[number] if self.classes else str(number)
+
+    def at(self, place: int) -> Study:
+        """What samples say at one of the levels, as if that had been asked about."""
+        level = self.levels[place]
+        if math.isclose(level.sigma, self.config.sigma):
+            return self
+        interval = shares_interval(level.flips, level.samples) if level.sigma > 0 else torch.zeros_like(self.interval)
+        return dataclasses.replace(
+            self, scores=dataclasses.replace(self.scores, mean=level.mean, deviation=level.deviation),
+            shares=level.shares, samples=level.samples, lead=level.lead, flip=level.flips / level.samples.double(),
+            interval=interval, runs=level.samples, route=("frequencies",) * len(interval), rivals=level.rivals,
+        )  # fmt: skip
 
 
 def study(
@@ -329,13 +394,15 @@ def _found(
     if bool(short.any()):
         found = dataclasses.replace(found, stopped=TIME_IS_OVER)
     try:
-        found = dataclasses.replace(found, curve=_curve(model, pixels, found, plan))
+        levels = _levels(model, pixels, clean, followed, found, plan.curve)
+        found = dataclasses.replace(found, levels=levels, curve=_curve(levels))
         found = _rare(model, noise, found, clock)
         if found.stopped == INTERRUPTED:
             return found
         found = dataclasses.replace(
-            found, scores=_scores(model, noise, found), examples=examples_of(model, noise, found)
-        )
+            found, scores=_scores(model, noise, found), examples=examples_of(model, noise, found),
+            copies=_answers_to_copies(model, pixels, found, plan),
+        )  # fmt: skip
     except KeyboardInterrupt:
         found = dataclasses.replace(found, stopped=INTERRUPTED)
     return found
@@ -362,60 +429,41 @@ def _of_survey(
     survey: Survey,
 ) -> Study:
     """What samples alone say."""
-    predicted = clean.argmax(1, keepdim=True)
-    kept = survey.wins.gather(1, predicted).squeeze(1)
-    flips = survey.samples - kept
-    flip = flips / survey.samples.double()
-    others = survey.wins.scatter(1, predicted, -1)
-    best = clean.scatter(1, predicted, -torch.inf).argmax(1)
-    rivals = torch.where(flips > 0, others.argmax(1), best)
-    scores = Scores(followed, survey.mean, survey.deviation, survey.mean_error, survey.deviation_error, "sampling")
-    curve = (_clean_point(images, clean), _point(images, survey, clean.argmax(1), config.sigma))
-    shares = survey.wins.gather(1, followed) / survey.samples.double().unsqueeze(1)
-    samples, interval = survey.samples.cpu(), shares_interval(flips, survey.samples).cpu()
+    predicted = clean.argmax(1)
+    wanted = predicted if images.labels is None else images.labels.to(clean.device)
+    errors = survey.mean_error.cpu(), survey.deviation_error.cpu()
+    scores = Scores(followed.cpu(), survey.mean.cpu(), survey.deviation.cpu(), *errors, "sampling")
+    own = Level.of(config.sigma, survey, clean, followed, wanted)
+    levels = (Level.without_noise(clean, followed, wanted), own)
+    flip, interval = own.flips / own.samples.double(), shares_interval(own.flips, own.samples)
     return Study(
-        config, images, names, clean.argmax(1).cpu(), clean.shape[1], _on_cpu(scores), shares.cpu(), samples,
-        survey.lead.cpu(), flip.cpu(), interval, samples, ("frequencies",) * len(flip), rivals.cpu(), curve,
+        config, images, names, predicted.cpu(), clean.shape[1], scores, own.shares, own.samples, own.lead,
+        flip, interval, own.samples, ("frequencies",) * len(flip), own.rivals, _curve(levels), levels,
     )  # fmt: skip
 
 
-def _on_cpu(scores: Scores) -> Scores:
-    moved: dict[str, Any] = {name: x.cpu() for name, x in vars(scores).items() if isinstance(x, Tensor)}
-    return dataclasses.replace(scores, **moved)
+def _curve(levels: Sequence[Level]) -> tuple[CurvePoint, ...]:
+    return tuple(level.point() for level in levels)
 
 
-def _clean_point(images: LabelledImages, clean: Tensor) -> CurvePoint:
-    share = 1.0
-    if images.labels is not None:
-        share = float((clean.argmax(1).cpu() == images.labels).double().mean())
-    return CurvePoint(0.0, share, share, share)
-
-
-def _point(images: LabelledImages, survey: Survey, predicted: Tensor, sigma: float) -> CurvePoint:
-    """The mean over the images, with a band of two standard errors."""
-    wanted = predicted if images.labels is None else images.labels.to(predicted.device)
-    count = survey.wins.gather(1, wanted.unsqueeze(1)).squeeze(1)
-    share = float((count / survey.samples.double()).mean())
-    error = 2 * expected_share_error(count, survey.samples)
-    return CurvePoint(sigma, share, max(0.0, share - error), min(1.0, share + error))
-
-
-def _curve(model: NetworkModel, pixels: Tensor, found: Study, plan: TimePlan) -> tuple[CurvePoint, ...]:
-    """The same noise at every level, scaled: what is left of chance is common to all."""
-    config, predicted = found.config, found.predicted.to(pixels.device)
-    start, chosen = found.curve
-    points, goal = [start], SurveyGoal(1.0, plan.curve, plan.curve)
-    nothing = predicted.new_empty(len(predicted), 0)
+def _levels(
+    model: NetworkModel, pixels: Tensor, clean: Tensor, followed: Tensor, found: Study, count: int
+) -> tuple[Level, ...]:
+    """So many samples of each image at every level. The noise is the same, scaled: what is left of chance is common."""
+    config, predicted = found.config, clean.argmax(1)
+    wanted = predicted if found.images.labels is None else found.images.labels.to(clean.device)
+    start, chosen = found.levels
+    levels, goal = [start], SurveyGoal(1.0, count, count)
     with Progress("accuracy over noise", len(RELATIVE_LEVELS)) as progress:
         for level, sigma in zip(RELATIVE_LEVELS, config.levels, strict=True):
             if math.isclose(level, 1.0):
-                points.append(chosen)
+                levels.append(chosen)
             else:
-                noise = config.noise(pixels, level)
-                sampled = surveyed(model, noise, predicted, nothing, goal, seed=random_seed(config.seed, "curve", 0))
-                points.append(_point(found.images, sampled, predicted, sigma))
+                noise, seed = config.noise(pixels, level), random_seed(config.seed, "curve", 0)
+                survey = surveyed(model, noise, predicted, followed, goal, seed=seed)
+                levels.append(Level.of(sigma, survey, clean, followed, wanted))
             progress.advance(1)
-    return tuple(points)
+    return tuple(levels)
 
 
 def _rare(model: NetworkModel, noise: Gaussian, found: Study, clock: Clock) -> Study:
@@ -512,6 +560,23 @@ def examples_of(model: NetworkModel, noise: Gaussian, found: Study) -> tuple[Exa
             classes = model.network(noisy.clone()).argmax(1)
         made.append(Example(number, noisy.cpu(), classes.cpu()))
     return tuple(made)
+
+
+def _answers_to_copies(model: NetworkModel, pixels: Tensor, found: Study, plan: TimePlan) -> Tensor | None:
+    """What the network says to the noisy copies that a page draws itself, if it can and there is time for it."""
+    config, levels = found.config, [level.sigma for level in found.levels]
+    seconds = plan.cost * len(levels) * len(pixels) * COPIES
+    if not config.examples or config.covariance is not None or not drawable(pixels[0]):
+        return None
+    if seconds > COPIES_SHARE * plan.seconds:
+        return None
+    answers = torch.empty(len(levels), len(pixels), COPIES, dtype=torch.int64)
+    with torch.inference_mode(False), torch.no_grad(), full_precision():
+        sigmas = torch.tensor(levels, dtype=pixels.dtype, device=pixels.device).reshape(-1, *(1 for _ in pixels.shape))
+        for number, image in enumerate(pixels):
+            noisy = image + sigmas * drawn_noise(number, COPIES, image.shape).to(image)
+            answers[:, number] = model.network(noisy.flatten(0, 1)).argmax(1).reshape(-1, COPIES).cpu()
+    return answers
 
 
 def example_images(found: Study) -> list[int]:

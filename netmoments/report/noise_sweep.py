@@ -27,6 +27,7 @@ from netmoments.report.arguments import Subject, with_classes_of
 from netmoments.report.noise_study import (
     CALLER,
     CurvePoint,
+    Level,
     Refined,
     Scores,
     Study,
@@ -48,6 +49,8 @@ PART = 64
 """Images of a part."""
 PER_IMAGE = ("predicted", "samples", "lead", "flip", "runs", "rivals")
 PER_SCORE = ("outputs", "mean", "deviation", "mean_error", "deviation_error")
+PER_LEVEL = ("samples", "flips", "right", "rivals", "lead")
+PER_LEVEL_AND_SCORE = ("shares", "mean", "deviation")
 
 
 def engine_named(name: str, device: torch.device, address: str | None) -> Engine:
@@ -92,7 +95,7 @@ def _configuration(subject: Subject, config: StudyConfig) -> dict[str, Any]:
     return {
         **{name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
         "sigma": config.sigma, "tolerance": config.tolerance, "samples_at_most": config.samples,
-        "covariance": covariance, "seed": config.seed, "scores": config.scores,
+        "covariance": covariance, "seed": config.seed, "scores": config.scores, "levels": list(config.levels),
     }  # fmt: skip
 
 
@@ -132,11 +135,13 @@ class SurveySweep:
         """All parts as one study."""
         found: dict[str, Any] = {name: torch.from_numpy(np.ascontiguousarray(columns[name])) for name in PER_IMAGE}
         scores = Scores(**{name: _wide(columns, name) for name in PER_SCORE}, method="sampling")
+        sigmas = [0.0, *self.config.levels]
         interval = torch.stack([torch.from_numpy(np.ascontiguousarray(columns[end])) for end in ("low", "high")], 1)
         return Study(
             config=self.config, images=images, classes=names, count=count, scores=scores,
             shares=_wide(columns, "shares"), interval=interval, route=tuple(columns["route"].tolist()),
-            curve=_joined_curve(columns, [0.0, *self.config.levels]), **found,
+            curve=_joined_curve(columns, sigmas),
+            levels=tuple(_joined_level(columns, place, sigma) for place, sigma in enumerate(sigmas)), **found,
         )  # fmt: skip
 
 
@@ -151,12 +156,23 @@ def columns_of(part: Study) -> Columns:
     for place, point in enumerate(part.curve):
         columns[f"share_at_{place}"] = np.full(len(part.flip), point.share)
         columns[f"error_at_{place}"] = np.full(len(part.flip), (point.high - point.low) / 2)
+    for place, level in enumerate(part.levels):
+        columns |= {f"{name}_at_{place}": getattr(level, name).numpy().copy() for name in PER_LEVEL}
+        for name in PER_LEVEL_AND_SCORE:
+            values = getattr(level, name)
+            columns |= {f"{name}_at_{place}_{k}": values[:, k].numpy().copy() for k in range(values.shape[1])}
     return columns
 
 
 def _wide(columns: Mapping[str, np.ndarray], name: str) -> Tensor:
     count = sum(1 for key in columns if key.removeprefix(f"{name}_").isdecimal() and key.startswith(f"{name}_"))
     return torch.from_numpy(np.stack([columns[f"{name}_{place}"] for place in range(count)], 1))
+
+
+def _joined_level(columns: Mapping[str, np.ndarray], place: int, sigma: float) -> Level:
+    narrow = {name: torch.from_numpy(np.ascontiguousarray(columns[f"{name}_at_{place}"])) for name in PER_LEVEL}
+    wide = {name: _wide(columns, f"{name}_at_{place}") for name in PER_LEVEL_AND_SCORE}
+    return Level(sigma, **narrow, **wide)
 
 
 def _joined_curve(columns: Mapping[str, np.ndarray], sigmas: Sequence[float]) -> tuple[CurvePoint, ...]:

@@ -15,6 +15,9 @@ from netmoments.report.attack_words import draw_few
 from netmoments.report.noise_study import CurvePoint, Study
 from netmoments.report.words import at_most_in_words, in_words, interval_in_words, seconds_in_words
 
+FRAGILE = 0.1
+"""How often fragile images flip, at least."""
+
 
 def answer_share(found: Study) -> str:
     """What the curve shows."""
@@ -78,7 +81,7 @@ def _nothing_seen(found: Study, number: int) -> str:
 
 def fragile_in_words(found: Study) -> str:
     """How many images flip more than one time in ten: a number, or from and to where intervals leave it open."""
-    low, high = (int((end > 0.1).sum()) for end in found.interval.unbind(1))
+    low, high = (int((end > FRAGILE).sum()) for end in found.interval.unbind(1))
     return f"{low}" if low == high else f"{low}–{high}"
 
 

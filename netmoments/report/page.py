@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import csv
+import hashlib
 import io
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from netmoments.files import printable
+from netmoments.report.pictures import SMALL_SIDE
 from netmoments.report.words import at_most_in_words
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -49,15 +52,61 @@ def render(template: str, **values: Any) -> str:
 
 def png_data(image: Tensor) -> str:
     """A (C, H, W) image, cut to [0, 1], as a data URI; one channel is grey, three are RGB."""
+    buffer = io.BytesIO()
+    _picture(image).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _picture(image: Tensor) -> Any:
     try:
         from PIL import Image
     except ImportError:
         raise ImportError('pictures need Pillow: pip install "netmoments[report]"') from None
     pixels = (image.clamp(0, 1) * 255).round().byte().cpu()
     array = pixels[0].numpy() if len(pixels) == 1 else pixels[:3].permute(1, 2, 0).contiguous().numpy()
+    return Image.fromarray(array)
+
+
+FEW_NUMBERS = 3072
+"""Of an image that is kept on a page as it is; larger ones become small pictures of photographs."""
+
+
+def small_picture(image: Tensor) -> str:
+    """A (C, H, W) image as a data URI of a few kilobytes at most: averages over squares of pixels, as a JPEG."""
+    if image.numel() <= FEW_NUMBERS:
+        return png_data(image)
+    squares = math.ceil(max(image.shape[1:]) / SMALL_SIDE)
     buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    _picture(image).reduce(squares).save(buffer, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def script(name: str) -> tuple[Any, str]:
+    """A script of this package as it stands in a page, and the name by which a content security policy allows it."""
+    from markupsafe import Markup  # comes with jinja2
+
+    text = (TEMPLATES / name).read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return Markup(text), f"sha256-{digest}"
+
+
+def data_block(value: Any) -> Any:
+    """JSON inside a page's <script type="application/json">: no text in it ends the element or steers anything."""
+    from markupsafe import Markup
+
+    text = json.dumps(_printable(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def _printable(value: Any) -> Any:
+    """The same with every text in it spelt out."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {key: _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list | tuple) else finite(value)
 
 
 def finite(value: Any) -> Any:

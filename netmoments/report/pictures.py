@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,6 +108,47 @@ def a_sample(centre: Tensor, sigma: float, seed: int) -> Tensor:
     """One draw of N(centre, σ²I), on the device of the centre."""
     generator = torch.Generator(centre.device).manual_seed(seed)
     return centre + sigma * torch.randn(centre.shape, generator=generator, dtype=centre.dtype, device=centre.device)
+
+
+SMALL_SIDE = 96
+"""Pixels of a small picture on a page, at most."""
+DRAWN = 20_000
+"""Numbers of an image whose noisy copies a page draws, at most."""
+
+
+def drawable(image: Tensor) -> bool:
+    """Whether a page has every pixel of an image (C, H, W), to draw noisy copies of it."""
+    return image.dim() == 3 and len(image) in (1, 3) and max(image.shape) <= SMALL_SIDE and image.numel() <= DRAWN
+
+
+def drawn_noise(number: int, copies: int, shape: Sequence[int]) -> Tensor:
+    """Standard normal numbers (copies, *shape) for the image with a number: those of `noise.js`, to 1e-12.
+
+    So a page needs no pictures of noisy copies to show the ones that the network was asked about. Uniform numbers are
+    hashes of their places (the finalizer of MurmurHash3, twice), normal ones √(−2 ln u) cos 2πv of two each.
+    """
+    size = math.prod(shape)
+    stream = _hash32(np.arange(number * copies, (number + 1) * copies, dtype=np.uint32))[:, None]
+    first, second = (_hash32(np.arange(start, 2 * size, 2, dtype=np.uint32) ^ stream) for start in (0, 1))
+    radius = np.sqrt(-2 * np.log((first + 0.5) / 2**32))
+    return torch.from_numpy(radius * np.cos(2 * np.pi * (second + 0.5) / 2**32)).reshape(copies, *shape)
+
+
+def _hash32(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint32(0x9E3779B9)
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+def over_the_image(image: Tensor, mu: Tensor) -> Tensor:
+    """A pale grey image with μ over it, (3, H, W): orange where it makes the image brighter, blue where darker."""
+    pale = 0.35 + 0.4 * image.clamp(0, 1).mean(0)
+    change = mu.mean(0)
+    strength = (change.abs() / change.abs().amax().clamp(min=1e-12)).sqrt()
+    ink = [torch.tensor([int(ink[place : place + 2], 16) / 255 for place in (1, 3, 5)]) for ink in (ORANGE, BLUE)]
+    colour = torch.where(change > 0, ink[0][:, None, None], ink[1][:, None, None]).to(pale)
+    return pale + strength * (colour - pale)
 
 
 DPI = 200

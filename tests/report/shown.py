@@ -29,8 +29,8 @@ def in_a_terminal(drawn) -> str:
 
 
 def read_on_the_page(page: str) -> str:
-    """The words of a page, without markup, style and pictures."""
-    bare = re.sub(r"<style>.*?</style>|<[^>]*>", " ", page, flags=re.S)
+    """The words of a page, without markup, style, scripts and pictures."""
+    bare = re.sub(r"<style>.*?</style>|<script.*?</script>|<[^>]*>", " ", page, flags=re.S)
     return " ".join(html.unescape(bare).split())
 
 

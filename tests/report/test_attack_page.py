@@ -13,7 +13,7 @@ import torch
 from netmoments.data.images import Skipped
 from netmoments.report.attack_page import render_attack_page, write_attack
 from netmoments.report.attack_words import draw_attack
-from tests.report.shown import SPELT_OUT, STRANGE, in_a_terminal, strict_json
+from tests.report.shown import SPELT_OUT, STRANGE, in_a_terminal, read_on_the_page, strict_json
 
 
 def test_the_noise_that_is_written_is_the_one_that_was_found(attacked, provenance, tmp_path):
@@ -41,6 +41,15 @@ def test_the_page_is_self_contained_and_escapes_what_users_bring(attacked, prove
     assert page.count("data:image/png") == 5 * len(attacked)
     text = in_a_terminal(draw_attack(dataclasses.replace(bad, classes=tuple(f"[red]{k}" for k in range(10)))))
     assert "[red]" in text
+
+
+def test_the_page_speaks_in_words_of_the_reader(attacked, provenance):
+    said = read_on_the_page(render_attack_page(attacked, provenance, "m", "d"))
+    assert "better by at most" in said
+    assert "steps on the network itself" in said
+    assert not set(re.findall(r"[a-z]+", said.lower())) & {"gap", "followed", "polish", "nan", "inf"}
+    printed = in_a_terminal(draw_attack(attacked))
+    assert not set(re.findall(r"[a-z]+", printed.lower())) & {"gap", "followed", "polish"}
 
 
 def test_names_steer_nothing(attacked, provenance, tmp_path):

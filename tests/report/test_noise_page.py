@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import dataclasses
+import hashlib
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +20,19 @@ from torch import nn
 
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages, Skipped
+from netmoments.report import noise_page
 from netmoments.report.attack_study import AttackStudy, NotAttacked
 from netmoments.report.noise_page import as_record, render_page, write_report
-from netmoments.report.noise_study import study
+from netmoments.report.noise_study import COPIES, Study, study
 from netmoments.report.noise_words import band_in_words, chosen_point, draw, flip_in_words, share_in_words
+from netmoments.report.page import TEMPLATES
+from netmoments.report.pictures import drawn_noise
 from tests.report.shown import PLAIN, SPELT_OUT, STRANGE, STUDIED, in_a_terminal, read_on_the_page, strict_json
+
+
+def played(page: str) -> dict:
+    """What the page's script draws from."""
+    return strict_json(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
 
 
 def test_every_question_has_its_answer_in_words_of_the_reader(found, provenance):
@@ -50,6 +62,8 @@ def test_images_are_shown_by_fragility(found, provenance):
     marks = page.count('class="below"') + page.count('class="interval"')
     assert marks == 2 * 40 + 2  # at both widths, and in the legend
     assert page.count('class="wide"') == page.count('class="narrow"') == 2 + STUDIED.examples
+    rows = re.findall(r'<tr><th scope="row">(.*?)</th>.*?</tr>', page)
+    assert rows == [found.images.names[number] for number in found.order.tolist()]
 
 
 def test_answers_that_are_wrong_stand_out(found, provenance):
@@ -120,12 +134,14 @@ def test_numbers_that_are_none_are_null(found, provenance):
 
 def test_work_that_ended_early_is_a_page_too(found, provenance, tmp_path):
     early = dataclasses.replace(
-        found, curve=(found.curve[0], chosen_point(found)), examples=(), stopped="an interruption", attacks=None
-    )
+        found, curve=(found.curve[0], chosen_point(found)), levels=(found.levels[0], found.levels[4]), examples=(),
+        copies=None, stopped="an interruption", attacks=None,
+    )  # fmt: skip
     write_report(early, provenance, tmp_path, "m", "d")
     said = read_on_the_page((tmp_path / "report.html").read_text())
     assert "An interruption ended the work early" in said
-    assert "noisy copies" not in said
+    assert "What do noisy copies look like" not in said
+    assert len(played((tmp_path / "report.html").read_text())["levels"]) == 2
 
 
 def test_when_every_flip_was_found(found, provenance):
@@ -159,11 +175,17 @@ def test_the_page_is_self_contained_and_escapes_what_users_bring(found, provenan
     page = render_page(
         dataclasses.replace(found, images=images, classes=classes, attacks=attacks), provenance, evil, "d"
     )
-    assert "<script" not in page
+    assert page.count("<script") == page.count("</script") == 2  # data, and what draws them
+    assert played(page)["images"][0]["name"] == evil
+    assert played(page)["classes"]["3"] == "<b>3</b>"
     assert "<b>3</b>" not in page
     assert not re.search(r"""(src|href)=["'](?!data:)""", page)
     assert "http" not in page.replace("http://www.w3.org", "").replace("http-equiv", "")
     assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'" in page
+    code = page.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page
+    assert code == (TEMPLATES / "noise.js").read_text(encoding="utf-8")
     assert page.index("Content-Security-Policy") < page.index("<style")
 
 
@@ -202,15 +224,260 @@ def test_names_steer_nothing(found, provenance, tmp_path):
     assert SPELT_OUT[:12] in said
 
 
+def test_the_script_has_the_words_of_every_level(found, provenance):
+    data = played(render_page(found, provenance, "m", "d"))
+    assert [level["said"] for level in data["levels"]][:3] == ["σ = 0", "σ = 0.025", "σ = 0.05"]
+    assert data["levels"][data["chosen"]]["said"] == "σ = 0.1"
+    assert [group["name"] for group in data["groups"]] == ["all images", *map(str, range(10))]
+    assert sum(group["count"] for group in data["groups"][1:]) == data["groups"][0]["count"] == 40
+    for place, point in enumerate(data["groups"][0]["points"]):
+        assert (point["said"], point["band"]) == (
+            share_in_words(found.curve[place]),
+            band_in_words(found.curve[place]),
+        )
+        assert data["ranking"][place] == found.at(place).order.tolist()
+    number = int(found.order[0])
+    one = data["images"][number]
+    for place, level in enumerate(one["levels"][1:], 1):
+        assert (level["said"], level["known"]) == flip_in_words(found.at(place), number)
+    assert one["levels"][0]["said"] == "never"
+    assert one["copies"] == found.copies[:, number].tolist()
+    three = data["groups"][4]["points"][6]
+    mine = found.images.labels == 3
+    assert three["share"] == pytest.approx(found.levels[6].point(mine).share, rel=1e-3)
+    assert three["never"] == int((found.levels[6].flips[mine] == 0).sum())
+
+
+def test_attacks_are_over_their_images(found, provenance):
+    attacks = found.attacks
+    images = played(render_page(found, provenance, "m", "d"))["images"]
+    with_noise = [image for image in images if "attack" in image]
+    assert [image["name"] for image in with_noise] == [attacks.name(number) for number in range(len(attacks))]
+    for row, image in enumerate(with_noise):
+        assert torch.equal(found.images.images[image["number"]], attacks.row(row).image)
+        assert image["attack"]["over"].startswith("data:image/png")
+        assert dict(image["attack"]["facts"])["samples fooled"]
+
+
+def test_of_thousands_of_images_the_most_fragile_are_played_with(found, provenance, monkeypatch):
+    monkeypatch.setattr(noise_page, "PLAYED", 30)
+    page = render_page(found, provenance, "m", "d")
+    data = played(page)
+    assert [image["number"] for image in data["images"]] == sorted(found.order[:30].tolist())
+    assert sorted(data["ranking"][0]) == list(range(30))
+    assert [data["images"][place]["number"] for place in data["ranking"][4]] == found.order[:30].tolist()
+    assert data["groups"][0]["count"] == 40
+    assert "The 30 most fragile of 40 images are here." in read_on_the_page(page)
+
+
+def repeated(found: Study, count: int) -> Study:
+    """A study of so many images, which are the same again and again, each without attacks."""
+    rows = torch.arange(count) % len(found.images)
+
+    def taken(item: Any) -> dict[str, Any]:
+        return {name: value[rows] for name, value in vars(item).items() if isinstance(value, torch.Tensor)}
+
+    bare = dataclasses.replace(found, copies=None, attacks=None)
+    return dataclasses.replace(
+        bare, **taken(bare), copies=found.copies[:, rows], images=found.images.take(rows),
+        scores=dataclasses.replace(found.scores, **taken(found.scores)),
+        levels=tuple(dataclasses.replace(level, **taken(level)) for level in found.levels),
+        route=tuple(found.route[row] for row in rows.tolist()),
+    )  # fmt: skip
+
+
+def test_five_hundred_images_are_a_page_of_a_few_megabytes(found, provenance):
+    page = render_page(repeated(found, 500), provenance, "m", "d")
+    assert len(played(page)["images"]) == 500
+    assert len(page.encode()) < 2.5e6  # and twice that with photographs, of 4 kB each
+
+
+def test_copies_that_a_page_cannot_draw_are_in_it(network, digits, provenance):
+    config = dataclasses.replace(PLAIN, attacks=0, covariance=torch.full((1, 8, 8), 0.01))
+    given = study(network, digits.first(4), config)
+    data = played(render_page(given, provenance, "m", "d"))
+    assert not data["drawn"]
+    stored = {image["number"]: image["stored"] for image in data["images"] if image["stored"]}
+    assert set(stored) == {example.image for example in given.examples}
+    first = given.examples[0]
+    assert [answer for _, answer in stored[first.image]] == first.noisy_classes.tolist()
+    assert data["levels"][1]["said"] == "0.25 × the noise"
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium to look at the page with")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def opened(browser, found, provenance, tmp_path) -> Iterator[Any]:
+    """A page as a function of how it is looked at: no error, and nothing but the file itself is asked for."""
+    wrong, asked, contexts = [], [], []
+
+    def open_page(shown: Study = found, **options: Any) -> Any:
+        path = write_report(shown, provenance, tmp_path, "digits", "digits")["report.html"]
+        contexts.append(browser.new_context(viewport={"width": options.pop("width", 1000), "height": 900}, **options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on(
+            "request", lambda request: wrong.append(request.url) if request.url[:5] not in ("data:", "file:") else 0
+        )
+        page.goto(path.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert wrong == []
+    assert [url for url in asked if not url.startswith(("data:", "file:"))] == []
+
+
+def names_in(page: Any) -> list[str]:
+    return page.locator("#ranking .caption > :last-child").all_inner_texts()
+
+
+def test_the_slider_moves_curve_facts_and_ranking(opened, found):
+    page = opened()
+    assert page.inner_text("#level-said") == "σ = 0.1"
+    before = page.locator("#curve .chosen").get_attribute("x1")
+    page.focus("#level")
+    for _ in range(2):
+        page.keyboard.press("ArrowRight")
+    assert page.inner_text("#level-said") == "σ = 0.2"
+    assert page.locator("#level").get_attribute("aria-valuetext") == "σ = 0.2"
+    assert float(page.locator("#curve .chosen").get_attribute("x1")) > float(before)
+    assert page.inner_text("#fact-share b") == share_in_words(found.curve[6])
+    assert page.inner_text("#said").startswith("σ = 0.2, all images: ")
+    there = found.at(6)
+    assert names_in(page) == [found.images.names[number] for number in there.order[:18].tolist()]
+    assert page.locator("#strip circle").count() == int((there.flip > 0).sum())
+    page.keyboard.press("Home")
+    assert "Without noise no answer changes" in page.inner_text("#strip")
+    box = page.locator("#curve svg").bounding_box()
+    page.mouse.click(box["x"] + box["width"] - 20, box["y"] + 40)
+    assert page.inner_text("#level-said") == "σ = 0.3"
+
+
+def test_classes_and_orders(opened, found):
+    page = opened()
+    page.select_option("#sort", "robust")
+    assert names_in(page)[0] == found.images.names[int(found.order[-1])]
+    page.select_option("#sort", "name")
+    assert names_in(page)[:3] == ["test/0", "test/1", "test/2"]
+    page.select_option("#sort", "fragile")
+    page.select_option("#class", label="3 (4)")
+    threes = [number for number in found.order.tolist() if int(found.images.labels[number]) == 3]
+    assert names_in(page) == [found.images.names[number] for number in threes]
+    assert page.locator("#curve .line.behind").count() == 1
+    assert "of 3" in page.inner_text("#fact-fragile span")
+    page.select_option("#class", "0")
+    page.click("#more")
+    assert page.locator("#ranking button").count() == 36
+    assert page.evaluate("document.activeElement === document.querySelectorAll('#ranking button')[18]")
+
+
+def test_an_image_opens_by_mouse_and_keyboard(opened, found):
+    page = opened(reduced_motion="reduce")
+    page.locator("#ranking button").nth(1).focus()
+    page.keyboard.press("Enter")
+    number = int(found.order[1])
+    assert page.inner_text("#panel-name") == found.images.names[number]
+    assert page.inner_text("#panel-flip") == flip_in_words(found, number)[0]
+    assert page.locator("#panel-scores circle").count() == 10
+    page.wait_for_selector("#panel-copies canvas")
+    page.locator("#panel-level").fill("7")
+    page.wait_for_function("document.querySelector('#panel-copies-said').textContent.includes('0.3')")
+    answers = page.locator("#panel-copies span").all_inner_texts()
+    assert answers == [str(int(answer)) for answer in found.copies[7, number]]
+    page.keyboard.press("Escape")
+    assert not page.locator("#panel").is_visible()
+    assert page.inner_text("#level-said") == "σ = 0.3"
+    page.locator("#ranking button").first.click()
+    page.focus("#panel-close")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#panel-name") == found.images.names[int(found.at(7).order[1])]
+    page.keyboard.press("Enter")
+    assert not page.locator("#panel").is_visible()
+
+
+def test_the_copies_that_are_drawn_are_those_the_network_was_asked_about(opened, found):
+    page = opened()
+    page.locator("#ranking button").first.click()
+    page.wait_for_selector("#panel-copies canvas")
+    number = int(found.order[0])
+    drawn = page.evaluate(
+        """[...document.querySelectorAll("#panel-copies canvas")].map((canvas) =>
+            [...canvas.getContext("2d").getImageData(0, 0, 8, 8).data].filter((_, place) => place % 4 === 0))"""
+    )
+    eight_bit = (255 * found.images.images[number]).round() / 255
+    noisy = eight_bit + found.config.sigma * drawn_noise(number, COPIES, (1, 8, 8))
+    wanted = (255 * noisy.clamp(0, 1)).round()
+    assert bool(((torch.tensor(drawn).reshape_as(wanted) - wanted).abs() <= 1).all())
+
+
+def test_noise_that_was_made_is_over_its_image(opened, found):
+    page = opened()
+    page.select_option("#sort", "name")
+    name = found.attacks.name(0)
+    page.locator("#ranking button", has=page.get_by_text(name, exact=True)).click()
+    assert page.inner_text("#panel-name") == name
+    assert page.locator("#panel-attack").is_visible()
+    assert page.locator("#panel-attack-picture").get_attribute("src").startswith("data:image/png")
+    assert "samples fooled" in page.inner_text("#panel-attack-facts")
+    page.click("#panel-after")
+    assert not page.locator("#panel-attack").is_visible()
+
+
+def test_names_are_text_to_the_script_too(opened, found):
+    evil = "<img src=x onerror=alert(1)>"
+    images = dataclasses.replace(found.images, names=(evil,) * 40)
+    page = opened(dataclasses.replace(found, images=images, classes=(evil, *"123456789")))
+    assert set(names_in(page)) == {evil}
+    assert page.locator("#class option").nth(1).inner_text().startswith(evil)
+    page.locator("#ranking button").first.click()
+    assert page.inner_text("#panel-name") == evil
+    assert page.locator("[onerror]").count() == 0
+
+
+@pytest.mark.parametrize("width", [420, 1600])
+@pytest.mark.parametrize("color_scheme", ["light", "dark"])
+def test_nothing_is_wider_than_the_screen(opened, width, color_scheme):
+    page = opened(width=width, color_scheme=color_scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.locator("#ranking button").first.click()
+    assert page.evaluate(
+        "(() => { const p = document.getElementById('panel'); return p.scrollWidth <= p.clientWidth; })()"
+    )
+    ground = "rgb(246, 247, 249)" if color_scheme == "light" else "rgb(18, 21, 28)"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
+
+
+def test_the_page_without_scripts_has_the_same_facts(opened, found):
+    page = opened(java_script_enabled=False)
+    assert not page.locator("#controls").is_visible()
+    assert not page.locator("#panel").is_visible()
+    assert page.locator("#curve svg .line").first.is_visible()
+    assert page.locator("#ranking figure").count() == 18
+    page.locator("summary").click()
+    assert page.locator("details tbody tr").count() == 40
+
+
 @pytest.mark.parametrize("width", [420, 1280])
 def test_a_browser_shows_the_page(found, provenance, tmp_path, width):
     """The curve is there, and nothing is wider than the screen: the right edge is all background."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
+    if CHROMIUM is None:
         pytest.skip("no Chromium to look at the page with")
     write_report(found, provenance, tmp_path, "digits", "digits")
     command = [
-        chromium, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
         "--disable-quic", "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}",
         "--hide-scrollbars", f"--window-size={width},8000", f"--screenshot={tmp_path / 'page.png'}",
         (tmp_path / "report.html").as_uri(),

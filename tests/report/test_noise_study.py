@@ -13,7 +13,8 @@ import netmoments as nm
 from netmoments.data.images import LabelledImages
 from netmoments.report import attack_study, noise_study
 from netmoments.report.attack_study import NotAttacked
-from netmoments.report.noise_study import RELATIVE_LEVELS, StudyConfig, example_images, study
+from netmoments.report.noise_study import COPIES, RELATIVE_LEVELS, StudyConfig, example_images, study
+from netmoments.report.pictures import drawn_noise
 from netmoments.sampling.monte_carlo import class_frequencies
 from tests.report.shown import PLAIN, STUDIED
 
@@ -104,6 +105,55 @@ def test_examples_are_fragile_images_and_others(found):
     assert all(example.noisy.shape[1:] == found.images.images.shape[1:] for example in found.examples)
 
 
+def test_every_image_is_known_at_every_level(network, found):
+    """Samples of our own at twice the noise agree, and the level that was asked about is what was found."""
+    assert [level.sigma for level in found.levels] == [0.0, *STUDIED.levels]
+    start, *_, twice, _ = found.levels
+    assert STUDIED.levels[5] == twice.sigma == 2 * STUDIED.sigma
+    assert bool((start.flips == 0).all())
+    assert torch.equal(start.right, (found.predicted == found.images.labels).long())
+    assert torch.equal(start.lead, torch.full_like(start.lead, math.inf))
+    assert bool((start.deviation == 0).all())
+    for level in found.levels:
+        assert torch.allclose(level.shares.sum(1), torch.ones(40).double())
+        own = level.shares.gather(1, found.predicted.unsqueeze(1)).squeeze(1)
+        assert torch.allclose(own, 1 - level.flips / level.samples.double())
+    number = int(found.at(6).order[0])
+    there = sampled_flip(network, found.images.images[number], twice.sigma, int(found.predicted[number]), 3)
+    low, high = found.at(6).interval[number].tolist()
+    assert low - (high - low) < there < high + (high - low)
+    assert found.at(4) is found
+    assert bool((found.at(6).flip >= found.flip - 0.05).all())
+    assert found.at(0).interval.abs().max() == 0
+
+
+def test_the_curve_is_the_mean_of_its_images(found):
+    for level, point in zip(found.levels, found.curve, strict=True):
+        assert level.point() == point
+    some = torch.arange(40) < 10
+    assert found.levels[6].point(some).share == pytest.approx(
+        float((found.levels[6].right / found.levels[6].samples)[:10].double().mean())
+    )
+
+
+def test_the_network_was_asked_about_the_copies_that_pages_draw(network, found):
+    assert found.copies.shape == (8, 40, COPIES)
+    for place, number in ((0, 3), (5, 7), (7, 39)):
+        noisy = found.images.images[number] + found.levels[place].sigma * drawn_noise(number, COPIES, (1, 8, 8)).float()
+        assert torch.equal(network(noisy).argmax(1), found.copies[place, number])
+    assert torch.equal(found.copies[0], found.predicted.unsqueeze(1).expand(-1, COPIES))
+
+
+def test_copies_of_large_images_and_of_other_noise_are_not_drawn(network, digits, generator):
+    few = digits.first(2)
+    assert study(network, few, dataclasses.replace(QUIET, covariance=torch.full((1, 8, 8), 0.01))).copies is None
+    assert study(network, few, dataclasses.replace(QUIET, examples=0)).copies is None
+    assert study(network, few, dataclasses.replace(QUIET, seconds=1e-6)).copies is None
+    wide = nn.Sequential(nn.AvgPool2d(25), nn.Flatten(), nn.Linear(16, 3)).eval()
+    images = LabelledImages(torch.rand(1, 1, 100, 100, generator=generator), None, ("a",), ())
+    assert study(wide, images, QUIET).copies is None
+
+
 def test_samples_alone(network, digits):
     few = study(network, digits.first(5), QUIET)
     assert set(few.route) == {"frequencies"}
@@ -125,7 +175,7 @@ def test_time_that_ends_the_work_is_said(network, digits):
     assert "the time allowed" in hasty.attacks.reason
 
 
-@pytest.mark.parametrize("raises_in", ["_curve", "flip_probability", "examples_of"])
+@pytest.mark.parametrize("raises_in", ["_levels", "flip_probability", "examples_of"])
 def test_an_interruption_keeps_what_is_known(network, digits, monkeypatch, raises_in):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -135,7 +185,8 @@ def test_an_interruption_keeps_what_is_known(network, digits, monkeypatch, raise
     assert kept.stopped == "an interruption"
     assert kept.clean_accuracy == 1.0
     assert bool((kept.samples >= 192).all())
-    assert kept.curve[1 if raises_in == "_curve" else 4].sigma == STUDIED.sigma
+    assert kept.curve[1 if raises_in == "_levels" else 4].sigma == STUDIED.sigma
+    assert [level.sigma for level in kept.levels] == [point.sigma for point in kept.curve]
     assert kept.examples == ()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import csv
+import hashlib
 import io
+import json
 import math
 import sys
 from functools import partial
@@ -34,6 +36,7 @@ from netmoments.report.page import (
     png_data,
     scores_chart,
     share_limits,
+    small_picture,
 )
 
 WIDTHS = [WIDE, NARROW]
@@ -76,6 +79,34 @@ def test_an_image_becomes_a_png(generator):
             pixels = np.asarray(picture).reshape(4, 6, channels)
         expected = (image.clamp(0, 1) * 255).round().permute(1, 2, 0).numpy()
         np.testing.assert_array_equal(pixels, expected)
+
+
+def test_large_images_become_small_pictures(generator):
+    few = torch.rand(3, 32, 32, generator=generator)
+    assert small_picture(few) == png_data(few)
+    for shape, size in (((3, 224, 224), (75, 75)), ((1, 96, 60), (60, 96)), ((3, 500, 20), (4, 84))):
+        kind, _, content = small_picture(torch.rand(shape, generator=generator)).partition(",")
+        assert kind == "data:image/jpeg;base64"
+        assert len(content) < 20_000
+        with Image.open(io.BytesIO(base64.b64decode(content))) as picture:
+            assert picture.size == size
+            assert picture.mode == ("L" if shape[0] == 1 else "RGB")
+
+
+def test_data_in_a_page_ends_nothing():
+    value = {"</script><b>": ["a&b", 1.5, math.inf, None, True, ("\x1b", "\u2028")], "n": {"x": "σ"}}
+    block = str(page.data_block(value))
+    assert not set("<>&\x1b\u2028") & set(block)
+    read = json.loads(block)
+    assert read == {"</script><b>": ["a&b", 1.5, None, None, True, [r"\x1b", r"\u2028"]], "n": {"x": "σ"}}
+
+
+def test_scripts_are_allowed_by_what_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "TEMPLATES", tmp_path)
+    (tmp_path / "a.js").write_text("alert('σ' < 1)\n", encoding="utf-8")
+    code, allowed = page.script("a.js")
+    assert code == "alert('σ' < 1)\n"
+    assert allowed == "sha256-" + base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
 
 
 def test_what_steers_a_terminal_is_spelt_out(template):
