@@ -64,7 +64,10 @@ def by_guided_frequencies(
     generator: torch.Generator,
     pilot: Pilot | None = None,
 ) -> Found:
-    """p = E h + mean of (1{flip} − h)/ρ over plain and guided samples; `plain` is what other samples say of it."""
+    """p = E h + mean of (1{flip} − h)/ρ over plain and guided samples.
+
+    It must agree with the frequency in plain samples alone, those here and others before, `plain`.
+    """
     with_enough_gradients(margins, search, target)
     for attempt in range(ATTEMPTS):
         work = guided(margins, search, target, generator, pilot)
@@ -78,9 +81,10 @@ def by_guided_frequencies(
             break
     if not met:
         met = work.until(target, math.inf, limit, FIRST)
-    estimate = work.estimate()
-    agreed = agree(estimate, plain)
-    return Found(estimate, plain, agreed, "frequencies", work.wins(margins.rivals), met and agreed)
+    estimate, flips = work.estimate(), work.plain_flips
+    second = plain_estimate(round(plain.probability * plain.samples) + flips[0], plain.samples + flips[1])
+    agreed = agree(estimate, second)
+    return Found(estimate, second, agreed, "frequencies", work.wins(margins.rivals), met and agreed)
 
 
 def with_enough_gradients(margins: NoisyMargins, search: Search, target: Target) -> None:

@@ -106,6 +106,9 @@ class Estimating:
         return sum(map(len, self.flips))
 
     def found(self, met: bool) -> Found:
+        """The estimate of all runs, and whether those of the two searches agree with it."""
+        if min(int((torch.cat(self.origin) == number).sum()) for number in (0, 1)) < 2:  # the time was over before
+            return Found(self.estimate(), None, False, "importance", self.wins(self.margins.rivals), False)
         one, two, every = self.alone(0), self.alone(1), self.estimate()
         agreed = agree(one, two) and agree(every, one) and agree(every, two) and self.pools_known()
         second = farther(every, one, two)
@@ -121,6 +124,12 @@ class Estimating:
         found = controlled(flips, failing[:, -1], self.mixed(), last.expected, last.expected_error)
         found = _with_prediction(found, last)
         return replace(found, unseen=self.unseen)
+
+    @property
+    def plain_flips(self) -> tuple[int, int]:
+        """How many of how many runs of the first guide flipped: plain samples, where that is plain noise."""
+        own = torch.cat(self.origin) == 0
+        return int(torch.cat(self.flips)[own].sum()), int(own.sum())
 
     def more(self, target: Target) -> float:
         """How many times the runs so far are needed for a target; at most 1 is met."""

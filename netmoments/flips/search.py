@@ -154,8 +154,8 @@ class Search:
         pairs = zip(self.guide.surrogates, self.guide.shares, strict=True)
         apart = [one for one, share in pairs if self.rounds < CURIOUS or RELEVANT < share < 1 - ATTENTION]
         apart = apart if len(self.guide.surrogates) > 1 else []
-        each = max(2, int(ATTENTION * count))
-        drawn = [self.guide.draw(self.margins.normal(count - each * len(apart)), self.generator)]
+        each = max(2, min(int(ATTENTION * count), count // (2 * max(1, len(apart)))))
+        drawn = [self.guide.draw(self.margins.normal(max(2, count - each * len(apart))), self.generator)]
         which = [torch.full((len(drawn[0]),), -1, device=drawn[0].device)]
         for surrogate in apart:
             own = guide((surrogate,), self.generator, FEWER).draw(self.margins.normal(each), self.generator)

@@ -64,3 +64,19 @@ def test_likely_rivals_are_the_nearest():
     margins = torch.randn(200, 4, generator=generator) + torch.tensor([0.0, 3.0, 4.0, 30.0])
     margins[:, 0] = torch.inf
     assert likely_rivals(margins) == [1, 2]
+
+
+def test_a_round_has_room_for_many_surrogates():
+    """Eleven rivals that are looked at one by one: every gradient of a round is somebody's, and some are common."""
+    network = linear(12, 12)
+    network.weight.data = torch.eye(12)
+    margins = margins_of(network, nm.Gaussian(4.0 * torch.eye(12)[0], std=1.0))
+    search = Search.from_noise(margins, margins.generator)
+    for rival in range(1, 12):
+        search.seed(rival)
+    search.refit()
+    assert search.guide is not None
+    before = len(search.evidence)
+    assert len(search.guide.surrogates) >= 9
+    search.round()
+    assert len(search.evidence) - before >= 48
