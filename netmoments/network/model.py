@@ -64,6 +64,8 @@ class _Knowledge:
     warned: bool = False
 
 
+KEPT_SHAPES = 32
+"""Shapes of inputs of which something is remembered of a network: those that came last."""
 _known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Knowledge]] = WeakKeyDictionary()
 """What is known, by network and kind of input, as long as the network lives."""
 
@@ -248,7 +250,10 @@ class NetworkModel:
                 except ValueError:  # while others train it, two runs may well differ
                     if before == [x._version for x in self._tensors() if not x.is_inference()]:
                         raise
-            self._knowledge, self.network = every[key], self.given
+            self._knowledge, self.network = every.pop(key), self.given
+            every[key] = self._knowledge  # the latest last
+            if len(every) > KEPT_SHAPES:
+                del every[next(iter(every))]
             if self._knowledge.parts is not None and self._form is None:
                 examined(self.given, self.image, self._caller)  # says that its outputs are no scores
             elif self._knowledge.parts is not None:

@@ -127,7 +127,7 @@ def _drawn(covariance: Covariance, images: int, probes: int, seed: int, like: Te
     white = like.new_empty(images, probes, covariance.normals)
     generator = torch.Generator(like.device)
     for place, own in enumerate(white):
-        torch.randn(own.shape, generator=generator.manual_seed(seed + place), out=own)
+        torch.randn(own.shape, generator=generator.manual_seed((seed + place) % 2**63), out=own)
     return covariance.coloured(white.transpose(0, 1)).transpose(0, 1)
 
 

@@ -127,7 +127,6 @@ def test_memory_is_flat_over_many_calls():
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="what is known of a network is kept for every shape of its inputs", strict=False)
 def test_memory_is_flat_over_many_shapes():
     """Without oneDNN's own store of convolutions, which grows to a thousand of them."""
     found = run_workload("shapes", "200", ONEDNN_PRIMITIVE_CACHE_CAPACITY="1")

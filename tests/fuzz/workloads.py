@@ -75,7 +75,7 @@ def over_shapes(shapes: int) -> None:
     def next_shape() -> None:
         nm.output_moments(network, noise_of(*next(every)), "two-stage")
 
-    print(f"{growth(next_shape, shapes)} shapes", flush=True)
+    print(f"{growth(next_shape, shapes, before=100)} shapes", flush=True)  # more than a model remembers
 
 
 def until_the_end() -> None:

@@ -774,3 +774,11 @@ def test_an_example_that_is_refused_says_why():
 class _Random(nn.Module):
     def forward(self, x):
         return x + torch.rand_like(x)
+
+
+def test_few_shapes_of_inputs_are_remembered():
+    network = nn.Sequential(nn.Conv1d(1, 2, 3), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten()).eval()
+    models = [nm.NetworkModel(network, torch.zeros(1, 1, size)) for size in range(5, 11 + module.KEPT_SHAPES)]
+    assert len(module._known[network]) == module.KEPT_SHAPES
+    first = nm.output_moments(models[0], nm.Gaussian(torch.zeros(1, 5), std=0.1), samples=100)  # goes on as it was
+    assert first.mean.shape == (2,)
