@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cyclopts import App
 
 from netmoments import __version__
-from netmoments.cli import AboveZero, AtLeastTwo, Seed, run
+from netmoments.cli import AboveZero, AtLeastTwo, NotNegative, Seed, run
 
 if TYPE_CHECKING:
     from reproduction.training import Epoch
@@ -43,8 +43,9 @@ def reproduce(
     """Make the paper's figures and tables again on real data, beside the published numbers.
 
     NAME is figure-1, figure-2, table-1, table-2, table-3, table-4, seeds (Table 2 for several trained networks),
-    frontier (error against time of every method), of the attacks figure-3, figure-4, figure-5, figure-6, figure-7,
-    table-5, figure-8, figure-9, or all.
+    readings-2 (Table 2 by training recipe and reading), frontier (error against time of every method),
+    moments-training (training on the expected loss), of the attacks figure-3, figure-4, figure-5, figure-6, figure-7,
+    table-5, figure-8, figure-9, readings-5 (Table 5 under every reading), or all.
     Each prints its table and writes NAME/ (JSON, Markdown, PNG, PDF) and report.html into the output folder, beside the
     raw results as parquet. Stopped at any moment, the same command goes on where it was.
 
@@ -93,7 +94,7 @@ def reproduce(
     names = experiments_named(name)
     if (model, layer) != ("lenet", "-1") and "figure-1" not in names and (name, model) != ("figure-5", "alexnet"):
         raise ValueError(f"--model and --layer are for figure-1; {name} has a network and a cut of its own")
-    if weights is not None and name in ("seeds", "all"):
+    if weights is not None and name in ("seeds", "readings-2", "moments-training", "all"):
         raise ValueError(f"--weights is for one experiment and its network; {name} trains or uses several")
     place = torch.device("cuda") if (engine, device) == ("ray", "cuda") else device_named(device)
     settings = Settings(
@@ -129,13 +130,16 @@ def train(
     seed: Seed = 0,
     device: str = "auto",
     out: Path | None = None,
+    sigma: AboveZero | None = None,
+    folds: NotNegative = 0,
+    moments: AboveZero | None = None,
 ) -> None:
     """Train a network of the zoo as its shipped weights were: lenet, faces or digits. Goes on where it was interrupted.
 
     Parameters
     ----------
     network
-        Which: lenet, faces or digits.
+        Which: lenet, faces or digits, or faces-plain, by SGD on images as they are.
     data
         Dataset or path, by default the one of the recipe (mnist, fer2013, digits).
     data_dir
@@ -146,7 +150,15 @@ def train(
         cpu, cuda, or auto: a GPU if there is one.
     out
         The weights, NETWORK.safetensors by default.
+    sigma
+        Of Gaussian noise to train against, by --folds or by --moments.
+    folds
+        Noisy copies of each image in a step.
+    moments
+        Train on the loss expected under the noise, with so many times its second-order term; 1 is the expectation.
     """
+    import dataclasses
+
     from rich.console import Console
 
     from netmoments import data as datasets
@@ -157,7 +169,8 @@ def train(
 
     if network not in RECIPES:
         raise ValueError(f"no recipe for {network!r}; there are {', '.join(RECIPES)}")
-    recipe, place, console = RECIPES[network], device_named(device), Console()
+    recipe = dataclasses.replace(RECIPES[network], sigma=sigma or 0.0, folds=folds, moments=moments)
+    place, console = device_named(device), Console()
     weights = Path(f"{network}.safetensors") if out is None else out
     if weights.suffix != ".safetensors" or weights.is_dir():
         raise ValueError(f"the weights are written to a .safetensors file, got --out {weights}")
@@ -176,6 +189,24 @@ def train(
     trained = run_training(recipe, training, held_out, weights=weights, seed=seed, device=place, on_epoch=show)
     console.print(f"written: {weights}", markup=False, highlight=False)
     console.print(accuracy_in_words(trained, held_out, training, place))
+
+
+@app.command
+def verdicts(*, results: Path = Path("results"), out: Path = Path("reproduction/README.md")) -> None:
+    """Write what reproduces and what does not: published beside ours, a line for each table and figure.
+
+    Parameters
+    ----------
+    results
+        The folder with the experiments' summaries.
+    out
+        The page.
+    """
+    from netmoments.files import write_text_whole
+    from reproduction.verdicts import read_records, readme
+
+    write_text_whole(out, readme(read_records(results)))
+    print(f"written: {out}")
 
 
 @app.command

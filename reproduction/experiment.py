@@ -29,6 +29,7 @@ MODULES = {
     "table-1": "table_1",
     "table-2": "table_2",
     "seeds": "seeds",
+    "readings-2": "readings_2",
     "table-3": "table_3",
     "table-4": "table_4",
     "figure-3": "figure_3",
@@ -39,7 +40,9 @@ MODULES = {
     "table-5": "table_5",
     "figure-8": "figure_8",
     "figure-9": "figure_9",
+    "readings-5": "readings_5",
     "frontier": "frontier",
+    "moments-training": "moments_training",
 }
 """The module of every experiment, by its name on the command line, in the order of the report."""
 NAMES = tuple(MODULES)

@@ -276,7 +276,7 @@ def core_moments_at(network: AffineReluAffine, images: Tensor, factors: Tensor) 
     return {
         "mean": _by_level(network.mean, levels),
         "variance": _by_level(network.variance, levels),
-        "authors_old": _scaled(pairs) + _by_level(lambda noise: _own_variance(network, noise), levels),
+        "authors_old": _scaled(pairs) + _by_level(lambda noise: own_variance(network, noise), levels),
     }
 
 
@@ -293,7 +293,7 @@ def delta_method(network: AffineReluAffine, images: Tensor, factors: Tensor) -> 
     }
 
 
-def _own_variance(network: AffineReluAffine, noise: Gaussian) -> Tensor:
+def own_variance(network: AffineReluAffine, noise: Gaussian) -> Tensor:
     """What the units' own variances add to those of the outputs: Σ b² Var relu(z)."""
     mean = network.pre_activation(noise.mean)
     deviation = noise.covariance.push_diagonal(network.A).sqrt()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from netmoments import data
-from netmoments.network.weights import read_tensors
-from netmoments.sweep.run import Watch
+from netmoments.data.images import LabelledImages
 from reproduction import lenet_on_mnist
 from reproduction.experiment import BesidePaper, Outcome, Panel, Settings
 from reproduction.image_sweeps import SIGMAS
 from reproduction.lenet_on_mnist import Errors
 from reproduction.published import TABLE_2
-from reproduction.training import RECIPES, Epoch, Recipe, accuracy, train, training_facts
+from reproduction.trained import samples_each, splits, trained_once
+from reproduction.training import RECIPES, Recipe, accuracy
 
 SEEDS = (0, 1, 2)
 MOST_IMAGES = 1000
@@ -44,16 +42,19 @@ class Trial:
 
 
 def reproduce(settings: Settings) -> Outcome:
-    trials = [_trial(settings, recipe, seed) for recipe in TRAINED for seed in SEEDS]
+    images = splits(settings, "mnist")
+    trials = [_trial(settings, recipe, seed, images) for recipe in TRAINED for seed in SEEDS]
     groups = {recipe: [trial for trial in trials if trial.recipe == recipe] for recipe in TRAINED}
     return Outcome(
         name="seeds",
         title="Table 2 for several trained networks",
         reading=(
             f"LeNets trained from seeds {', '.join(map(str, SEEDS))}, by the recipe of the shipped weights (5 epochs, "
-            "weight decay 1.0, averaged weights) and by the paper's (Adam, 3 epochs, batches of 500), every one shown. "
-            f"{trials[0].errors['mean'].images:,} images each, otherwise as Table 2. The spread is the standard "
-            "deviation over seeds; all networks see the same images, whose choice adds the error in the last column.",
+            "weight decay 1.0, averaged weights) and by the paper's (Adam, 3 epochs, batches of 500), every one shown, "
+            f"on {len(images[0]):,} training images. "
+            f"{trials[0].errors['mean'].images:,} images and {samples_each(settings):,} samples each, otherwise as "
+            "Table 2. The spread is the standard deviation over seeds; all networks see the same images, whose choice "
+            "adds the error in the last column.",
             "Where the delta method's error equals the two-stage linearization's, the error is the linearization's and "
             "differs from network to network; sampling's floor is what exact values would show.",
         ),
@@ -87,48 +88,20 @@ def reproduce(settings: Settings) -> Outcome:
     )
 
 
-def _trial(settings: Settings, recipe: str, seed: int) -> Trial:
+def _trial(settings: Settings, recipe: str, seed: int, images: tuple[LabelledImages, LabelledImages]) -> Trial:
     """Train if that was not done before, then Table 2's sweeps, all under a name of their own."""
-    label = f"{recipe.replace(' ', '-').replace(chr(39), '')}-{seed}"
-    weights = settings.out / "trained" / f"{label}.safetensors"
-    before = list(TRAINED).index(recipe) * len(SEEDS) + SEEDS.index(seed)
-    settings.require_time("training", before, len(TRAINED) * len(SEEDS), "networks")
-    training_seconds = _train_once(settings, TRAINED[recipe], seed, weights)
-    own = replace(settings, weights=weights, images=min(settings.images, MOST_IMAGES))
+    words = recipe.replace(" ", "-").replace("'", "")
+    label = f"{words}-{seed}"
+    weights, training_seconds = trained_once(settings, words, TRAINED[recipe], seed, images)
+    own = replace(settings, weights=weights, images=min(settings.images, MOST_IMAGES), samples=samples_each(settings))
     studied = lenet_on_mnist.studied_images(own)
-    right = accuracy(studied.network, data.load("mnist", data_dir=settings.data_dir), device=settings.here)
+    right = accuracy(studied.network, images[1], device=settings.here)
     studied.network.to("cpu")
     first = lenet_on_mnist.sampled_scores(own, studied, f"{label}-monte-carlo")
     again = lenet_on_mnist.sampled_again(own, studied, f"{label}-monte-carlo-again")
     found = lenet_on_mnist.computed_scores(own, studied, first, f"{label}-tightness")
     seconds = training_seconds + first.seconds + again.seconds + found.seconds
     return Trial(recipe, seed, right, found.errors, lenet_on_mnist.floor(first, again), seconds)
-
-
-def _train_once(settings: Settings, recipe: Recipe, seed: int, weights: Path) -> float:
-    """Weights from an earlier run if they are of this recipe, seed and data; the seconds that their training took.
-
-    They are written whole at the end; an interrupted training goes on from its last epoch.
-    """
-    training, held_out = (data.load("mnist", split=split, data_dir=settings.data_dir) for split in ("train", "test"))
-    wanted = training_facts(recipe, training, seed)
-    if not weights.exists():
-        with Watch(f"training {weights.stem}", "epochs", recipe.epochs, 0) as watch:
-            done = 0
-
-            def advance(epoch: Epoch) -> None:
-                nonlocal done
-                watch.advance(epoch.number - done)
-                done = epoch.number
-
-            train(recipe, training, held_out, weights=weights, seed=seed, device=settings.here, on_epoch=advance)
-    there = read_tensors(weights)[1]
-    others = [
-        f"{key}: wanted {value}, there {there.get(key)}" for key, value in wanted.items() if there.get(key) != value
-    ]
-    if others:
-        raise ValueError(f"{weights} was trained otherwise ({'; '.join(others)}); remove it and run again")
-    return float(there["seconds"])
 
 
 def _comparisons(groups: dict[str, list[Trial]]) -> list[BesidePaper]:

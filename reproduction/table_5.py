@@ -52,8 +52,9 @@ PALE_BELOW = 0.6
 
 def reproduce(settings: Settings) -> Outcome:
     network, everything = face_attacks.network_and_faces(settings)
-    count = max(1, min(PER_CLASS, settings.images // len(everything.classes)))
-    wanted = dict.fromkeys(range(len(everything.classes)), count)
+    classes = range(len(everything.classes))
+    count = min(PER_CLASS, settings.images // len(classes))
+    wanted = dict.fromkeys(classes, count) if count else dict.fromkeys(classes[: settings.images], 1)
     return study(settings, chosen_faces(network, everything, wanted, settings.seed, NAME), ATTACKS)
 
 

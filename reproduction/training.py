@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.nn.functional import affine_grid, cross_entropy, grid_sample
+from torch.nn.functional import affine_grid, cross_entropy, dropout, grid_sample
 from torch.optim import Optimizer
 
 from netmoments import data
@@ -23,6 +23,7 @@ from netmoments.data.images import correct
 from netmoments.network import zoo
 from netmoments.network.weights import half_precision, read_tensors, write_tensors
 from netmoments.progress import Progress
+from reproduction.expected_loss import expected_cross_entropy, expected_scores
 
 Augmentation = Callable[[Tensor, Generator], Tensor]
 
@@ -85,9 +86,14 @@ def one_cycle(done: float) -> float:
     return 0.05 + 0.95 * done / 0.2 if done < 0.2 else 0.5 * (1 + math.cos(math.pi * (done - 0.2) / 0.8))
 
 
+def three_steps(done: float) -> float:
+    """Divided by ten after half of the run and again after three quarters."""
+    return 1.0 if done < 0.5 else 0.1 if done < 0.75 else 0.01
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """Adam with decoupled weight decay, a scheduled rate, and an average of the weights."""
+    """Adam with decoupled weight decay, or SGD with momentum; a scheduled rate, and an average of the weights."""
 
     network: str
     data: str
@@ -101,8 +107,55 @@ class Recipe:
     averaging: float = 0.0
     """Decay of the exponential average of the weights, which is what is kept; 0 keeps the last weights."""
     augmentation: Augmentation = unchanged
+    optimizer: str = "adam"
+    """adam, or sgd: with a momentum of 0.9, and weight decay in the gradient."""
+    dropout: float = 0.0
+    """Share of the inputs of the last layer that are dropped while training, beside what the network drops itself."""
+    centre: float = 0.0
+    spread: float = 1.0
+    """The network sees (x − centre)/spread; the weights that are kept expect that."""
+    sigma: float = 0.0
+    """Of the noise that is trained against, by `folds` or by `moments`."""
+    folds: int = 0
+    """Noisy copies of each image in a step, beside the image itself."""
+    moments: float | None = None
+    """λ: instead of copies the loss expected under the noise, with λ times its second-order term."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"no optimizer {self.optimizer!r}; there are {', '.join(OPTIMIZERS)}")
+        if self.dropout and self.moments is not None:
+            raise ValueError("moments go with what the network drops itself; leave out dropout")
+        if self.folds and self.moments is not None:
+            raise ValueError(f"give folds of noisy copies ({self.folds}) or moments ({self.moments}), not both")
+        if bool(self.folds or self.moments is not None) != (self.sigma > 0):
+            raise ValueError(
+                f"noise to train against has a level, sigma, and folds or moments; got sigma {self.sigma}, folds "
+                f"{self.folds}, moments {self.moments}"
+            )
+
+    def seen(self, images: Tensor) -> Tensor:
+        """Images as the network sees them."""
+        return (images - self.centre) / self.spread if self.changes_images else images
+
+    def of_images(self, network: nn.Module) -> nn.Module:
+        """A network that sees images so, as one of images in [0, 1], in eval mode."""
+        if not self.changes_images:
+            return network.eval()
+        channels = zoo.entry(self.network).input_shape[0]
+        first = zoo.Normalised([self.centre] * channels, [self.spread] * channels)
+        return nn.Sequential(first, network).eval()
+
+    @property
+    def changes_images(self) -> bool:
+        return (self.centre, self.spread) != (0.0, 1.0)
 
 
+OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter], float, float], Optimizer]] = {
+    "adam": lambda weights, rate, decay: torch.optim.AdamW(weights, lr=rate, weight_decay=decay),
+    "sgd": lambda weights, rate, decay: torch.optim.SGD(weights, lr=rate, momentum=MOMENTUM, weight_decay=decay),
+}
+MOMENTUM = 0.9
 RECIPES = {
     "digits": Recipe(
         "digits", "digits", epochs=60, batch=64, rate=3e-3, weight_decay=1e-3, schedule=one_cycle, label_smoothing=0.05,
@@ -115,7 +168,12 @@ RECIPES = {
         "faces", "fer2013", epochs=80, batch=256, rate=2e-3, weight_decay=5e-2, schedule=one_cycle, label_smoothing=0.1,
         averaging=0.998, augmentation=varied_faces,
     ),
+    "faces-plain": Recipe(
+        "faces", "fer2013", epochs=30, batch=128, rate=1e-2, weight_decay=5e-4, schedule=three_steps, optimizer="sgd",
+    ),
 }  # fmt: skip
+"""Those of the shipped weights, by the network's name, and others of the same networks. `faces-plain` is how a network
+of 2019 was trained: SGD with momentum, a rate that is divided by ten twice, images as they are."""
 
 
 @dataclass
@@ -190,14 +248,15 @@ def train(
     checkpoint = checkpoint_of(weights)
     run = training_facts(recipe, training, seed)
     with _reproducible(device):
-        state = _fresh_state(recipe, seed, torch.device(device))
+        state = fresh_state(recipe, seed, torch.device(device))
         if checkpoint.exists():
             state.resume(checkpoint, run)
         images, labels = _on(device, training)
+        images = recipe.seen(images)
         while state.epoch < recipe.epochs:
             start = time.monotonic()
             loss = _one_epoch(recipe, state, images, labels, seed)
-            score = accuracy(state.average, held_out, device=device)
+            score = accuracy(recipe.of_images(state.average), held_out, device=device)
             epoch = Epoch(state.epoch, loss, score, time.monotonic() - start)
             state.history.append(asdict(epoch))
             state.save(checkpoint, run)
@@ -226,11 +285,16 @@ def accuracy(network: nn.Module, held_out: data.LabelledImages, *, device: torch
     return float(correct(network, held_out, device=device).double().mean())
 
 
-def _fresh_state(recipe: Recipe, seed: int, device: torch.device) -> TrainingState:
+def fresh_state(recipe: Recipe, seed: int, device: torch.device) -> TrainingState:
+    """A network with random weights and its optimizer, before the first step."""
     torch.manual_seed(seed)
     network = zoo.entry(recipe.network).network().to(device)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.rate, weight_decay=recipe.weight_decay)
-    return TrainingState(network, copy.deepcopy(network).eval(), optimizer)
+    optimizer = OPTIMIZERS[recipe.optimizer](network.parameters(), recipe.rate, recipe.weight_decay)
+    state = TrainingState(network, copy.deepcopy(network).eval(), optimizer)
+    if recipe.dropout:
+        last = [module for module in network.modules() if isinstance(module, nn.Linear)][-1]
+        last.register_forward_pre_hook(lambda module, args: (dropout(args[0], recipe.dropout, module.training),))
+    return state
 
 
 def _one_epoch(recipe: Recipe, state: TrainingState, images: Tensor, labels: Tensor, seed: int) -> float:
@@ -247,18 +311,37 @@ def _one_epoch(recipe: Recipe, state: TrainingState, images: Tensor, labels: Ten
             for group in state.optimizer.param_groups:
                 group["lr"] = recipe.rate * recipe.schedule(done)
             inputs = recipe.augmentation(images[chosen], generator)
-            loss = cross_entropy(state.network(inputs), labels[chosen], label_smoothing=recipe.label_smoothing)
-            state.optimizer.zero_grad()
-            loss.backward()
-            state.optimizer.step()
-            _average(state, recipe.averaging)
-            total += loss.detach() * len(chosen)
+            loss = one_step(recipe, state, inputs, labels[chosen])
+            total += loss * len(chosen)
             progress.advance(len(chosen))
     state.epoch += 1
     mean = float(total) / len(images)
     if not math.isfinite(mean):
         raise FloatingPointError(f"training diverged in epoch {state.epoch}: the loss is {mean}; lower the rate")
     return mean
+
+
+def one_step(recipe: Recipe, state: TrainingState, images: Tensor, labels: Tensor) -> Tensor:
+    """A step on one batch; the loss before it."""
+    loss = loss_of(recipe, state.network, images, labels)
+    state.optimizer.zero_grad()
+    loss.backward()
+    state.optimizer.step()
+    _average(state, recipe.averaging)
+    return loss.detach()
+
+
+def loss_of(recipe: Recipe, network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy: of the images, of them and noisy copies, or expected under the noise."""
+    sigma = recipe.sigma / recipe.spread
+    if recipe.moments is not None:
+        scores = expected_scores(network, images, sigma)
+        return expected_cross_entropy(scores, labels, recipe.moments, recipe.label_smoothing)
+    if recipe.folds:
+        copies = images.repeat(recipe.folds, 1, 1, 1)
+        images = torch.cat([images, copies + sigma * torch.randn_like(copies)])
+        labels = labels.repeat(recipe.folds + 1)
+    return cross_entropy(network(images), labels, label_smoothing=recipe.label_smoothing)
 
 
 @torch.no_grad()

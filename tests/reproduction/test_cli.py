@@ -100,6 +100,26 @@ def test_train_writes_weights_that_can_be_used(run, monkeypatch):
     assert right > 0.7
 
 
+def test_train_against_noise(run, monkeypatch):
+    short = dataclasses.replace(training.RECIPES["digits"], epochs=1)
+    monkeypatch.setitem(training.RECIPES, "digits", short)
+    for number, options in enumerate((("--moments", "1"), ("--folds", "2"))):
+        said = run("train", "digits", "--out", f"{number}.safetensors", "--sigma", "0.2", *options)
+        assert said.status == 0, said.err
+        assert Path(f"{number}.safetensors").exists()
+    said = run("train", "digits", "--moments", "1")
+    assert said.status == 1
+    assert "noise to train against has a level, sigma" in said.everything
+
+
+def test_verdicts_are_written_from_summaries(run, tmp_path):
+    assert run("figure-1", "--out", "results").status == 0
+    said = run("verdicts", "--out", "page.md")
+    assert said.status == 0, said.err
+    assert "| [Figure 1](../results/figure-1/table.md) |" in (tmp_path / "page.md").read_text()
+    assert "no */summary.json" in run("verdicts", "--results", "nowhere").err
+
+
 def test_figure_1_needs_no_data(run, tmp_path):
     said = run("figure-1", "--out", "made")
     assert said.status == 0, said.err

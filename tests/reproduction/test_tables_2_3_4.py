@@ -12,7 +12,7 @@ import netmoments as nm
 from netmoments.covariances import LowRank
 from netmoments.gaussian import Gaussian
 from netmoments.network.weights import write_tensors
-from reproduction import seeds, table_2, table_3, table_4
+from reproduction import seeds, table_2, table_3, table_4, trained
 from reproduction.experiment import Settings
 from reproduction.image_sweeps import StudiedImages, cube
 from reproduction.lenet_on_mnist import TightnessSweep
@@ -150,7 +150,7 @@ class TestTables:
 
         everything = nm.data.load("mnist", data_dir=settings.data_dir)
         monkeypatch.setattr(nm.data, "load", lambda *_, **__: everything)
-        monkeypatch.setattr(seeds, "train", quickly)
+        monkeypatch.setattr(trained, "train", quickly)
         monkeypatch.setattr(seeds, "SEEDS", (0, 1))
         few_samples = replace(settings, images=2, samples=10)
         outcome = seeds.reproduce(few_samples)

@@ -18,6 +18,7 @@ from reproduction.training import (
     random_affine,
     random_erasing,
     random_mirror,
+    three_steps,
     train,
 )
 
@@ -105,6 +106,7 @@ def test_schedules():
     assert one_cycle(0.0) == pytest.approx(0.05)
     assert one_cycle(0.2) == pytest.approx(1.0)
     assert one_cycle(1.0) == pytest.approx(0.0)
+    assert [three_steps(done) for done in (0.0, 0.49, 0.5, 0.75, 1.0)] == [1.0, 1.0, 0.1, 0.01, 0.01]
 
 
 def test_changes_to_images(generator):
@@ -119,6 +121,38 @@ def test_changes_to_images(generator):
     changed = (erased != images).flatten(1).sum(1)
     assert set(changed.tolist()) <= {0, 25, 30, 36, 42, 49}
     assert 10 < int((changed == 0).sum()) < 54
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"optimizer": "sgd", "rate": 0.1}, {"dropout": 0.5}, {"centre": 0.5, "spread": 1.0, "rate": 1e-2},
+     {"sigma": 0.2, "folds": 2}, {"sigma": 0.2, "moments": 1.0}],
+)  # fmt: skip
+def test_other_recipes_learn_and_go_on_to_the_same_bits(digits, tmp_path, changes):
+    recipe = dataclasses.replace(SHORT, averaging=0.0, epochs=4, **changes)
+    whole = trained(digits, tmp_path / "whole.safetensors", recipe)
+
+    def interrupt(epoch):
+        if epoch.number == 2:
+            raise KeyboardInterrupt
+
+    path, seen = tmp_path / "w.safetensors", []
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, *digits, weights=path, on_epoch=interrupt)
+    train(recipe, *digits, weights=path, on_epoch=lambda epoch: seen.append(epoch.accuracy))
+    assert same(whole, read_tensors(path)[0])
+    assert seen[-1] > 0.2  # ten classes, a few steps
+
+
+def test_recipes_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="no optimizer 'lbfgs'; there are adam, sgd"):
+        dataclasses.replace(SHORT, optimizer="lbfgs")
+    with pytest.raises(ValueError, match="not both"):
+        dataclasses.replace(SHORT, sigma=0.1, folds=1, moments=1.0)
+    with pytest.raises(ValueError, match="has a level, sigma"):
+        dataclasses.replace(SHORT, folds=1)
+    with pytest.raises(ValueError, match="leave out dropout"):
+        dataclasses.replace(SHORT, sigma=0.1, moments=1.0, dropout=0.5)
 
 
 @pytest.mark.slow
