@@ -18,6 +18,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,16 +95,24 @@ def truth_of(network: nn.Sequential, size: str, reference: Path | None, samples:
     return sampled_means(network, samples, seed=12345)
 
 
+def _means_by(model: nm.NetworkModel, noise: nm.Gaussian, method: Any) -> Tensor:
+    return nm.output_moments(model, noise, method, check=0, covariance=False).mean
+
+
+def _means_of(network: nn.Sequential, samples: int) -> Tensor:
+    return sampled_means(network, samples, seed=0).mean
+
+
 def ways(network: nn.Sequential, cumulants: Path | None) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Names, and calls that give the means (n,)."""
     weight: Tensor = network[0].weight  # type: ignore[assignment]
     noise = nm.Gaussian(torch.zeros(weight.shape[1], device=weight.device), std=1.0)
     model = nm.NetworkModel(network, noise.mean)
     for method in (nm.Layerwise(), nm.Sketch()):
-        yield method.name, lambda method=method: nm.output_moments(model, noise, method, check=0, covariance=False).mean
+        yield method.name, partial(_means_by, model, noise, method)
     yield "covariances alone", lambda: covariances_alone(network)
     for samples in SAMPLES:
-        yield f"{samples:,} samples", lambda samples=samples: sampled_means(network, samples, seed=0).mean
+        yield f"{samples:,} samples", partial(_means_of, network, samples)
     if cumulants is not None:
         yield from cumulant_propagation(network, cumulants)
 

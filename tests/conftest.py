@@ -129,3 +129,13 @@ def two_workers() -> Iterator[ModuleType]:
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
         yield ray
         ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _gradients_stay_on() -> Iterator[None]:
+    """Whatever a test did, the next one finds torch as it comes: with gradients, not in inference mode."""
+    yield
+    on, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    torch.set_grad_enabled(True)
+    assert on
+    assert not inference

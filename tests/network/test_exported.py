@@ -30,6 +30,13 @@ from tests.network.small import POINT, small
 from tests.networks import Block, seeded
 
 
+@pytest.fixture(autouse=True)
+def _torch_as_it_was():
+    """Torch's own loading of a crafted archive stops with gradients off."""
+    yield
+    torch.set_grad_enabled(True)
+
+
 class ForExport(nn.Module):
     """All kinds of ReLU calls, with a skip connection, for (2, 5, 5) images."""
 
