@@ -45,8 +45,8 @@ def class_probabilities(
     """How often each class wins under Gaussian noise, each to within ±`absolute_error` (95 %).
 
     Arguments are those of `flip_probability`, which is for probabilities that are small. Where the network has
-    gradients, a surrogate of the margin chooses most samples and is a control variate for every class: from a third
-    to four fifths of the runs of plain sampling where that was measured.
+    gradients, a surrogate of the margin chooses most samples and is a control variate for every class; plain samples
+    among them show what it does not expect.
 
     >>> from torch import nn
     >>> network = nn.Linear(2, 2, bias=False)
