@@ -100,15 +100,10 @@ class Cumulants(NamedTuple):
         """After a linear map of the numbers, which acts on rows (N, ..., P)."""
         return self._replace(rows=CentreRows(*linear(torch.stack(self.rows, 1)).unbind(1)))
 
-    def own_third(self, first: int) -> Tensor:
-        """κ_iii of the first n numbers: (N, n)."""
-        e, v, b, x = (rows[..., :first] for rows in self.rows)
-        return (e * (6 * v * b + 3 * e * x)).sum(1)
-
     def with_another(self, first: int) -> Tensor:
         """κ_iij of the first n numbers, twice, with all P: (N, n, P)."""
         e, v, b, x = (rows[..., :first] for rows in self.rows)
-        return self._with_rows([2 * e * v, 2 * e * b, 2 * (v * b + e * x), e * e])
+        return self._with_rows([2 * e * v, 2 * e * b, 2 * torch.addcmul(v * b, e, x), e * e])
 
     def of_windows(self, seen: list[Tensor], bend: Tensor) -> tuple[Tensor, Tensor]:
         """Of directions t of windows, in which the rows are `seen`, (N, n, q, A) each.
@@ -127,7 +122,10 @@ class Cumulants(NamedTuple):
 
     def _with_rows(self, left: list[Tensor]) -> Tensor:
         response, along, bent, own = self.rows
-        return torch.cat(left, 1).mT @ torch.cat([bent, along, response, own], 1)
+        total = left[0].mT @ bent
+        for part, rows in zip(left[1:], (along, response, own), strict=True):
+            total = torch.baddbmm(total, part.mT, rows)
+        return total
 
     def fourths(self, first: int) -> FourthCumulants | None:
         """Of the first n numbers, if they are kept.
@@ -136,7 +134,8 @@ class Cumulants(NamedTuple):
 
             κ_iiii = Σ (e⁴c₄ + 4e³v c₃′ + 6e²v² c₂″ + 4ev³ E[f He₃]) + 3 rΩr + 3 e²Ve² + 6 rE(2bv + 2ex),
 
-        and κ_iijj likewise, without the last part and what i and j share in the middle of a path.
+        and κ_iijj likewise, without the last part and what i and j share in the middle of a path: on its diagonal are
+        the parts before the last, but for factors.
         """
         if self.fourth is None:
             return None
@@ -144,16 +143,16 @@ class Cumulants(NamedTuple):
         e, v, b, x = (rows[..., :first] for rows in self.rows)
         ee, ev, vv, shift = e * e, e * v, v * v, 4 * e * b
         third_bend, variance_bend, skew_slope, fourth = (part.unsqueeze(-1) for part in own)
-        with_ee = 0.5 * fourth * ee + 2 * skew_slope * ev + variance_bend * vv
-        with_ev = 2 * third_bend * vv + 2 * variance_bend * ev
-        half = torch.cat([ee, ev], 1).mT @ torch.cat([with_ee, with_ev], 1)
+        with_ee = torch.addcmul((0.5 * fourth) * ee, 2 * skew_slope, ev).addcmul(variance_bend, vv)
+        with_ev = torch.addcmul((2 * third_bend) * vv, 2 * variance_bend, ev)
+        half = torch.baddbmm(ee.mT @ with_ee, ev.mT, with_ev)
         by_one = half + half.mT
         shifted, moved = shift.mT @ between, ee.mT @ variances
-        beyond = (2 * b * v + 2 * e * x).mT @ responses.mT
-        alone = ee * (fourth * ee + 4 * skew_slope * ev + 6 * variance_bend * vv) + 4 * third_bend * ev * vv
-        alone = alone + (3 * shifted + 6 * beyond).mT * shift + 3 * moved.mT * ee
-        paths = torch.cat([shifted, moved], -1) @ torch.cat([shift, ee], 1)
-        return FourthCumulants(alone.sum(1), 0.5 * (paths + paths.mT) + by_one, by_one, moved)
+        beyond = torch.addcmul(b * v, e, x).mT @ responses.mT
+        paths = torch.baddbmm(shifted @ shift, moved, ee)
+        alone = by_one.diagonal(dim1=-2, dim2=-1) + 3 * paths.diagonal(dim1=-2, dim2=-1)
+        alone = alone + 12 * (beyond * shift.mT).sum(-1)
+        return FourthCumulants(alone, torch.add(by_one, paths + paths.mT, alpha=0.5), by_one, moved)
 
 
 def _symmetric_products(first: Tensor, second: Tensor, last: Tensor) -> Tensor:

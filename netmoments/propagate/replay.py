@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ class _Pool:
     used: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
-_pools: dict[torch.device, _Pool] = {}
+_pools: WeakValueDictionary[torch.device, _Pool] = WeakValueDictionary()
+"""Held by the recordings alone: with the last of them torch gives the memory up, and the handle is of no more use."""
 
 
 @dataclass(eq=False)
@@ -41,9 +43,7 @@ class _Recording:
         device = inputs[0].device
         before = torch.cuda.current_stream(device)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-        if device not in _pools:
-            _pools[device] = _Pool()
-        pool = _pools[device]
+        pool = _pools.setdefault(device, _Pool())
         random = torch.cuda.default_generators[device.index or 0]
         numbers = random.clone_state()
         with torch.inference_mode(False), torch.no_grad():  # else callers outside inference mode could not use it
@@ -52,7 +52,7 @@ class _Recording:
                 with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
                     outputs = work(*own)
             except BaseException:
-                del _pools[device]  # it may be spoilt
+                _pools.pop(device, None)  # it may be spoilt
                 random.graphsafe_set_state(numbers)  # else it takes itself to be in a recording for ever
                 raise
             finally:

@@ -14,6 +14,7 @@ Nothing here waits for a value, so that a pass is recorded on a GPU as one graph
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -176,7 +177,7 @@ class _Units:
         if cumulants.centres:
             self.third = cumulants.with_another(n) * self.inverse.square().unsqueeze(-1)  # of uᵢ, uᵢ with all numbers
             self.twice = self.third[..., :n] * self.inverse.unsqueeze(-2)
-            self.skew = cumulants.own_third(n) * self.inverse**3
+            self.skew = self.twice.diagonal(dim1=-2, dim2=-1)
             self.spread = cumulants.fourths(n)
         if self.spread is not None:
             scale = self.inverse.square()
@@ -185,11 +186,11 @@ class _Units:
 
     def corrected(self, moments: tuple[Tensor, ...], order: int) -> Tensor:
         """λ_iii/6 Fᵣ₊₃ + λ_iiii/24 Fᵣ₊₄: what cumulants add to Fᵣ, as far as these are known."""
-        total = torch.zeros_like(moments[0])
-        if self.skew is not None and order + 3 < len(moments):
-            total = total + self.skew / 6 * moments[order + 3]
+        if self.skew is None or order + 3 >= len(moments):
+            return torch.zeros_like(moments[0])
+        total = self.skew * moments[order + 3] * (1 / 6)
         if self.kurtosis is not None and order + 4 < len(moments):
-            total = total + self.kurtosis / 24 * moments[order + 4]
+            total = torch.addcmul(total, self.kurtosis, moments[order + 4], value=1 / 24)
         return total
 
     def output(self, followed: int) -> DenseJoint:
@@ -433,13 +434,14 @@ def _one_each(chosen: Tensor | None, like: Tensor, units: int) -> Tensor:
 
 
 def _series(left: tuple[Tensor, ...], right: tuple[Tensor, ...], rho: Tensor, start: int = 1) -> Tensor:
-    """Σᵣ leftᵣ rightᵣ ρʳ/r! of all pairs of units, r = start, …: (N, n) each to (N, n, n), by Horner's rule."""
-    total = torch.zeros_like(rho)
+    """Σᵣ leftᵣ rightᵣ ρʳ/r! of all pairs of units, r from `start`, 0 or 1: (N, n) each to (N, n, n). Horner's rule."""
+    total: Tensor | None = None
     for place in reversed(range(len(left))):
-        order = start + place
-        pair = left[place].unsqueeze(-1) * right[place].unsqueeze(-2)
-        total = (pair + total) * (rho / order) if order else pair + total
-    return total
+        one, other = left[place].unsqueeze(-1), right[place].unsqueeze(-2)
+        scale = 1 / math.factorial(start + place)
+        total = scale * one * other if total is None else torch.addcmul(total * rho, one, other, value=scale)
+    assert total is not None
+    return total * rho if start else total
 
 
 def _joined(first: Tensor, across: Tensor, last: Tensor, back: Tensor | None = None) -> Tensor:

@@ -26,7 +26,6 @@ from netmoments.relu.bivariate import (
 from netmoments.relu.marginal import unit_variance, variance_of, variance_slopes
 from netmoments.relu.quadratic_form import flatten_batch, unflatten_batch
 from netmoments.relu.tiles import (
-    DEAD,
     TEMPORARIES,
     GradientOfTile,
     Tile,
@@ -73,6 +72,10 @@ def relu_covariance(mean: Tensor, covariance: Tensor, *, memory_budget: int | No
     `memory_budget`, in bytes, bounds the scratch memory (not the result), by default 16 MiB on a CPU, 1 GiB on a GPU.
 
     Values are not validated here: build a `Gaussian` for that.
+
+    >>> relu_covariance(torch.zeros(2), torch.eye(2))  # ½ − 1/(2π)
+    tensor([[0.3408, 0.0000],
+            [0.0000, 0.3408]])
     """
     mean, covariance = require_float_tensors("relu_covariance", mean=mean, covariance=covariance)
     batch = _layer_batch("relu_covariance", mean, covariance)
@@ -162,8 +165,7 @@ class _ReluCovariance(Function):
 
     Dimension 0 is images, N or 1 (shared). The separable part SᵢⱼΦᵢΦⱼ is for all pairs; the nonlinear part is added
     tile by tile, each pair once, among active units only; the diagonal is the units' own variance. Pairs with a unit
-    that is hardly ever open are then computed again: all (`entrywise`), or, on a CPU, those that matter to the layer as
-    a whole.
+    that is hardly ever open are then computed again: all (`entrywise`), or those that matter to the layer as a whole.
     """
 
     @staticmethod
@@ -172,14 +174,9 @@ class _ReluCovariance(Function):
     ) -> Tensor:
         budget = scratch_budget(mean.device, memory_budget)
         if fused.ENABLED and fused.available(mean):
-            result = fused.relu_covariance(mean, variance, covariance, budget)
-            if not entrywise or not bool((mean < DEAD * variance.sqrt()).any()):  # a layer's pass must never wait
-                return result
-            std = standard_deviation(variance)
-            units = Units(standardize(mean, std), std)
-        else:
-            units = units_of(mean, variance)
-            result = _plain_covariance(units, variance, covariance, budget)
+            return fused.relu_covariance(mean, variance, covariance, entrywise, budget)
+        units = units_of(mean, variance)
+        result = _plain_covariance(units, variance, covariance, budget)
         rows = dead(units) if entrywise else deep_layers(units, None).unsqueeze(-1) & noticeable(units, None)
         if bool(rows.any()):
             _replace_pairs(result, rows, mean, variance, covariance, _covariance_of_pairs, budget)

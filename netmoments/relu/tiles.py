@@ -201,7 +201,7 @@ class _Path(NamedTuple):
     def nodes(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """w², w²−W², 1+w² and weight·exp(−v²/2) of some nodes at a time, (nodes, ...): as many as make good use of a
         call."""
-        points, weights = _tail_rule(self.low.device)
+        points, weights = tail_rule(self.low.device)
         together = max(1, NODES_TOGETHER // max(1, self.low.numel()))
         each = (-1, *(1 for _ in self.low.shape))
         for step, weight in zip(points.split(together), weights.split(together), strict=True):
@@ -214,7 +214,7 @@ class _Path(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _tail_rule(device: torch.device) -> tuple[Tensor, Tensor]:
+def tail_rule(device: torch.device) -> tuple[Tensor, Tensor]:
     """x⁴ and the weights 4x³·weight of the rule in x, (nodes,)."""
     with torch.inference_mode(False), torch.no_grad():
         points, weights = (torch.tensor(x, dtype=torch.float64) for x in gauss_legendre(TAIL_NODES))

@@ -16,6 +16,9 @@ from netmoments.rules import sketch_launch
 from netmoments.rules.base import Local, OneInput, PowerMoments, SketchedLayer, ThirdCumulants
 from netmoments.rules.sampled import UnitMoments
 
+MOST_KINKS = 4
+"""Of units whose moments the GPU's kernels compute."""
+
 
 @dataclass(frozen=True, eq=False)
 class PiecewiseLinear(OneInput):
@@ -124,6 +127,9 @@ class PiecewiseLinear(OneInput):
 
             D²f = (a − b)φ,    D²f² = 2(f′²) + 2v(a − b)φ,    D³f³ = 6f′³ + 6v(a² − b²)φ + 3v²(a − b)φ t, …
         """
+        own = (self.offset, self.slope, self.bends, self.kinks)
+        if len(self.kinks) <= MOST_KINKS and sketch_launch.available(mean.unsqueeze(1), variance, *own):
+            return sketch_launch.power_moments(self._in_order, mean, variance)
         s, centre = standard_deviation(variance), self.values(mean.unsqueeze(-1))
         kinks, order = self.kinks.sort(0)
         bends = self._beside(self.bends.gather(0, order), mean)
@@ -148,6 +154,12 @@ class PiecewiseLinear(OneInput):
             (powers[3], 3 * slopes[2], 6 * slopes[4] + cubes[0], 6 * slopes[5] + cubes[1], cubes[2]),
             powers[4],
         )
+
+    @cached_property
+    def _in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Offset, slope, bends and kinks, these sorted, for the GPU's kernels."""
+        kinks, order = self.kinks.detach().sort(0)
+        return self.offset.detach(), self.slope.detach(), self.bends.detach().gather(0, order), kinks
 
     @property
     def is_relu(self) -> bool:

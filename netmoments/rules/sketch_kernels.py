@@ -6,7 +6,7 @@ be imported and not used."""
 
 from __future__ import annotations
 
-from netmoments.relu.triton.kernels import INTERPRETED, constexpr, jit, tl
+from netmoments.relu.triton.kernels import INTERPRETED, constexpr, density, jit, standardized, tail_moments, tl
 
 FAR = constexpr(40.0)  # deviations, beyond which nothing happens
 
@@ -64,6 +64,119 @@ def single_inputs_kernel(
     tl.store(expected + at, found, mask=inside)
     tl.store(gain + at, slopes, mask=inside)
     tl.store(curvature + at, tl.where(s > 0, bells / tl.where(s > 0, s, 1.0), 0.0), mask=inside)
+
+
+@jit
+def half_line_moments(level, rise, mass, bell, value):
+    """E over u > t of f, …, f⁴ for f = level + rise·u: `piecewise_linear._moments`."""
+    square, edge = rise * rise, rise * bell
+    first = level * mass + edge
+    edge *= value
+    second = level * first + edge + square * mass
+    edge *= value
+    third = level * second + edge + 2 * square * first
+    edge *= value
+    return first, second, third, level * third + edge + 3 * square * second
+
+
+@jit
+def power_moments_kernel(
+    mean, variance, offset, slope, bends, kinks, found,
+    row, units, mean_by_image, mean_by_unit, variance_by_image, variance_by_unit,
+    KINKS: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """`piecewise_linear.PiecewiseLinear.power_moments` in float64, kinks in their order: f(m), then the moments, in the
+    order of `PowerMoments`, in rows of images × units numbers."""
+    image = tl.program_id(1).to(tl.int64)
+    unit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = unit < units
+    m = tl.load(mean + image * mean_by_image + unit * mean_by_unit, mask=inside, other=0).to(tl.float64)
+    square = tl.load(variance + image * variance_by_image + unit * variance_by_unit, mask=inside, other=0)
+    s = tl.sqrt(tl.where(square < 0, 0.0, square).to(tl.float64))  # NaN stays NaN
+    tilt = tl.load(slope + unit, mask=inside, other=0).to(tl.float64)
+    centre = tl.load(offset + unit, mask=inside, other=0).to(tl.float64) + tilt * m
+    through = tilt
+    for k in tl.static_range(KINKS):
+        bend = tl.load(bends + k * units + unit, mask=inside, other=0).to(tl.float64)
+        away = m - tl.load(kinks + k * units + unit, mask=inside, other=0).to(tl.float64)
+        centre += bend * tl.maximum(away, 0.0)
+        through += tl.where(away < 0, 0.0, bend)
+    through *= s
+    # of the line through f(m): E f², E f⁴, E f′, E f²f′, E f′², E f′³; the others are 0
+    one, three = tl.zeros_like(m), tl.zeros_like(m)
+    two = through * through
+    four = 3 * two * two
+    steep, once, twice, even, mixed, cube = through, one, through * two, two, one, through * two
+    d2, d3, d4, d5, d6 = one, one, one, one, one
+    q2, q3, q4, c2, c3, c4 = one, one, one, one, one, one
+    before, risen = tl.zeros_like(m), tilt
+    for k in tl.static_range(KINKS):
+        bend = tl.load(bends + k * units + unit, mask=inside, other=0).to(tl.float64)
+        away = m - tl.load(kinks + k * units + unit, mask=inside, other=0).to(tl.float64)
+        step = bend * away
+        before += tl.where(away < 0, step, 0.0)
+        after = before
+        for j in tl.static_range(k + 1, KINKS):
+            next_bend = tl.load(bends + j * units + unit, mask=inside, other=0).to(tl.float64)
+            next_away = m - tl.load(kinks + j * units + unit, mask=inside, other=0).to(tl.float64)
+            after -= tl.where(next_away < 0, 0.0, next_bend * next_away)
+        low = risen * s
+        risen += bend
+        high = risen * s
+        t = -standardized(away, s)
+        bell, x = density(t), tl.abs(t)
+        zeroth, _, _ = tail_moments(tl.maximum(x, 3.0))
+        mass = tl.where(x > 3, bell * zeroth, 0.5 * (1 - tl.erf(x * 0.7071067811865476)))
+        sign = tl.where(t > 0, 1.0, -1.0)
+        value = after - step + low * t
+        a1, a2, a3, a4 = half_line_moments(after, high, mass, sign * bell, value)
+        b1, b2, b3, b4 = half_line_moments(after - step, low, mass, sign * bell, value)
+        one += sign * (a1 - b1)
+        two += sign * (a2 - b2)
+        three += sign * (a3 - b3)
+        four += sign * (a4 - b4)
+        steep += sign * (high - low) * mass
+        once += sign * (high * a1 - low * b1)
+        twice += sign * (high * a2 - low * b2)
+        even += sign * (high * high - low * low) * mass
+        mixed += sign * (high * high * a1 - low * low * b1)
+        cube += sign * (high * high * high - low * low * low) * mass
+        jump = (high - low) * bell
+        squared = jump * (high + low)
+        cubed = (high * high * high - low * low * low) * bell
+        tt = t * t
+        d2 += jump
+        d3 += jump * t
+        d4 += jump * (tt - 1)
+        d5 += jump * t * (tt - 3)
+        d6 += jump * (tt * (tt - 6) + 3)
+        q2 += 2 * value * jump
+        q3 += 2 * (value * jump * t + squared)
+        q4 += 2 * (value * jump * (tt - 1) + squared * t)
+        c2 += 3 * value * value * jump
+        c3 += 3 * value * (value * jump * t + 2 * squared)
+        c4 += 3 * value * (value * jump * (tt - 1) + 2 * squared * t) + 6 * cubed
+    at = found + image * units + unit
+    kind = found.dtype.element_ty
+    tl.store(at, centre.to(kind), mask=inside)
+    tl.store(at + row, one.to(kind), mask=inside)
+    tl.store(at + 2 * row, steep.to(kind), mask=inside)
+    tl.store(at + 3 * row, d2.to(kind), mask=inside)
+    tl.store(at + 4 * row, d3.to(kind), mask=inside)
+    tl.store(at + 5 * row, d4.to(kind), mask=inside)
+    tl.store(at + 6 * row, d5.to(kind), mask=inside)
+    tl.store(at + 7 * row, d6.to(kind), mask=inside)
+    tl.store(at + 8 * row, two.to(kind), mask=inside)
+    tl.store(at + 9 * row, (2 * once).to(kind), mask=inside)
+    tl.store(at + 10 * row, (2 * even + q2).to(kind), mask=inside)
+    tl.store(at + 11 * row, q3.to(kind), mask=inside)
+    tl.store(at + 12 * row, q4.to(kind), mask=inside)
+    tl.store(at + 13 * row, three.to(kind), mask=inside)
+    tl.store(at + 14 * row, (3 * twice).to(kind), mask=inside)
+    tl.store(at + 15 * row, (6 * mixed + c2).to(kind), mask=inside)
+    tl.store(at + 16 * row, (6 * cube + c3).to(kind), mask=inside)
+    tl.store(at + 17 * row, c4.to(kind), mask=inside)
+    tl.store(at + 18 * row, four.to(kind), mask=inside)
 
 
 @jit

@@ -14,7 +14,7 @@ from torch import Tensor
 from netmoments.precision import matmul
 from netmoments.relu.triton.launch import available as kernels_available
 from netmoments.rules import sketch_kernels as kernels
-from netmoments.rules.base import FLOOR
+from netmoments.rules.base import FLOOR, PowerMoments
 from netmoments.rules.maximum_lines import average_radius, direction_sets, frames_for
 from netmoments.rules.sampled import QuadraticForms, UnitMoments, paired
 
@@ -25,6 +25,8 @@ PROGRAMS = 4224
 """Sums over units are split into so many at least, to fill a GPU."""
 BLOCK, WINDOWS, ROWS, SIDE = 256, 64, 32, 64
 """Units with one input, windows, inputs of units that a program takes together; side of a tile to be transposed."""
+MOMENTS = 19
+"""Numbers of `PowerMoments`."""
 SCORES = 5
 """Scores whose forms are summed together, at most."""
 PRECISION = {torch.float32: "tf32x3", torch.float64: "ieee"}
@@ -140,6 +142,19 @@ def single_inputs(
         )  # fmt: skip
     curvature = curvature[..., None, None]
     return values, UnitMoments(expected, gain.unsqueeze(-1), curvature), _SingleInputs(samples, curvature)
+
+
+def power_moments(parts: tuple[Tensor, Tensor, Tensor, Tensor], mean: Tensor, variance: Tensor) -> PowerMoments:
+    """Of the same units, kinks in their order, for means and variances (N, n)."""
+    images, units = mean.shape
+    found = mean.new_empty(MOMENTS, images, units)
+    with torch.cuda.device_of(mean):
+        kernels.power_moments_kernel[(-(-units // BLOCK), images)](
+            mean, variance, *(x.contiguous() for x in parts), found,
+            images * units, units, *mean.stride(), *variance.stride(), KINKS=len(parts[3]), BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    centre, *rest = found.unbind()
+    return PowerMoments(centre, tuple(rest[:7]), tuple(rest[7:12]), tuple(rest[12:17]), rest[17])
 
 
 def largest_of_windows(

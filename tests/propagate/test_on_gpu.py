@@ -180,6 +180,19 @@ def test_recordings_go_with_their_network():
     assert torch.cuda.memory_allocated() < held - weights
 
 
+def test_the_next_network_is_recorded_when_the_last_one_is_gone():
+    """Torch gives the memory of recordings up with the last of them: another network's need memory of their own."""
+    x = torch.ones(3, device="cuda")
+    for _ in range(2):
+        known: dict = {}
+        for _ in range(3):
+            assert replayed(known, lambda x: (x + 1,), x)[0].tolist() == [2.0, 2.0, 2.0]
+        (shapes,) = known.values()
+        assert shapes.recording is not None
+        del shapes, known
+        gc.collect()
+
+
 def test_what_cannot_be_recorded_leaves_random_numbers_as_they_were():
     """Work that waits for a value: refused, done as it is, and the device's generator goes on where it was."""
 

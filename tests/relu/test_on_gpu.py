@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import netmoments as nm
-from netmoments.relu.covariance import layer_form, layer_form_diagonal
+from netmoments.relu.covariance import layer_covariance, layer_form, layer_form_diagonal
 from netmoments.relu.triton import kernels
 from tests.closeness import assert_close
 from tests.gpu import NEEDS_CUDA, tf32_allowed
@@ -118,6 +118,36 @@ def test_the_kernels_forms_are_the_plain_ones(units, kind, form, dtype, monkeypa
     tolerance = 3e-5 if dtype == torch.float32 else 1e-12
     for one, other in zip(*by_kernels_and_plainly(call, monkeypatch), strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "accuracy"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("rank", [200, 3, 1])
+def test_seldom_open_units_are_accurate_relative_to_their_own_parts(rank, dtype, accuracy, monkeypatch):
+    """Means from 3 to 25 deviations below 0, in an image of its own and among open units."""
+    generator = torch.Generator().manual_seed(rank)
+    factor = torch.randn(2, 70, rank, dtype=torch.float64, generator=generator)
+    matrix = (factor @ factor.mT).to(dtype).cuda()
+    std = matrix.diagonal(dim1=1, dim2=2).double().sqrt()
+    h = -3 - 22 * torch.rand(2, 70, dtype=torch.float64, generator=generator).cuda()
+    h[1, 40:] += 25
+    mean = (h * std).to(dtype)
+
+    def call() -> list[Tensor]:
+        return [nm.relu_covariance(mean, matrix), layer_covariance(mean, matrix)]
+
+    fast, _ = by_kernels_and_plainly(call, monkeypatch)
+    with monkeypatch.context() as missing:
+        missing.setattr(kernels, "PRESENT", False)
+        exact = nm.relu_covariance(mean.double(), matrix.double())
+    gate = 0.5 * torch.special.erfc(mean.double() / std * -(0.5**0.5))
+    parts = exact.abs() + matrix.double().abs() * gate.unsqueeze(-1) * gate.unsqueeze(-2)
+    seldom = (h < -3).unsqueeze(-1) | (h < -3).unsqueeze(-2)
+    tiny = torch.finfo(dtype).tiny
+    error = torch.where(seldom, (fast[0].double() - exact).abs() - accuracy * parts, 0.0)
+    assert float(error.max()) <= tiny
+    assert torch.equal(fast[0], fast[0].mT)
+    whole = (fast[1].double() - exact).abs().amax((1, 2)) / exact.abs().amax((1, 2))  # accurate as a layer
+    assert float(whole.max()) <= accuracy
 
 
 def test_the_kernels_refuse_what_the_plain_version_refuses():

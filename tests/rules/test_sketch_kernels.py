@@ -133,6 +133,27 @@ def assert_one_layer(rule: Nonlinearity, mean: Tensor, samples: Tensor, values: 
     assert torch.equal(found.mean, expected)
 
 
+def assert_power_moments(kinks: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To rounding of sums of powers of f's rise: k of them for E fᵏ; certain units and units far from kinks too."""
+    generator = torch.Generator().manual_seed(kinks)
+    shapes = ((70,), (70,), (kinks, 70), (kinks, 70), (2, 70), (2, 70))
+    drawn = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    offset, slope, bends, places, mean, std = (x.to(device, dtype) for x in drawn)
+    mean[1, 5:9], mean[1, 9:12], std[0, :3] = 20, -30, 0
+    rule, variance = PiecewiseLinear(offset, slope, bends, places), std.square()
+    assert sketch_launch.available(mean.unsqueeze(1))
+    found = rule.power_moments(mean, variance)
+    monkeypatch.setattr(kernels, "PRESENT", False)
+    plain = rule.power_moments(mean, variance)
+    eps, rise = torch.finfo(dtype).eps, (slope.abs() + bends.abs().sum(0)) * std.abs()
+    bound = (offset.abs() + (mean * slope).abs() + (bends * (mean.unsqueeze(1) - places)).abs().sum(1)) * eps * 4
+    assert bool(((found.centre - plain.centre).abs() <= bound).all())
+    for power, ours, theirs in zip((1, 2, 3), found[1:4], plain[1:4], strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert bool(((one - other).abs() <= 50 * eps * rise**power).all())
+    assert bool(((found.fourth - plain.fourth).abs() <= 50 * eps * rise**4).all())
+
+
 WINDOWS = [(2, 2, 0), (3, 2, 0), (3, 2, 1)]
 KINDS = [(False, 1), (True, 1), (False, -1)]
 
@@ -143,6 +164,13 @@ KINDS = [(False, 1), (True, 1), (False, -1)]
 @pytest.mark.parametrize("count", [4, 20])
 def test_single_inputs(dtype, name, count):
     assert_single_inputs(name, count, dtype, "cpu")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kinks", [1, 2, 4])
+def test_power_moments(dtype, kinks, monkeypatch):
+    assert_power_moments(kinks, dtype, "cpu", monkeypatch)
 
 
 @interpreted
@@ -190,6 +218,11 @@ class TestOnGpu:
     @pytest.mark.parametrize("count", [4, 20])
     def test_single_inputs(self, name, count, dtype):
         assert_single_inputs(name, count, dtype, "cuda")
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("kinks", [1, 2, 4])
+    def test_power_moments(self, kinks, dtype, monkeypatch):
+        assert_power_moments(kinks, dtype, "cuda", monkeypatch)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("kernel", "stride", "padding"), WINDOWS)

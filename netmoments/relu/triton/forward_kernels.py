@@ -2,10 +2,12 @@
 
 A program takes a run of tiles, row by row, and asks for the covariances of the next tile before it evaluates the one it
 has. Pairs beyond the reach of what serves the whole tile, few in most tiles, are marked by these kernels and evaluated,
-many tiles' together, by the `strong` ones."""
+many tiles' together, by the `strong` ones. Pairs with a unit that is hardly ever open are computed again, to relative
+accuracy, by `tail_kernel`."""
 
 from __future__ import annotations
 
+from netmoments.relu import tiles
 from netmoments.relu.triton.kernels import (
     BLOCK,
     DEVIATION,
@@ -22,6 +24,7 @@ from netmoments.relu.triton.kernels import (
     nonlinear_series,
     quantity,
     reciprocal,
+    standardized,
     tl,
     whole_covariance,
 )
@@ -33,6 +36,8 @@ TERMS_OF_BIN = constexpr(0)  # columns of such a table
 START_OF_BIN = constexpr(1)
 STOP_OF_BIN = constexpr(2)
 COLUMNS_OF_BIN = constexpr(3)
+
+REACH = constexpr(tiles.REACH)
 
 LANES = constexpr(128)
 """Strongly correlated pairs that a program evaluates at a time."""
@@ -425,3 +430,122 @@ def strong_diagonal_kernel(
         total += (nonlinear[:, None] * b_i * b_j).to(tl.float64)
     here = sums + image.to(tl.int64) * sums_by_image + tl.program_id(0) * sums_by_program
     tl.store(here + output, 2 * tl.sum(total, 0))
+
+
+@jit
+def seldom_open_kernel(table, chosen, units, seldom, faint, TERMS: constexpr, WIDE: constexpr):
+    """1 for the units of an image that `tiles.deep_layers` and `noticeable` pick, else 0: an image a program."""
+    image = tl.program_id(0)
+    opened = tl.zeros((1,), tl.float64)
+    deviation, reach = opened, opened
+    for start in range(0, units, WIDE):
+        unit = start + tl.arange(0, WIDE)
+        s, gate, size = sizes_of(table, image, unit, units, TERMS)
+        opened = tl.maximum(opened, tl.max(s * gate))
+        deviation = tl.maximum(deviation, tl.max(s))
+        reach = tl.maximum(reach, tl.max(size))
+    for start in range(0, units, WIDE):
+        unit = start + tl.arange(0, WIDE)
+        _, _, size = sizes_of(table, image, unit, units, TERMS)
+        found = (opened < seldom * deviation) & (size > faint * reach)
+        tl.store(chosen + image.to(tl.int64) * units + unit, found.to(tl.int8), mask=unit < units)
+
+
+@jit
+def sizes_of(table, image, unit, units, TERMS: constexpr):
+    """s, Φ(h) and s·exp(−min(h, 0)²/4) of some units in float64, 0 past the last one."""
+    column = columns_of(table, image, unit, units, TERMS)
+    s = tl.load(column + DEVIATION * BLOCK, mask=unit < units, other=0).to(tl.float64)
+    gate = tl.load(column + GATE * BLOCK, mask=unit < units, other=0).to(tl.float64)
+    h = tl.minimum(tl.load(column + MEAN * BLOCK, mask=unit < units, other=0).to(tl.float64), 0.0)
+    return s, gate, s * tl.exp(-0.25 * h * h)
+
+
+@jit
+def crossing(v, plus, minus):
+    """w with plus·w − minus/w = v, without cancellation."""
+    root = tl.sqrt(v * v + 4 * plus * minus)
+    return tl.where(v < 0, 2 * minus / tl.maximum(root - v, 1e-300), (v + root) / tl.maximum(2 * plus, 1e-300))
+
+
+@jit
+def tail_nonlinear_part(h, k, rho, points, NODES: constexpr):
+    """J·exp(max(|h|,|k|)²/2) in float64: `tiles.tail_nonlinear_part`, along the path of `tiles._Path`.
+
+    `points` are NODES pairs of x⁴ and its weight.
+    """
+    k = tl.where(rho < 0, -k, k)
+    rho = tl.abs(rho)
+    plus = tl.abs(h + k) * 0.5
+    minus = tl.abs(h - k) * 0.5
+    end = tl.sqrt((1 - rho) / (1 + rho))
+    first = plus * end - minus / tl.maximum(end, 1e-300)
+    last = plus - minus
+    lowest = -tl.sqrt(tl.minimum(last, 0.0) * tl.minimum(last, 0.0) + REACH * REACH)
+    highest = tl.sqrt(tl.maximum(first, 0.0) * tl.maximum(first, 0.0) + REACH * REACH)
+    low = tl.where(first < lowest, crossing(lowest, plus, minus), end)
+    high = tl.where(last > highest, crossing(highest, plus, minus), 1.0)
+    whole = (first >= lowest) & (last <= highest)
+    length = tl.where(whole, 2 * rho / ((1 + rho) * (1 + end)), high - low)
+    cut = tl.where(first < lowest, low - end, 0.0)
+    total = tl.zeros_like(rho)
+    for n in range(NODES):
+        step = length * tl.load(points + 2 * n)
+        w = low + step
+        v = plus * w - minus / w
+        spread = 1 + w * w
+        total += tl.load(points + 2 * n + 1) * tl.exp(-0.5 * v * v) * (cut + step) * (w + end) / (spread * spread)
+    return total * length * 0.6366197723675814 / (1 + end * end)
+
+
+@jit
+def deviations_of(mean, variance, unit, units, mean_by_unit, variance_by_unit):
+    """h and s of some units in float64, not as the table has rounded them; s is 0 past the last unit."""
+    m = tl.load(mean + unit * mean_by_unit, mask=unit < units, other=0).to(tl.float64)
+    s = tl.sqrt(tl.maximum(tl.load(variance + unit * variance_by_unit, mask=unit < units, other=0).to(tl.float64), 0.0))
+    return standardized(m, s), s
+
+
+@jit
+def tail_kernel(
+    table, mean, variance, covariance, result, chosen, points,
+    units, mean_by_image, mean_by_unit, variance_by_image, variance_by_unit, covariance_by_image, dead,
+    TERMS: constexpr, NODES: constexpr, SIDE: constexpr,
+):  # fmt: skip
+    """Cov(relu z) to relative accuracy, for pairs with a unit that is `chosen`, (images, units) of bytes, or, without a
+    choice, one whose h is left of `dead`. A program takes a tile of the lower triangle and its mirror image; most have
+    no such pair."""
+    image = tl.program_id(1).to(tl.int64)
+    block_row, block_column = tile_position(tl.program_id(0))
+    i = block_row * SIDE + tl.arange(0, SIDE)
+    j = block_column * SIDE + tl.arange(0, SIDE)
+    mean += image * mean_by_image
+    variance += image * variance_by_image
+    h, s = deviations_of(mean, variance, i, units, mean_by_unit, variance_by_unit)
+    k, t = deviations_of(mean, variance, j, units, mean_by_unit, variance_by_unit)
+    if chosen is None:
+        rare_row = (s > 0) & (h < dead)
+        rare_column = (t > 0) & (k < dead)
+    else:
+        rare_row = tl.load(chosen + image * units + i, mask=i < units, other=0) != 0
+        rare_column = tl.load(chosen + image * units + j, mask=j < units, other=0) != 0
+    if tl.max(rare_row.to(tl.int32)) + tl.max(rare_column.to(tl.int32)) > 0:
+        wanted = (rare_row[:, None] | rare_column[None, :]) & (i[:, None] > j[None, :]) & (i < units)[:, None]
+        source = covariance + image * covariance_by_image
+        noisy = (s > 0)[:, None] & (t > 0)[None, :]
+        inner = i.to(tl.int64)[:, None] * units + j[None, :]
+        c = tl.load(source + inner, mask=wanted & noisy, other=0).to(tl.float64)
+        larger = tl.where(noisy, tl.maximum(s[:, None], t[None, :]), 1.0)
+        smaller = tl.where(noisy, tl.minimum(s[:, None], t[None, :]), 1.0)
+        rho = tl.minimum(tl.maximum(c / larger / smaller, -1.0), 1.0)
+        highest = tl.maximum(tl.abs(h)[:, None], tl.abs(k)[None, :])
+        root = tl.exp(-0.25 * highest * highest)
+        nonlinear = tail_nonlinear_part(h[:, None], k[None, :], rho, points, NODES)
+        row = columns_of_side(table, image, block_row * SIDE, units, TERMS, SIDE)
+        column = columns_of_side(table, image, block_column * SIDE, units, TERMS, SIDE)
+        gates = quantity(row, GATE).to(tl.float64)[:, None] * quantity(column, GATE).to(tl.float64)[None, :]
+        value = c * gates + nonlinear * (s[:, None] * root) * (t[None, :] * root)
+        square = result + image * units * units
+        tl.store(square + inner, value.to(result.dtype.element_ty), mask=wanted)
+        mirrored = j.to(tl.int64)[None, :] * units + i[:, None]
+        tl.store(square + mirrored, value.to(result.dtype.element_ty), mask=wanted)

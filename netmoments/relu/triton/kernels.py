@@ -43,6 +43,26 @@ AT_ONCE = constexpr(4)  # terms of a series, of which there is a multiple of thi
 
 
 @jit
+def standardized(m, s):
+    """h = m/s in float64, cut to ±40, as `normal.standardize` has it."""
+    noisy = tl.abs(m) < 40 * s
+    certain = tl.where(m > 0, 40.0, tl.where(m < 0, -40.0, 0.0))
+    return tl.where(noisy, m / tl.where(noisy, s, 1.0), certain)
+
+
+@jit
+def tail_moments(x):
+    """M₀, M₁ and M₂ of `marginal.tail_moments` in float64, for x ≥ 3."""
+    ratio = 0.5 * (tl.sqrt(x * x + 164) - x)
+    for n in range(38):
+        ratio = (40 - n) / (x + ratio)
+    second = 2 / (x + ratio)
+    first = 1 / (x + second)
+    zeroth = 1 / (x + first)
+    return zeroth, first * zeroth, second * first * zeroth
+
+
+@jit
 def units_kernel(
     mean, variance, table, fault, steps,
     units, mean_by_image, mean_by_unit, variance_by_image, variance_by_unit, saturation, TERMS: constexpr,
@@ -58,25 +78,20 @@ def units_kernel(
     if code > 0:
         tl.atomic_max(fault, code)
     s = tl.sqrt(tl.maximum(square, 0.0))
-    noisy = tl.abs(m) < 40 * s
-    certain = tl.where(m > 0, 40.0, tl.where(m < 0, -40.0, 0.0))
-    h = tl.where(noisy, m / tl.where(noisy, s, 1.0), certain)
+    h = standardized(m, s)
 
     x = tl.abs(h)
-    bell = tl.exp(-0.5 * x * x) * 0.3989422804014327
-    far = tl.maximum(x, 3.0)
-    ratio = 0.5 * (tl.sqrt(far * far + 164) - far)
-    for n in range(38):
-        ratio = (40 - n) / (far + ratio)
-    second = 2 / (far + ratio)
-    first = 1 / (far + second)
-    zeroth = 1 / (far + first)
+    root = tl.exp(-0.25 * x * x)
+    bell = root * root * 0.3989422804014327
+    zeroth, first, second = tail_moments(tl.maximum(x, 3.0))
     tail = x > 3
     middle = tl.erf(x * 0.7071067811865476)
     below = tl.where(tail, bell * zeroth, 0.5 * (1 - middle))
     near = (1 + x * x) * below - x * bell - (bell - x * below) * (bell - x * below)
-    beyond = bell * second * first * zeroth - bell * first * zeroth * bell * first * zeroth
-    own = tl.where(tail, beyond, near) + tl.where(h > 0, middle, 0.0)
+    scaled = s * root  # underflows later than s²·bell's factors do
+    once = scaled * root * first * 0.3989422804014327
+    beyond = scaled * scaled * (second * 0.3989422804014327) - once * once
+    own = tl.where(tail, beyond, square * near) + tl.where(h > 0, square * middle, 0.0)
 
     active = inside & (s > 0) & (x <= saturation)
     block = image.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -86,7 +101,7 @@ def units_kernel(
     tl.store(here + DEVIATION * BLOCK, tl.where(inside, s, 0.0).to(kind))
     tl.store(here + INVERSE * BLOCK, tl.where(active, 1 / tl.where(active, s, 1.0), 0.0).to(kind))
     tl.store(here + GATE * BLOCK, tl.where(inside, tl.where(h > 0, 1 - below, below), 0.0).to(kind))
-    tl.store(here + OWN * BLOCK, tl.where(inside, square * own, 0.0).to(kind))
+    tl.store(here + OWN * BLOCK, tl.where(inside, own, 0.0).to(kind))
     previous = tl.zeros((BLOCK,), tl.float64)
     current = tl.where(active, bell * 0.7071067811865476, 0.0)
     for n in tl.static_range(TERMS):

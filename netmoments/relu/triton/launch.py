@@ -13,7 +13,7 @@ from netmoments.normal import gauss_legendre, standard_deviation, standardize
 from netmoments.relu.bivariate import Units
 from netmoments.relu.marginal import variance_slopes
 from netmoments.relu.quadrature_rules import NONLINEAR_RULES, Rule, excess_limits, nonlinear_limits, recurrence
-from netmoments.relu.tiles import gate_slopes, saturation
+from netmoments.relu.tiles import DEAD, FAINT, SELDOM, TAIL_NODES, gate_slopes, saturation, tail_rule
 from netmoments.relu.triton import forward_kernels, kernels
 
 TERMS = {torch.float32: 24, torch.float64: 80}
@@ -307,8 +307,25 @@ def _strong(side: int, group: int, dtype: torch.dtype, device: torch.device) -> 
     }
 
 
-def relu_covariance(mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Tensor:
-    """Cov(relu z), (images, units, units); of the covariance, taken as symmetric, the lower triangle is read."""
+@cache
+def tail_points(device: torch.device) -> Tensor:
+    """The nodes of `tiles.tail_rule` as `tail_kernel` reads them, (nodes, 2)."""
+    with torch.inference_mode(False):
+        return torch.stack(tail_rule(device), 1)
+
+
+WIDE = 1024
+"""Units that are looked at together to see whether a layer hangs on seldom open ones."""
+TAIL_SIDE, TAIL_WARPS = 16, 4
+"""Of the tiles with seldom open units: a pair takes many registers in float64."""
+
+
+def relu_covariance(mean: Tensor, variance: Tensor, covariance: Tensor, entrywise: bool, memory_budget: int) -> Tensor:
+    """Cov(relu z), (images, units, units); of the covariance, taken as symmetric, the lower triangle is read.
+
+    Accurate relative to the layer as a whole, or, if `entrywise`, every pair with a unit that is hardly ever open
+    relative to itself.
+    """
     units, dtype, device = mean.shape[1], mean.dtype, mean.device
     images = max(x.shape[0] for x in (mean, variance, covariance))
     shape = TILES[dtype]
@@ -334,6 +351,17 @@ def relu_covariance(mean: Tensor, variance: Tensor, covariance: Tensor, memory_b
             forward_kernels.strong_covariance_kernel[(-(-tiles // group), len(here))](
                 layer.table, source, here, *marks, **numbers, **_strong(shape.side, group, dtype, device)
             )
+            m, v, chosen = part_of(mean, chunk), part_of(variance, chunk), None
+            if not entrywise:
+                chosen = torch.empty(len(here), units, dtype=torch.int8, device=device)
+                forward_kernels.seldom_open_kernel[(len(here),)](
+                    layer.table, chosen, units, SELDOM, FAINT, TERMS=TERMS[dtype], WIDE=WIDE
+                )
+            forward_kernels.tail_kernel[(_tiles(-(-units // TAIL_SIDE)), len(here))](
+                layer.table, m, v, source, here, chosen, tail_points(device),
+                units, by_image(m), m.stride(1), by_image(v), v.stride(1), by_image(source), DEAD,
+                TERMS=TERMS[dtype], NODES=TAIL_NODES, SIDE=TAIL_SIDE, num_warps=TAIL_WARPS,
+            )  # fmt: skip
     if verdict is not None:
         verdict.check()
     return result
