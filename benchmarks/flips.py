@@ -8,7 +8,8 @@ needed, and FER2013 in the folder of `--faces`. Images are given noise at which 
     table     runs for a standard error of 10 %, everything included, with splitting and the last particle beside it
     coverage  how many intervals of 95 % hold the truth: networks whose flips are known exactly; with `--truth`, the
               networks named, as rare as so many plain samples can tell
-    common    runs for ±0.01 where flips are common, by those of plain samples
+    common    runs for ±0.01 where flips are common, by those of plain samples; with `--truth`, how many intervals hold
+              the share of so many plain samples
 """
 
 from __future__ import annotations
@@ -448,7 +449,7 @@ def coverage_summary(rows: list[dict[str, Any]]) -> None:
 
 def common(asked: argparse.Namespace, subjects: Subjects) -> Iterator[dict[str, Any] | None]:
     """A row for each network, image and probability."""
-    heads = f"{'p':>6} {'±':>7} {'runs':>7} {'most':>7} {'plain':>7} {'share':>6}"
+    heads = f"{'p':>6} {'±':>7} {'runs':>7} {'most':>7} {'plain':>7} {'share':>6} {'hold':>5}"
     print(f"±{ABSOLUTE}; {asked.seeds} seeds\n{'':24} {heads}")
     for name in asked.networks or ("digits", *NETWORKS):
         for image in subjects.cases(name, asked.first, asked.images):
@@ -457,17 +458,25 @@ def common(asked: argparse.Namespace, subjects: Subjects) -> Iterator[dict[str, 
                 if case is None:
                     print(f"{name:9s}{image.number:4d} no σ found for {wanted}", flush=True)
                     continue
-                yield common_row(case, asked.seeds)
+                yield common_row(case, asked.seeds, asked.truth)
                 image = case
 
 
-def common_row(case: Case, seeds: int) -> dict[str, Any] | None:
-    """One line, printed; plain sampling needs p(1 − p)(1.96/0.01)² runs. None where no seed has an answer."""
-    by_seed = answers(partial(case.found, relative_error=1e-9, absolute_error=ABSOLUTE), seeds)
+def common_row(case: Case, seeds: int, samples: int) -> dict[str, Any] | None:
+    """One line, printed; plain sampling needs p(1 − p)(1.96/0.01)² runs. None where no seed has an answer.
+
+    p is the share of so many plain samples; without any, the mean over seeds, each of which may be off by a point.
+    """
+    found_with = partial(case.found, relative_error=1e-9, absolute_error=ABSOLUTE)
+    by_seed = answers(found_with, seeds)
     if not by_seed:
         return None
     found = list(by_seed.values())
-    p = statistics.median(float(one.probability) for one in found)
+    p, hold = statistics.fmean(float(one.probability) for one in found), None
+    if samples:
+        true = plain(case.margin(), samples, seed=SEARCH_SEED)
+        truth = Truth(case.name, true.probability, true.relative_error * true.probability, found_with)
+        p, hold = truth.probability, sum(truth.in_interval_of(one) for one in found)
     runs = [int(one.runs) for one in found]
     needed = p * (1 - p) * (QUANTILE / ABSOLUTE) ** 2
     row = {
@@ -477,11 +486,13 @@ def common_row(case: Case, seeds: int) -> dict[str, Any] | None:
         "runs": statistics.median(runs),
         "most": max(runs),
         "plain": needed,
-        "share": statistics.median(runs) / needed,
+        "share": statistics.median(runs) / max(needed, 1e-300),
+        "seeds": len(found),
+        "hold": hold,
     }
     print(
         f"{case.name:24} {p:6.3f} {row['width']:7.4f} {row['runs']:7.0f} {row['most']:7d} {needed:7.0f} "
-        f"{row['share']:6.2f}",
+        f"{row['share']:6.2f} {'' if hold is None else hold:>5}",
         flush=True,
     )
     for seed, one in by_seed.items():
@@ -491,9 +502,17 @@ def common_row(case: Case, seeds: int) -> dict[str, Any] | None:
 
 
 def common_summary(rows: list[dict[str, Any]]) -> None:
+    """Of flips that are common, from 0.01 to 0.99."""
+    rows = [row for row in rows if ABSOLUTE <= row["p"] <= 1 - ABSOLUTE]
+    if not rows:
+        return
     worst = max(rows, key=lambda row: row["share"])
     middle = statistics.median(row["share"] for row in rows)
     print(f"of plain sampling's runs: median {middle:.2f}, most {worst['share']:.2f} ({worst['case']})")
+    known = [row for row in rows if row["hold"] is not None]
+    if known:
+        hold, seeds = sum(row["hold"] for row in known), sum(row["seeds"] for row in known)
+        print(f"{hold} of {seeds} intervals hold the share of plain samples ({hold / seeds:.1%})")
 
 
 MODES = {"table": (table, table_summary), "coverage": (coverage, coverage_summary), "common": (common, common_summary)}

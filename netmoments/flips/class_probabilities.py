@@ -13,14 +13,14 @@ from torch import Tensor
 from netmoments.flips.flip_probability import (
     DEFAULT_RUNS,
     FlipGoal,
+    entries_margins,
     labels_of,
-    margins_of,
     read_classifier,
     require_positive,
 )
 from netmoments.flips.frequent import FIRST, guided, with_enough_gradients
 from netmoments.flips.importance import Estimating, regressed
-from netmoments.flips.margins import Clock, NoisyMargins, OutOfTime
+from netmoments.flips.margins import Clock, NoisyMargins, OutOfTime, inputs_together, together
 from netmoments.flips.result import QUANTILE, ClassProbabilities, wilson
 from netmoments.flips.search import Search
 from netmoments.gaussian import Gaussian
@@ -76,45 +76,46 @@ def class_probabilities(
 
 def _all(request: Request, goal: FlipGoal) -> list[tuple[Tensor, Tensor, Tensor, int]]:
     """For each entry: probabilities (d,), intervals (d, 2), standard errors (d,) and runs."""
-    clock, found = Clock(goal.seconds), []
+    clock, found = Clock(goal.seconds), dict[int, tuple[Tensor, Tensor, Tensor, int]]()
     with torch.inference_mode(False), torch.no_grad(), full_precision():
         labels = labels_of(CALLER, request, None)
         with Progress("class probabilities", len(labels)) as progress:
-            for entry, label in enumerate(labels.tolist()):
-                margins = margins_of(request, request.flat, entry, label, goal, clock)
-                margins.caller = CALLER
-                found.append((*one_entry(margins, goal), margins.runs))
+            every = entries_margins(CALLER, request.model, request.flat, labels.tolist(), goal, clock)
+            works = (one_entry(margins, goal) for margins in every)
+            for entry, one in together(works, inputs_together(request.model, request.flat)):
+                found[entry] = one
                 progress.advance(1)
-    return found
+    return [found[entry] for entry in range(len(labels))]
 
 
-def one_entry(margins: NoisyMargins, goal: FlipGoal) -> tuple[Tensor, Tensor, Tensor]:
+async def one_entry(margins: NoisyMargins, goal: FlipGoal) -> tuple[Tensor, Tensor, Tensor, int]:
     """By surrogates where there are gradients; by plain frequencies else."""
     work = None
     noisy = bool((margins.covariance.variances() > 0).any())
     if margins.differentiable and noisy:
-        search = Search.from_noise(margins, margins.generator)
+        search = await Search.from_noise(margins, margins.generator)
         search.refit()
         if search.guide is not None:
-            with_enough_gradients(margins, search, goal.target)
+            await with_enough_gradients(margins, search, goal.target)
             work = guided(margins, search, goal.target, margins.generator)
     if work is None:
-        return plain(margins, goal, 1 if not noisy else goal.runs)
-    return controlled_classes(work, margins, goal)
+        return *await plain(margins, goal, 1 if not noisy else goal.runs), margins.runs
+    return *await controlled_classes(work, margins, goal), margins.runs
 
 
-def controlled_classes(work: Estimating, margins: NoisyMargins, goal: FlipGoal) -> tuple[Tensor, Tensor, Tensor]:
+async def controlled_classes(work: Estimating, margins: NoisyMargins, goal: FlipGoal) -> tuple[Tensor, Tensor, Tensor]:
     """Runs until every class is known as well as asked."""
     count = FIRST
     while True:
         try:
-            work.run(count)
+            await work.run(count)
         except OutOfTime:
             if work.samples == 0:
                 raise
             break
         values, errors = shares(work, margins)
-        needed = float(errors.max() * QUANTILE / (goal.target.absolute or 1.0)) ** 2
+        largest = float(errors.max())
+        needed = (largest * QUANTILE / (goal.target.absolute or 1.0)) ** (1 if largest <= work.unseen else 2)
         count = int(min(work.samples * min(max(1.1 * needed - 1, 0.05), 2.0), goal.runs - margins.runs))
         if needed <= 1 or count < 4:
             break
@@ -139,14 +140,14 @@ def shares(work: Estimating, margins: NoisyMargins) -> tuple[Tensor, Tensor]:
     return values / values.sum(), errors.clamp(min=work.unseen)
 
 
-def plain(margins: NoisyMargins, goal: FlipGoal, most: int) -> tuple[Tensor, Tensor, Tensor]:
+async def plain(margins: NoisyMargins, goal: FlipGoal, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """Frequencies of plain samples, with Wilson's intervals."""
     wins = torch.zeros(margins.rivals, dtype=torch.float64, device=margins.mean.device)
     samples, absolute = 0, goal.target.absolute or 1.0
     while samples < most:
         count = min(max(256, samples), most - samples)
         try:
-            found = margins.of(margins.normal(count))
+            found = await margins.of(margins.normal(count))
         except OutOfTime:
             if samples == 0:
                 raise

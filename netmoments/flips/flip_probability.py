@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,12 +22,13 @@ from netmoments.flips.frequent import (
     plain_wins,
 )
 from netmoments.flips.importance import NEGLIGIBLE, by_importance
-from netmoments.flips.margins import Clock, NoisyMargins, OutOfTime
+from netmoments.flips.margins import Clock, NoisyMargins, OutOfTime, inputs_together, own_seed, together
 from netmoments.flips.result import FlipEstimate, FlipProbability, Found, Target, stacked
 from netmoments.flips.search import Search
 from netmoments.flips.splitting import by_splitting
-from netmoments.gaussian import Gaussian, random_seed
+from netmoments.gaussian import Gaussian
 from netmoments.moments.request import Request
+from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
 
@@ -38,8 +39,8 @@ FEW = 800
 """Plain samples that are fewer than gradients would pay for."""
 COMMON = 0.01
 """Flips that are expected more often than this are counted."""
-DOUBTED = 128
-"""Plain samples that must show a flip before those that only surrogates expect are taken for common."""
+BELIEVED, DOUBTED = 4, 128
+"""Flips that show that they are common, among the first samples or so many more: one or two may be chance."""
 DEFAULT_RUNS = 1_000_000
 
 
@@ -99,17 +100,19 @@ def flip_probability(
         absolute_error: a half-width of the 95 % interval that is enough, too: 0.01 for one point.
         runs: of the network for each input, at most; a backward pass counts two.
         seconds: for all inputs together, at most.
-        seed: same seed, same network, same device: same answer.
+        seed: same seed, same network, same device: same answer. Every input has random numbers of its own, by the seed
+            and its mean: alone or in a batch its answer is the same but for rounding, which may move a sample or a
+            stop, within the stated error.
         key: which output, for a network that returns several.
         memory_budget: bytes, as elsewhere.
 
-    Common flips are counted, on samples that a quadratic surrogate of the margin chooses and with it as control. Rare
-    ones are found by importance sampling: two searches, from the noise and from samples pulled across the boundary, fit
-    surrogates to gradients; their densities are mixed, and the estimate of one must agree with that of the other.
-    Without gradients, splitting. No run of an estimate was used in a fit; that sampling stops when the error looks
-    small enough, and begins anew when it does not, leaves a small bias. An interval speaks of what was found:
-    flips of a kind that neither search meets, nor any sample, are in no interval. An upper bound
-    that holds for any network never comes cheaper than plain sampling.
+    Inputs of a batch go through the network together. Common flips are counted, on samples that a quadratic surrogate
+    of the margin chooses and with it as control. Rare ones are found by importance sampling: two searches, from the
+    noise and from samples pulled across the boundary, fit surrogates to gradients; their densities are mixed, and the
+    estimate of one must agree with that of the other. Without gradients, splitting. No run of an estimate was used in a
+    fit; that sampling stops when the error looks small enough, and begins anew when it does not, leaves a small bias.
+    An interval speaks of what was found: flips of a kind that neither search meets, nor any sample, are in no interval.
+    An upper bound that holds for any network never comes cheaper than plain sampling.
 
     >>> from torch import nn
     >>> network = nn.Linear(2, 2, bias=False)
@@ -146,14 +149,12 @@ class _Entries:
 
     def shaped(self, batch: torch.Size, seconds: float) -> FlipProbability:
         device = self.labels.device
-        estimates = [one.estimate for one in self.found]
-        bounds = [one.interval for one in self.found]
-        rivals = [int(one.wins.argmax()) if float(one.wins.sum()) > 0 else -1 for one in self.found]
+        bounds, rivals = [one.interval for one in self.found], [one.rival for one in self.found]
         second = [math.nan if one.second is None else one.second.probability for one in self.found]
         return FlipProbability(
-            probability=stacked([min(max(one.probability, 0.0), 1.0) for one in estimates], batch, device),
+            probability=stacked([one.probability for one in self.found], batch, device),
             interval=torch.tensor(bounds, dtype=torch.float64, device=device).reshape(*batch, 2),
-            standard_error=stacked([one.careful_error for one in estimates], batch, device),
+            standard_error=stacked([one.estimate.careful_error for one in self.found], batch, device),
             label=self.labels.reshape(batch),
             rival=torch.tensor(rivals, device=device).reshape(batch),
             runs=torch.tensor(self.runs, device=device).reshape(batch),
@@ -166,24 +167,44 @@ class _Entries:
 
 
 def _all(request: Request, label: int | Tensor | None, goal: FlipGoal) -> _Entries:
-    """Entry by entry."""
-    flat, clock = request.flat, Clock(goal.seconds)
     with torch.inference_mode(False), torch.no_grad(), full_precision():
         labels = labels_of(CALLER, request, label)
-        found, runs = [], []
-        with Progress("flips", len(labels)) as progress:
-            for entry, own in enumerate(labels.tolist()):
-                margins = margins_of(request, flat, entry, own, goal, clock)
-                found.append(one_entry(margins, goal))
-                runs.append(margins.runs)
-                progress.advance(1)
-    return _Entries(labels, found, runs)
+    every = sorted(entries_found(request.model, request.flat, labels.tolist(), goal), key=lambda one: one[0])
+    return _Entries(labels, [found for _, found, _ in every], [runs for _, _, runs in every])
 
 
-def margins_of(request: Request, flat: Gaussian, entry: int, label: int, goal: FlipGoal, clock: Clock) -> NoisyMargins:
-    generator = torch.Generator(flat.device).manual_seed(random_seed(goal.seed, "flips", entry))
-    here = torch.tensor([entry], device=flat.device)
-    return NoisyMargins(request.model, flat.entries(here), label, generator, clock)
+def entries_found(
+    model: NetworkModel, noise: Gaussian, labels: Sequence[int], goal: FlipGoal, description: str = "flips"
+) -> Iterator[tuple[int, Found, int]]:
+    """For inputs (noise with one batch dimension), as they come: which, what was found, and runs.
+
+    The network is run for many of them together; what is found of one does not depend on the others, to rounding.
+    """
+    every = entries_margins(CALLER, model, noise, labels, goal, Clock(goal.seconds))
+    coming = together((_with_runs(margins, goal) for margins in every), inputs_together(model, noise))
+    with Progress(description, len(labels)) as progress:
+        while True:
+            with torch.inference_mode(False), torch.no_grad(), full_precision():
+                one = next(coming, None)
+            if one is None:
+                break
+            progress.advance(1)
+            yield one[0], *one[1]
+
+
+async def _with_runs(margins: NoisyMargins, goal: FlipGoal) -> tuple[Found, int]:
+    found = await one_entry(margins, goal)
+    return found, margins.runs
+
+
+def entries_margins(
+    caller: str, model: NetworkModel, noise: Gaussian, labels: Sequence[int], goal: FlipGoal, clock: Clock
+) -> Iterator[NoisyMargins]:
+    """Each entry with random numbers of its own."""
+    for entry, label in enumerate(labels):
+        own = noise.entries(torch.tensor([entry], device=noise.device))
+        generator = torch.Generator(noise.device).manual_seed(own_seed(goal.seed, "flips", own.flat_mean[0]))
+        yield NoisyMargins(model, own, label, generator, clock, caller)
 
 
 def labels_of(caller: str, request: Request, label: int | Tensor | None) -> Tensor:
@@ -211,25 +232,25 @@ def labels_of(caller: str, request: Request, label: int | Tensor | None) -> Tens
     return wanted
 
 
-def one_entry(margins: NoisyMargins, goal: FlipGoal) -> Found:
+async def one_entry(margins: NoisyMargins, goal: FlipGoal) -> Found:
     """One input's estimate, by the route that fits."""
     if not bool((margins.covariance.variances() > 0).any()):
-        return exact(margins)
+        return await exact(margins)
     try:
         if margins.differentiable:
-            found = _with_gradients(margins, goal)
+            found = await _with_gradients(margins, goal)
             if found is not None:
                 return found
-        return _without_gradients(margins, goal)
+        return await _without_gradients(margins, goal)
     except OutOfTime:
         nothing = FlipEstimate(0.0, 0.0, 0)
         empty = torch.zeros(margins.rivals, dtype=torch.float64, device=margins.mean.device)
         return Found(nothing, None, True, "out of time", empty, False, (0.0, 1.0))
 
 
-def exact(margins: NoisyMargins) -> Found:
+async def exact(margins: NoisyMargins) -> Found:
     """Without noise: 0 or 1."""
-    found = margins.of(margins.normal(1))[0]
+    found = (await margins.of(margins.normal(1)))[0]
     flipped = bool(found.min() < 0)
     wins = torch.zeros_like(found)
     wins[found.argmin()] = float(flipped)
@@ -237,43 +258,44 @@ def exact(margins: NoisyMargins) -> Found:
     return Found(FlipEstimate(p, 0.0, 1), None, True, "exact", wins, True, (p, p))
 
 
-def _with_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found | None:
+async def _with_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found | None:
     """Counted where the first gradients show that flips are common, else by importance sampling."""
     absolute, pilot = goal.target.absolute, None
     if absolute is not None:
-        pilot = Pilot.of(margins, PILOT)
+        pilot = await Pilot.of(margins, PILOT)
         if pilot.wanted(goal.target) < FEW:
-            return by_frequencies(margins, goal.target, goal.runs, (PILOT, pilot.wins))
-    search = Search.from_noise(margins, margins.generator)
+            return await by_frequencies(margins, goal.target, goal.runs, (PILOT, pilot.wins))
+    search = await Search.from_noise(margins, margins.generator)
     plain = search.plain
     search.refit()
     if search.guide is None or plain is None:
         return None
     flips, samples = int((plain < 0).sum()), len(plain)
     if flips == samples:  # the label hardly ever wins: nothing to search for
-        return by_frequencies(margins, goal.target, goal.runs, (PILOT, plain_wins(margins, PILOT)))
+        return await by_frequencies(margins, goal.target, goal.runs, (PILOT, await plain_wins(margins, PILOT)))
     expected = max(search.guide.expected, flips / samples)
-    if expected > COMMON and flips == 0 and absolute is None and float(plain_wins(margins, DOUBTED).sum()) == 0:
-        expected = 0.0  # the surrogates see flips that samples do not
+    if absolute is None and expected > COMMON and flips < BELIEVED:
+        pilot = await Pilot.of(margins, DOUBTED)
+        expected = expected if flips + float(pilot.wins.sum()) >= BELIEVED else 0.0
     if expected > COMMON or (absolute is not None and expected < absolute):
-        return by_guided_frequencies(
+        return await by_guided_frequencies(
             margins, search, plain_estimate(flips, samples), goal.target, goal.runs, margins.generator, pilot
         )
-    found = by_importance(margins, search, goal.target, goal.runs, margins.generator)
+    found = await by_importance(margins, search, goal.target, goal.runs, margins.generator)
     if found is not None and found.estimate.probability > 0:
         return found
     if search.guide is not None and search.guide.expected < NEGLIGIBLE:  # too rare for splitting, too
-        return nothing_found(margins, goal.target, goal.runs, (PILOT, plain_wins(margins, PILOT)))
+        return await nothing_found(margins, goal.target, goal.runs, (PILOT, await plain_wins(margins, PILOT)))
     return None
 
 
-def _without_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found:
+async def _without_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found:
     """Counted where plain samples show flips, else by splitting; where that finds none, a bound from plain samples."""
-    wins = plain_wins(margins, PILOT)
+    wins = await plain_wins(margins, PILOT)
     before = (PILOT, wins)
     if float(wins.sum()) >= max(2.0, COMMON * PILOT) or goal.target.absolute is not None:
-        return by_frequencies(margins, goal.target, goal.runs, before)
-    found = by_splitting(margins, goal.target, goal.runs)
+        return await by_frequencies(margins, goal.target, goal.runs, before)
+    found = await by_splitting(margins, goal.target, goal.runs)
     if found.estimate.probability > 0:
         return found
-    return nothing_found(margins, goal.target, goal.runs, before)
+    return await nothing_found(margins, goal.target, goal.runs, before)

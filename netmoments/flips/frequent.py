@@ -8,16 +8,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from netmoments.flips.guide import POOL, PlainNoise
-from netmoments.flips.importance import NOT_SHOWN, Estimating
+from netmoments.flips.guide import POOL, Guide, PlainNoise
+from netmoments.flips.importance import Estimating
 from netmoments.flips.margins import NoisyMargins, OutOfTime
-from netmoments.flips.result import QUANTILE, FlipEstimate, Found, Target, agree, wilson
+from netmoments.flips.result import NEVER_SEEN, QUANTILE, FlipEstimate, Found, Target, agree, wilson
 from netmoments.flips.search import Search
 
-PLAIN_SHARE = (0.25, 0.75)
-"""Of the runs: plain samples, at least and at most, so that no weight is above 4; the others are by the surrogate."""
+PLAIN_SHARES = (0.2, 0.35, 0.5, 0.7, 1.0)
+"""Of the runs: what plain samples may be, so that no weight is above 5; the others are by the surrogate."""
+MOST_PLAIN = 0.75
+"""The same before there are enough runs to choose, and while some are missing that show what is not expected."""
+ENOUGH = 100
+"""Runs that are."""
 SAVED = 0.4
 """Of the runs of plain sampling: what an estimate with surrogates takes, about."""
+NOT_SHOWN = NEVER_SEEN / 2 / QUANTILE
+"""Over the number of plain samples: the standard error of what none of them has shown, half a width of [0, 3/n]."""
 FIRST = 64
 """Runs of the first round."""
 WORTH = 0.08
@@ -29,6 +35,8 @@ ATTEMPTS = 2
 ROUND_SHARE = 0.25
 """Of the runs that an estimate would still take: what a round of gradients may."""
 PLAIN_BLOCK = 256
+MARGIN = 1.03
+"""More runs than the error so far asks for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +47,9 @@ class Pilot:
     margins: Tensor
 
     @classmethod
-    def of(cls, margins: NoisyMargins, count: int) -> Pilot:
+    async def of(cls, margins: NoisyMargins, count: int) -> Pilot:
         white = margins.normal(count)
-        return cls(white, margins.of(white))
+        return cls(white, await margins.of(white))
 
     @property
     def wins(self) -> Tensor:
@@ -55,7 +63,47 @@ class Pilot:
         return target.needed(share, math.sqrt(share * (1 - share)))
 
 
-def by_guided_frequencies(
+class Counting(Estimating):
+    """Plain samples, and those of a guide: as many of each as make the error least."""
+
+    def __init__(
+        self, margins: NoisyMargins, guide: Guide, share: float, shown: int, generator: torch.Generator
+    ) -> None:
+        """A share of plain samples to begin with, and how many of them there must be in the end."""
+        super().__init__(margins, (PlainNoise(), guide), (share, 1 - share), generator)
+        self.shown = shown
+
+    @property
+    def plain_flips(self) -> tuple[int, int]:
+        """How many of how many plain samples flipped."""
+        own = torch.cat(self.origin) == 0
+        return int(torch.cat(self.flips)[own].sum()), int(own.sum())
+
+    @property
+    def unseen(self) -> float:
+        return NOT_SHOWN / max(1, sum(int((origin == 0).sum()) for origin in self.origin))
+
+    def divided(self, count: int) -> list[int]:
+        share = self.best_share() if self.samples >= ENOUGH else self.shares[0]
+        missing = self.shown - sum(int((origin == 0).sum()) for origin in self.origin)
+        plain = max(2, round(max(share * count, min(missing, MOST_PLAIN * count))))
+        return [plain, max(0, count - plain)]
+
+    def best_share(self) -> float:
+        """The share α of plain samples that makes the variance of an estimate least, by the runs so far.
+
+        It is E[(1{flip} − β(h − E h) − p)²/ρ_α] with ρ_α = α + (1 − α)ρ; a guide that knows little does harm.
+        """
+        flips, failing, weight = torch.cat(self.flips), torch.cat(self.failing)[:, 1], 1 / self.mixed()
+        weight = weight / weight.sum()
+        p, known = weight @ flips, weight @ failing
+        slope = (weight @ ((flips - p) * (failing - known))) / (weight @ (failing - known).square()).clamp(min=1e-300)
+        terms = weight * (flips - p - slope * (failing - known)).square()
+        ratio = torch.cat(self.ratios)[:, 1]
+        return min(PLAIN_SHARES, key=lambda share: float((terms / (share + (1 - share) * ratio)).sum()))
+
+
+async def by_guided_frequencies(
     margins: NoisyMargins,
     search: Search,
     plain: FlipEstimate,
@@ -68,57 +116,63 @@ def by_guided_frequencies(
 
     It must agree with the frequency in plain samples alone, those here and others before, `plain`.
     """
-    with_enough_gradients(margins, search, target)
+    await with_enough_gradients(margins, search, target)
     for attempt in range(ATTEMPTS):
         work = guided(margins, search, target, generator, pilot)
-        most = math.inf if attempt + 1 == ATTEMPTS else POOR * plain_wanted(search, target)
-        met = work.until(target, most, limit, FIRST)
-        missing = (work.more(target) - 1) * work.samples
+        wanted = plain_wanted(search, target)
+        most = math.inf if attempt + 1 == ATTEMPTS else POOR * wanted
+        met = await work.until(target, most, limit, FIRST, MARGIN)
+        missing = min((work.more(target) - 1) * work.samples, wanted)
         if met or 3 * search.next_round > ROUND_SHARE * missing or margins.runs >= limit or margins.clock.over:
             break
-        search.advance()
+        await search.advance()
         if search.guide is None:
             break
     if not met:
-        met = work.until(target, math.inf, limit, FIRST)
+        met = await work.until(target, math.inf, limit, FIRST, MARGIN)
     estimate, flips = work.estimate(), work.plain_flips
     second = plain_estimate(round(plain.probability * plain.samples) + flips[0], plain.samples + flips[1])
     agreed = agree(estimate, second)
     return Found(estimate, second, agreed, "frequencies", work.wins(margins.rivals), met and agreed)
 
 
-def with_enough_gradients(margins: NoisyMargins, search: Search, target: Target) -> None:
+async def with_enough_gradients(margins: NoisyMargins, search: Search, target: Target) -> None:
     """Rounds of a search, as many as pay beforehand."""
     start = margins.runs - 3 * search.gradients
     wanted = plain_wanted(search, target)
     while margins.runs - start < WORTH * wanted and search.guide is not None:
-        search.advance()
+        await search.advance()
 
 
 def guided(
     margins: NoisyMargins, search: Search, target: Target, generator: torch.Generator, pilot: Pilot | None = None
-) -> Estimating:
+) -> Counting:
     """What samples are drawn from: the noise, so far that it shows what surrogates do not expect, and the guide."""
     search.refit(POOL)
     assert search.guide is not None
-    wanted = plain_wanted(search, target)
-    each = NOT_SHOWN * math.sqrt(wanted / max(search.guide.expected * (1 - search.guide.expected), 1e-6))
-    share = min(max(each / (SAVED * wanted), PLAIN_SHARE[0]), PLAIN_SHARE[1])
-    work = Estimating(margins, (PlainNoise(), search.guide), (share, 1 - share), generator)
+    guide = search.guide.sharpened(generator) if search.guide.common else search.guide
+    shown = math.ceil(NOT_SHOWN * math.sqrt(target.needed(likely_share(search), 1.0)))
+    share = min(max(shown / (SAVED * plain_wanted(search, target)), PLAIN_SHARES[0]), MOST_PLAIN)
+    work = Counting(margins, guide, share, shown, generator)
     if pilot is not None:
         work.add(pilot.white, pilot.margins, 0)
     return work
 
 
 def plain_wanted(search: Search, target: Target) -> float:
-    """Runs that plain sampling would take, by what surrogates and the first samples say of the probability."""
-    assert search.guide is not None
-    seen = 0.0 if search.plain is None else float((search.plain < 0).double().mean())
-    share = min(max(search.guide.expected, seen), 0.9)
+    """Runs that plain sampling would take."""
+    share = likely_share(search)
     return target.needed(share, math.sqrt(share * (1 - share)))
 
 
-def by_frequencies(margins: NoisyMargins, target: Target, limit: int, before: tuple[int, Tensor]) -> Found:
+def likely_share(search: Search) -> float:
+    """What surrogates and the first samples say of the probability, not too near to 0 or 1 to plan with."""
+    assert search.guide is not None
+    seen = 0.0 if search.plain is None else float((search.plain < 0).double().mean())
+    return min(max(search.guide.expected, seen, 1e-6), 0.9)
+
+
+async def by_frequencies(margins: NoisyMargins, target: Target, limit: int, before: tuple[int, Tensor]) -> Found:
     """Plain samples until the target is met or a limit is reached, after those before: how many, and who won (d,)."""
     samples, wins = before
     met = False
@@ -132,7 +186,7 @@ def by_frequencies(margins: NoisyMargins, target: Target, limit: int, before: tu
             more = int(min(max(FIRST, (min(needed, 3.0) - 1) * samples), limit - margins.runs))
             if met or more <= 0:
                 break
-            wins = wins + plain_wins(margins, more)
+            wins = wins + await plain_wins(margins, more)
             samples += more
     except OutOfTime:
         if samples == 0:
@@ -148,17 +202,17 @@ def plain_estimate(flips: int, samples: int) -> FlipEstimate:
     return FlipEstimate(flips / samples, math.sqrt(p * (1 - p) / (samples + 4)), samples)
 
 
-def plain_wins(margins: NoisyMargins, count: int) -> Tensor:
+async def plain_wins(margins: NoisyMargins, count: int) -> Tensor:
     """How often each other class won among so many samples, (d,)."""
     total = torch.zeros(margins.rivals, dtype=torch.float64, device=margins.mean.device)
     for start in range(0, count, PLAIN_BLOCK):
-        found = margins.of(margins.normal(min(PLAIN_BLOCK, count - start)))
+        found = await margins.of(margins.normal(min(PLAIN_BLOCK, count - start)))
         flipped = found.amin(1) < 0
         total = total + found.argmin(1)[flipped].bincount(minlength=margins.rivals)
     return total
 
 
-def nothing_found(margins: NoisyMargins, target: Target, limit: int, before: tuple[int, Tensor]) -> Found:
+async def nothing_found(margins: NoisyMargins, target: Target, limit: int, before: tuple[int, Tensor]) -> Found:
     """What plain samples say where nothing else found a flip: a bound, after as many as are allowed."""
-    found = by_frequencies(margins, replace(target, relative=1e-9), limit, before)
+    found = await by_frequencies(margins, replace(target, relative=1e-9), limit, before)
     return replace(found, route="frequencies")

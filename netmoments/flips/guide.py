@@ -4,7 +4,8 @@ With h(ε) the surrogates' probability of a flip, samples have the density φ(ε
 
     g = √(h (1 − h) + κ h),
 
-which makes the variance of (1{flip} − h)/ρ least where h is right; κ allows for it not to be. h depends on a few
+which makes the variance of (1{flip} − h)/ρ least where h is right; κ allows for it not to be. Where flips are common,
+κ min(h, 1 − h): what is sure either way needs no samples, as h is a control variate there. h depends on a few
 directions of the noise only, so that many points can be looked at without running the network: a pool, from which
 points are chosen with the chances that make them samples of φ ρ.
 
@@ -28,6 +29,8 @@ POOL = 40_000
 """Points of a pool."""
 FEWER = 8_000
 """Points of one that is for a few samples only."""
+NET, NETS = 8192, 8
+"""Points of an even net, and how many nets."""
 TRIAL = 4_000
 """Points that say how much each Gaussian of a pool is needed."""
 MOST_TILTS = 16
@@ -121,9 +124,10 @@ def tilts_of(surrogate: Quadratic, centre: float) -> Tilts:
     return Tilts.at(surrogate, thetas).to(surrogate.basis.device)
 
 
-def uncertainty(failing: Tensor) -> Tensor:
-    """g = √(h (1 − h) + κ h)."""
-    return (failing * (1 - failing) + DOUBT * failing).sqrt()
+def uncertainty(failing: Tensor, common: bool) -> Tensor:
+    """g = √(h (1 − h) + κ h), where flips are common √(h (1 − h) + κ min(h, 1 − h))."""
+    doubted = torch.minimum(failing, 1 - failing) if common else failing
+    return (failing * (1 - failing) + DOUBT * doubted).sqrt()
 
 
 def spreads(surrogate: Quadratic, centre: float) -> tuple[float, float]:
@@ -163,6 +167,8 @@ class Guide:
     """
     shares: tuple[float, ...]
     """E h_j over their sum, of each surrogate."""
+    common: bool = False
+    """Whether flips are expected so often that surrogates are a control variate."""
 
     def failing(self, white: Tensor) -> Tensor:
         """h (N,) at ε (N, n)."""
@@ -187,11 +193,28 @@ class Guide:
         z = self.pool[chosen].to(normal.dtype)
         return normal + (z - normal @ self.basis) @ self.basis.mT
 
+    def sharpened(self, generator: torch.Generator) -> Guide:
+        """With E h from nets of points that fill the space evenly (randomized quasi-Monte Carlo, Owen 1997), the
+        surrogates' slopes first; its error is that of the mean of independent nets. For flips that are common.
+        """
+        slopes = [place @ own.slope.to(place) for own, place in zip(self.surrogates, self.places, strict=True)]
+        size, device = self.basis.shape[1], self.basis.device
+        every = torch.cat([torch.stack(slopes, 1), torch.eye(size, dtype=torch.float64, device=device)], 1)
+        turn = torch.linalg.qr(every).Q
+        means = []
+        for _ in range(NETS):
+            seed = int(torch.randint(2**31, (1,), device=device, generator=generator))
+            net = torch.quasirandom.SobolEngine(size, scramble=True, seed=seed).draw(NET, dtype=torch.float64)
+            z = torch.special.ndtri(net.clamp(1e-12, 1 - 1e-12)).to(device) @ turn.mT
+            means.append(float(self._failing(self.margins(z), AS_THEY_SEEM).mean()))
+        values = torch.tensor(means, dtype=torch.float64)
+        return replace(self, expected=float(values.mean()), expected_error=float(values.std()) / math.sqrt(NETS))
+
     def _failing(self, margins: Tensor, part: int) -> Tensor:
         return joint_failing(margins, margins.new_tensor([own[part] for own in self.spreads]))
 
     def _parts(self, margins: Tensor) -> list[Tensor]:
-        guided = [uncertainty(self._failing(margins, part)) for part in range(2)]
+        guided = [uncertainty(self._failing(margins, part), self.common) for part in range(2)]
         return [*guided, self._defensive(margins)]
 
     def _defensive(self, margins: Tensor) -> Tensor:
@@ -227,8 +250,8 @@ class Guide:
         terms = weight * failing
         expected = float(terms.sum())
         rho = (total / weight.clamp(min=1e-300)).clamp(min=1e-300)
-        left = failing * (1 - failing) if expected >= COMMON else failing
-        variance = float((weight * left / rho).sum()) - (0.0 if expected >= COMMON else expected**2)
+        left = failing * (1 - failing) if self.common else failing
+        variance = float((weight * left / rho).sum()) - (0.0 if self.common else expected**2)
         own_parts = [own[AS_THEY_SEEM] for own in self.spreads]
         each = (weight.unsqueeze(1) * distribution(-margins / margins.new_tensor(own_parts))).sum(0)
         order = margins.amin(1).argsort()
@@ -291,7 +314,8 @@ def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points:
     equal = [torch.full_like(own.thetas, max(1, TRIAL // total), dtype=torch.long) for own in tilts]
     trial, needed = empty._filled(equal, generator)
     attention = [share + LEAST_DEFENCE for share in trial.shares]
-    empty = replace(empty, defence=tuple(share / sum(attention) for share in attention))
+    defence = tuple(share / sum(attention) for share in attention)
+    empty = replace(empty, defence=defence, common=trial.expected >= COMMON)
     shares = (1 - LEAST_SHARE) * needed + LEAST_SHARE / total
     sizes = (shares * points).long().clamp(min=2).split([len(own.thetas) for own in tilts])
     return empty._filled(list(sizes), generator)[0]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from netmoments.flips.guide import COMMON, POOL, Guide, PlainNoise
 from netmoments.flips.margins import NoisyMargins, OutOfTime
-from netmoments.flips.result import NEVER_SEEN, QUANTILE, FlipEstimate, Found, Target, agree
+from netmoments.flips.result import FlipEstimate, Found, Target, agree, half_width
 from netmoments.flips.search import Search
 
 MIXTURE = (0.2, 0.2, 0.6)
@@ -49,8 +49,6 @@ LEAST_KNOWN = 0.3
 """Relative error of what a pool says of its surrogates, beyond which its samples are not trusted."""
 NEGLIGIBLE, FOR_NEGLIGIBLE = 1e-20, 3000
 """Flips that are rarer than the first get the second number of runs, and no more."""
-NOT_SHOWN = NEVER_SEEN / 2 / QUANTILE
-"""Over the number of plain samples: the standard error of what none of them has shown, half a width of [0, 3/n]."""
 MARGIN = 1.1
 """More runs than the error so far asks for."""
 
@@ -72,11 +70,16 @@ class Estimating:
         self.ratios: list[Tensor] = []
         self.origin: list[Tensor] = []
 
-    def run(self, count: int) -> None:
+    async def run(self, count: int) -> None:
         """So many runs more, of each guide by its share."""
-        for number, (own, share) in enumerate(zip(self.guides, self.shares, strict=True)):
-            white = own.draw(self.margins.normal(max(2, round(share * count))), self.generator)
-            self.add(white, self.margins.of(white), number)
+        for number, (own, each) in enumerate(zip(self.guides, self.divided(count), strict=True)):
+            if each > 0:
+                white = own.draw(self.margins.normal(each), self.generator)
+                self.add(white, await self.margins.of(white), number)
+
+    def divided(self, count: int) -> list[int]:
+        """Of so many runs, those of each guide."""
+        return [max(2, round(share * count)) for share in self.shares]
 
     def add(self, white: Tensor, found: Tensor, number: int) -> None:
         """Runs at ε (N, n) that have margins (N, d), drawn from the guide with that number."""
@@ -86,16 +89,19 @@ class Estimating:
         self.ratios.append(torch.stack([each.ratio(white) for each in self.guides], 1))
         self.origin.append(torch.full((len(white),), number, device=white.device))
 
-    def until(self, target: Target, most: float, limit: int, first: int = FIRST) -> bool:
-        """Runs until the target is met (True), or more than `most` would be needed, or a limit is reached."""
+    async def until(self, target: Target, most: float, limit: int, first: int = FIRST, margin: float = MARGIN) -> bool:
+        """Runs until the target is met (True), or more than `most` would be needed, or a limit is reached.
+
+        A round has `margin` times the runs that the error so far asks for.
+        """
         try:
-            self.run(first)
+            await self.run(first)
             while True:
                 factor = self.more(target)
                 left = limit - self.margins.runs
                 if factor <= 1 or left < 2 or (self.samples > first and factor * self.samples > most):
                     return factor <= 1
-                self.run(max(2, int(min(self.samples * min(MARGIN * factor - 1, 1.0), left))))
+                await self.run(max(2, int(min(self.samples * min(margin * factor - 1, 1.0), left))))
         except OutOfTime:
             if self.samples == 0:
                 raise
@@ -125,24 +131,17 @@ class Estimating:
         found = _with_prediction(found, last)
         return replace(found, unseen=self.unseen)
 
-    @property
-    def plain_flips(self) -> tuple[int, int]:
-        """How many of how many runs of the first guide flipped: plain samples, where that is plain noise."""
-        own = torch.cat(self.origin) == 0
-        return int(torch.cat(self.flips)[own].sum()), int(own.sum())
-
     def more(self, target: Target) -> float:
         """How many times the runs so far are needed for a target; at most 1 is met."""
         now = self.estimate()
-        spread = replace(now, unseen=0.0).careful_error
-        return max(target.needed(now.probability, spread), math.sqrt(target.needed(now.probability, now.unseen)))
+        seen, unseen = replace(now, unseen=0.0), replace(now, error=0.0, predicted=0.0, largest=0.0)
+        times = [target.needed(one.probability, one.careful_error, half_width(one)) for one in (seen, unseen)]
+        return max(times[0], math.sqrt(times[1]))
 
     @property
     def unseen(self) -> float:
         """The standard error of flips that no surrogate expects, where plain samples are to show them; else 0."""
-        if not isinstance(self.guides[0], PlainNoise):
-            return 0.0
-        return NOT_SHOWN / max(1, int((torch.cat(self.origin) == 0).sum()))
+        return 0.0
 
     def mixed(self) -> Tensor:
         origin = torch.cat(self.origin)
@@ -210,7 +209,7 @@ def regressed(
     return middle - controls.mean(0) @ slopes, torch.hypot(error, slopes[1].abs() * known_error), left
 
 
-def by_importance(
+async def by_importance(
     margins: NoisyMargins, search: Search, target: Target, limit: int, generator: torch.Generator
 ) -> Found | None:
     """An estimate by this search and another, and the runs that their guides ask for; None where there is nothing to
@@ -219,14 +218,14 @@ def by_importance(
     Where the runs show that many more would be needed, the searches go on, and the estimate begins anew.
     """
     before = margins.runs - 3 * search.gradients
-    searches = (search, Search.from_pulled(margins, generator))
+    searches = (search, await Search.from_pulled(margins, generator))
     for _ in range(ROUNDS):
         for search in searches:
-            search.advance()
-    _share_rivals(searches)
+            await search.advance()
+    await _share_rivals(searches)
     last = math.nan
     for attempt in range(ATTEMPTS):
-        both = _improved(searches, target, margins.runs - before, SEARCH_SHARE * limit)
+        both = await _improved(searches, target, margins.runs - before, SEARCH_SHARE * limit)
         if both.guide is not None and both.guide.expected < NEGLIGIBLE:
             limit = min(limit, margins.runs + FOR_NEGLIGIBLE)
         guides = []
@@ -239,7 +238,7 @@ def by_importance(
         last = guides[-1].predicted
         most = limit - margins.runs if attempt + 1 == ATTEMPTS else worth_estimating(taken, gain)
         work = Estimating(margins, tuple(guides), MIXTURE, generator)
-        met = work.until(target, most, limit)
+        met = await work.until(target, most, limit)
         if (
             (met and work.found(met).agreed)
             or margins.runs >= limit
@@ -248,8 +247,8 @@ def by_importance(
         ):
             break
         for search in searches:
-            search.advance()
-            search.advance()
+            await search.advance()
+            await search.advance()
     return work.found(met)
 
 
@@ -263,7 +262,7 @@ def worth_estimating(taken: int, gain: float) -> float:
     return math.inf if left >= 1 else SEARCH_GROWTH * taken / (1 - left)
 
 
-def _improved(searches: tuple[Search, Search], target: Target, taken: int, limit: float) -> Search:
+async def _improved(searches: tuple[Search, Search], target: Target, taken: int, limit: float) -> Search:
     """What both searches know, after rounds that each make the estimate cheaper by more than they cost."""
     both = Search.joined(*searches)
     both.refit()
@@ -274,7 +273,7 @@ def _improved(searches: tuple[Search, Search], target: Target, taken: int, limit
         if wanted <= PATIENCE * taken or taken > limit or margins.clock.over:
             break
         for search in searches:
-            search.advance()
+            await search.advance()
         better = Search.joined(*searches)
         better.refit()
         gained = better.guide is not None and better.guide.predicted < STALLED * both.guide.predicted
@@ -284,7 +283,7 @@ def _improved(searches: tuple[Search, Search], target: Target, taken: int, limit
     return both
 
 
-def _share_rivals(searches: tuple[Search, Search]) -> None:
+async def _share_rivals(searches: tuple[Search, Search]) -> None:
     """A rival that matters to one search and is unknown to the other is looked at by the other too."""
     for mine, other in (searches, searches[::-1]):
         if mine.guide is None or other.guide is None:
@@ -293,8 +292,8 @@ def _share_rivals(searches: tuple[Search, Search]) -> None:
         pairs = zip(mine.guide.surrogates, mine.guide.shares, strict=True)
         missing = [surrogate.rival for surrogate, share in pairs if share > 0.01 and surrogate.rival not in known]
         for rival in missing:
-            other.seed(rival)
+            await other.seed(rival)
         if missing:
             other.refit()
             for _ in range(2):
-                other.advance()
+                await other.advance()

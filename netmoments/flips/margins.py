@@ -1,15 +1,20 @@
-"""What a network says about one noisy input, in whitened noise: its scores, its margins, their gradients, and the count
-of runs.
+"""What a network says about noisy inputs, in whitened noise: its scores, its margins, their gradients, and the count of
+runs; of one input as if it were alone, of many together.
 
 An input is x = mean + L ε with ε ~ N(0, I), whatever the covariance L Lᵀ is: isotropic, diagonal, dense or of low rank.
 The margin of a rival is f_j(ε) = score_label − score_j; noise flips the answer where some margin is negative.
+
+Whoever asks for margins waits for them (`await`): `together` runs the network for many inputs that wait, in one batch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Coroutine, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice, zip_longest
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +29,14 @@ LOOKED_AT = 7
 """Samples, beside the mean, at which outputs must be probabilities to be taken for such."""
 BACKWARD = 2
 """What a gradient costs beside the run it belongs to, in runs of the network."""
+LEAST_ASKED = 32
+"""Runs that an input waits for at a time, or more."""
+HELD = 3000
+"""Whitened inputs that one holds on the way: samples, and gradients at them."""
+POOLED = 40_000 * 600
+"""Other numbers that it holds: those of the points that surrogates are looked at."""
+
+Result = TypeVar("Result")
 
 
 class OutOfTime(Exception):
@@ -57,10 +70,9 @@ class NoisyMargins:
     generator: torch.Generator
     clock: Clock = field(default_factory=Clock)
     caller: str = "flip_probability"
-    advance: Callable[[int], None] = lambda count: None
-    """Told how many runs were made: for a progress bar."""
     runs: int = field(default=0, init=False)
     """Of the network, but for the eight that tell what its outputs are; a backward pass counts two."""
+    _probabilities: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.fast: FastNetwork = fast_network(self.model)
@@ -69,12 +81,6 @@ class NoisyMargins:
         self.differentiable = self.model.differentiable and not any(
             x.is_inference() for x in self.model.network.parameters()
         )
-        own = torch.Generator(self.mean.device).manual_seed(random_seed(0, "looked at", 0))
-        with torch.no_grad():
-            looked_at = self.inputs(
-                torch.randn(LOOKED_AT, self.dimension, dtype=self.mean.dtype, device=self.mean.device, generator=own)
-            )
-            self.probabilities = are_probabilities(self.fast.values(torch.cat([self.noise.mean, looked_at])))
 
     @property
     def dimension(self) -> int:
@@ -96,57 +102,30 @@ class NoisyMargins:
         coloured = self.covariance.coloured(white)
         return (self.mean + coloured).reshape(len(white), *self.noise.event_shape)
 
-    def of(self, white: Tensor) -> Tensor:
-        """The margins (N, d) at ε (N, n), in float64; the label's own is +∞."""
-        piece = elements_together("pass", white, 2 * self.noise.size + self.dimension)
-        parts = []
-        for part in white.split(max(1, piece)):
-            self.clock.require_time()
-            parts.append(self._margins(self._comparable(self.fast.values(self.inputs(part)))))
-            self._count(len(part))
-        return torch.cat(parts)
+    async def probabilities(self) -> bool:
+        """Whether the outputs are probabilities, at the mean and some samples; looked at once."""
+        if self._probabilities is None:
+            own = torch.Generator(self.mean.device).manual_seed(random_seed(0, "looked at", 0))
+            white = torch.zeros(1 + LOOKED_AT, self.dimension, dtype=self.mean.dtype, device=self.mean.device)
+            white[1:].normal_(generator=own)
+            self._probabilities = are_probabilities((await Asked(self, white, runs_each=0)).scores)
+        return self._probabilities
 
-    def with_gradients(self, white: Tensor, rivals: Tensor) -> tuple[Tensor, Tensor]:
+    async def of(self, white: Tensor) -> Tensor:
+        """The margins (N, d) at ε (N, n), in float64; the label's own is +∞."""
+        probabilities = await self.probabilities()
+        answer = await Asked(self, white)
+        return self._margins(comparable(answer.scores, probabilities))
+
+    async def with_gradients(self, white: Tensor, rivals: Tensor) -> tuple[Tensor, Tensor]:
         """The margins (N, d), and the gradient (N, n) in ε of the margin of one rival (N,) of each sample: Lᵀ∇f.
 
         A rival of −1 is the strongest one at that sample.
         """
-        together = min(self.fast.batch, directions_at_once(self.mean.device, self.model.largest, 4, None))
-        found = []
-        for part, which in zip(white.split(together), rivals.split(together), strict=True):
-            self.clock.require_time()
-            found.append(self._with_gradients(part, which))
-            self._count((1 + BACKWARD) * len(part))
-        return torch.cat([x for x, _ in found]), torch.cat([x for _, x in found])
-
-    def _with_gradients(self, white: Tensor, rivals: Tensor) -> tuple[Tensor, Tensor]:
-        label = self.label
-
-        def work(x: Tensor, which: Tensor) -> tuple[Tensor, ...]:
-            with torch.enable_grad(), full_precision():
-                x = x.detach().requires_grad_()
-                scores = self._comparable(self.fast(x.clone()))  # which it may write into
-                others = scores.detach().clone()
-                others[:, label] = -torch.inf
-                which = torch.where(which < 0, others.argmax(1), which)
-                margin = scores[:, label] - scores.gather(1, which.unsqueeze(1)).squeeze(1)
-                (slope,) = torch.autograd.grad(margin.sum(), x)
-            return scores.detach(), slope
-
-        with torch.enable_grad():
-            leaf = white.detach().requires_grad_()
-            x = self.inputs(leaf)
-            try:
-                scores, slope = self.fast.replayed(("margin", label, self.probabilities), work, x.detach(), rivals)
-            except RuntimeError:
-                with without_cudnn():
-                    scores, slope = work(x.detach(), rivals)
-            (pulled,) = torch.autograd.grad(x, leaf, slope.to(x.dtype))
-        return self._margins(scores), pulled
-
-    def _comparable(self, scores: Tensor) -> Tensor:
-        """The scores, of a softmax their logarithms: the same one is the largest, and margins are nearer to linear."""
-        return scores.clamp(min=torch.finfo(scores.dtype).tiny).log() if self.probabilities else scores
+        probabilities = await self.probabilities()
+        answer = await Asked(self, white, Slopes(rivals, probabilities), 1 + BACKWARD)
+        assert answer.gradients is not None
+        return self._margins(answer.scores), answer.gradients
 
     def _margins(self, scores: Tensor) -> Tensor:
         scores = scores.double()
@@ -160,9 +139,206 @@ class NoisyMargins:
         margins[:, self.label] = torch.inf
         return margins
 
-    def _count(self, runs: int) -> None:
-        self.runs += runs
-        self.advance(runs)
+
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """Whose margins are differentiated, (N,), −1 for the strongest; and whether outputs are probabilities."""
+
+    rivals: Tensor
+    probabilities: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Scores (N, d), and gradients (N, n) where they were asked for."""
+
+    scores: Tensor
+    gradients: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Runs of the network at ε (N, n) that an input waits for; with `slopes`, gradients of margins, too."""
+
+    margins: NoisyMargins
+    white: Tensor
+    slopes: Slopes | None = None
+    runs_each: int = 1
+
+    def __await__(self) -> Generator[Asked, Answer, Answer]:
+        answer: Answer = yield self
+        return answer
+
+
+Work = Coroutine[Asked, Answer, Result]
+"""What is done for one input: it waits for runs of the network, and ends with a result."""
+
+
+def together(works: Iterable[Work[Result]], most: int) -> Iterator[tuple[int, Result]]:
+    """Results with the places of their works, as they come; at most so many works go on at a time.
+
+    Every work that goes on waits for some runs; the network is run for all of them, and each goes on with its own. It
+    is told where the time was over before its runs were made (`OutOfTime`).
+    """
+    coming, waiting = enumerate(works), dict[int, tuple[Work[Result], Asked]]()
+    try:
+        while True:
+            answers = answered([asked for _, asked in waiting.values()])
+            before = [(place, work) for place, (work, _) in waiting.items()]
+            ready = [*before, *islice(coming, most - len(waiting))]
+            if not ready:
+                return
+            for (place, work), answer in zip_longest(ready, answers):
+                try:
+                    waiting[place] = (work, _resumed(work, answer))
+                except StopIteration as ended:
+                    waiting.pop(place, None)
+                    yield place, ended.value
+    finally:
+        for work, _ in waiting.values():
+            work.close()
+
+
+def _resumed(work: Work[Result], answer: Answer | OutOfTime | None) -> Asked:
+    """What a work asks for next, after this answer; None where it has not begun."""
+    if isinstance(answer, OutOfTime):
+        return work.throw(answer)
+    return work.send(cast(Answer, answer))
+
+
+def alone(work: Work[Result]) -> Result:
+    """The result of one work."""
+    ((_, result),) = together([work], 1)
+    return result
+
+
+def inputs_together(model: NetworkModel, noise: Gaussian) -> int:
+    """How many inputs go on at a time: as many as fill a batch of the network, if their numbers fit into memory."""
+    filling = -(-fast_network(model).batch // LEAST_ASKED)
+    held = HELD * noise.covariance.normals + POOLED
+    return min(filling, elements_together("matrices", noise.mean, held))
+
+
+def answered(asked: list[Asked]) -> list[Answer | OutOfTime]:
+    """The network run for all, in as few batches as possible; works that ask alike go through together."""
+    kinds: dict[Any, list[int]] = {}
+    for place, one in enumerate(asked):
+        kind = None if one.slopes is None else one.slopes.probabilities
+        kinds.setdefault((id(one.margins.fast), kind), []).append(place)
+    found: dict[int, Answer | OutOfTime] = {}
+    for places in kinds.values():
+        found |= zip(places, _answered_alike([asked[place] for place in places]), strict=True)
+    return [found[place] for place in range(len(asked))]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some runs of one of those who ask: which, and the rows from where to where."""
+
+    place: int
+    rows: slice
+
+
+def _answered_alike(asked: list[Asked]) -> list[Answer | OutOfTime]:
+    margins, sloping = asked[0].margins, asked[0].slopes is not None
+    if sloping:
+        most = min(margins.fast.batch, directions_at_once(margins.mean.device, margins.model.largest, 4, None))
+    else:
+        most = elements_together("pass", margins.mean, 2 * margins.noise.size + margins.dimension)
+    found: list[list[Answer]] = [[] for _ in asked]
+    for parts in batches([len(one.white) for one in asked], max(1, most)):
+        if any(asked[part.place].margins.clock.over for part in parts):
+            break
+        for part, answer in zip(parts, _run(asked, parts), strict=True):
+            found[part.place].append(answer)
+            one = asked[part.place]
+            one.margins.runs += one.runs_each * len(answer.scores)
+    return [_joined(parts, len(one.white)) for one, parts in zip(asked, found, strict=True)]
+
+
+def batches(counts: list[int], most: int) -> Iterator[list[_Part]]:
+    """Rows of several, so many of each, in batches of `most` and a last one."""
+    parts, room = list[_Part](), most
+    for place, count in enumerate(counts):
+        start = 0
+        while start < count:
+            stop = min(count, start + room)
+            parts.append(_Part(place, slice(start, stop)))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield parts
+                parts, room = [], most
+    if parts:
+        yield parts
+
+
+def _joined(parts: list[Answer], count: int) -> Answer | OutOfTime:
+    if sum(len(part.scores) for part in parts) < count:
+        return OutOfTime()
+    scores = torch.cat([part.scores for part in parts])
+    gradients = [part.gradients for part in parts if part.gradients is not None]
+    return Answer(scores, torch.cat(gradients) if gradients else None)
+
+
+def _run(asked: list[Asked], parts: list[_Part]) -> list[Answer]:
+    """One batch."""
+    fast, sizes = asked[0].margins.fast, [part.rows.stop - part.rows.start for part in parts]
+    every = [asked[part.place].margins for part in parts]
+    white = [asked[part.place].white[part.rows] for part in parts]
+    wanted = [asked[part.place].slopes for part in parts]
+    if wanted[0] is None:
+        scores = fast.values(torch.cat([own.inputs(x) for own, x in zip(every, white, strict=True)]))
+        return [Answer(own) for own in scores.split(sizes)]
+    rivals = torch.cat([own.rivals[part.rows] for own, part in zip(wanted, parts, strict=True) if own is not None])
+    labels = torch.cat([rivals.new_full((size,), own.label) for own, size in zip(every, sizes, strict=True)])
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in white]
+        inputs = [own.inputs(leaf) for own, leaf in zip(every, leaves, strict=True)]
+        scores, slopes = margin_slopes(fast, wanted[0].probabilities, torch.cat(inputs).detach(), labels, rivals)
+        found = zip(inputs, leaves, slopes.split(sizes), scores.split(sizes), strict=True)
+        return [Answer(own, torch.autograd.grad(x, leaf, slope.to(x.dtype))[0]) for x, leaf, slope, own in found]
+
+
+def margin_slopes(
+    fast: FastNetwork, probabilities: bool, inputs: Tensor, labels: Tensor, rivals: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Comparable scores (N, d), and the gradient (N, *event) of the margin of a label (N,) to a rival (N,) of each.
+
+    On a GPU from a recording, of a number of inputs that is a power of two, so that few are needed.
+    """
+
+    def work(x: Tensor, label: Tensor, which: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad(), full_precision():
+            x = x.detach().requires_grad_()
+            scores = comparable(fast(x.clone()), probabilities)  # which it may write into
+            own = label.unsqueeze(1)
+            strongest = scores.detach().scatter(1, own, -torch.inf).argmax(1)
+            rival = torch.where(which < 0, strongest, which).unsqueeze(1)
+            margin = scores.gather(1, own) - scores.gather(1, rival)
+            (slope,) = torch.autograd.grad(margin.sum(), x)
+        return scores.detach(), slope
+
+    count = len(inputs)
+    missing = 0 if fast.recordings is None else 2 ** (count - 1).bit_length() - count
+    given = [torch.cat([x, x[:1].expand(missing, *x.shape[1:])]) for x in (inputs, labels, rivals)]
+    try:
+        scores, slopes = fast.replayed(("margin", probabilities), work, *given)
+    except RuntimeError:
+        with without_cudnn():
+            scores, slopes = work(*given)
+    return scores[:count], slopes[:count]
+
+
+def comparable(scores: Tensor, probabilities: bool) -> Tensor:
+    """The scores, of a softmax their logarithms: the same one is the largest, and margins are nearer to linear."""
+    return scores.clamp(min=torch.finfo(scores.dtype).tiny).log() if probabilities else scores
+
+
+def own_seed(seed: int, purpose: str, mean: Tensor) -> int:
+    """A seed of an input's own, by its mean (n,): the same alone and in any batch, another for another input."""
+    digest = hashlib.sha256(mean.detach().cpu().contiguous().numpy().tobytes()).digest()
+    return random_seed(seed, purpose, int.from_bytes(digest[:6], "big"))
 
 
 def are_probabilities(scores: Tensor) -> bool:

@@ -31,12 +31,17 @@ class Target:
     relative: float
     absolute: float | None = None
 
-    def needed(self, probability: float, error: float) -> float:
-        """How many times the runs are needed that gave this standard error; at most 1 is met."""
+    def needed(self, probability: float, error: float, half_width: float | None = None) -> float:
+        """How many times the runs are needed that gave this standard error; at most 1 is met.
+
+        The half-width of the interval is 1.96 errors where none is given.
+        """
         wanted = self.relative * max(probability, 0.0)
-        if self.absolute is not None:
-            wanted = max(wanted, 0.95 * self.absolute / QUANTILE)  # intervals are a little wider than two errors
-        return (error / wanted) ** 2 if wanted > 0 else UNKNOWN
+        times = (error / wanted) ** 2 if wanted > 0 else UNKNOWN
+        if self.absolute is None:
+            return times
+        half_width = QUANTILE * error if half_width is None else half_width
+        return min(times, (half_width / self.absolute) ** 2)
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,16 @@ class Found:
     met: bool
     bounds: tuple[float, float] | None = None
     """An interval of its own, where it has one."""
+
+    @property
+    def probability(self) -> float:
+        """Between 0 and 1, where the estimate may not be."""
+        return min(max(self.estimate.probability, 0.0), 1.0)
+
+    @property
+    def rival(self) -> int:
+        """The class that won most; −1 where none was seen."""
+        return int(self.wins.argmax()) if float(self.wins.sum()) > 0 else -1
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -122,6 +137,12 @@ def interval(estimate: FlipEstimate) -> tuple[float, float]:
     return low / (1 + low), high / (1 + high)
 
 
+def half_width(estimate: FlipEstimate) -> float:
+    """Of its interval."""
+    low, high = interval(estimate)
+    return (high - low) / 2
+
+
 def shares_interval(count: Tensor, samples: Tensor) -> Tensor:
     """95 % intervals (..., 2) of frequencies: Wilson's; where none or all samples were such, the rule of three."""
     n = samples.double()
@@ -143,7 +164,15 @@ ROWS = 24
 
 @dataclass(frozen=True, eq=False)
 class FlipProbability:
-    """How often another class than the label wins: estimates with intervals of 95 %, not certificates."""
+    """How often another class than the label wins: estimates with intervals of 95 %, not certificates.
+
+    Print it for a table, a row for each input.
+
+    >>> from netmoments import Gaussian, flip_probability
+    >>> found = flip_probability(torch.nn.Identity().eval(), Gaussian(torch.tensor([[1.0, 0.0], [9.0, 0.0]]), std=1.0))
+    >>> found.probability.shape, found.interval.shape, found.rival.tolist()
+    (torch.Size([2]), torch.Size([2, 2]), [1, 1])
+    """
 
     probability: Tensor
     """(*batch), in float64."""
@@ -219,7 +248,13 @@ def printed(found: FlipProbability) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class ClassProbabilities:
-    """How often each class wins: estimates with intervals of 95 %."""
+    """How often each class wins: estimates with intervals of 95 %. Print it for a table.
+
+    >>> from netmoments import Gaussian, class_probabilities
+    >>> found = class_probabilities(torch.nn.Identity().eval(), Gaussian(torch.tensor([1.0, 0.0]), std=1.0))
+    >>> int(found.winner), bool(found.interval[0, 0] < 0.7602 < found.interval[0, 1])  # Φ(1/√2)
+    (0, True)
+    """
 
     probability: Tensor
     """(*batch, d), in float64; sums to 1."""

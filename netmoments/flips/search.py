@@ -61,22 +61,22 @@ class Search:
     """The strongest margins at the samples of the noise that it started with, (N,)."""
 
     @classmethod
-    def from_noise(cls, margins: NoisyMargins, generator: torch.Generator) -> Search:
+    async def from_noise(cls, margins: NoisyMargins, generator: torch.Generator) -> Search:
         """Started with samples of the noise: gradients of the strongest margins, and some of each likely rival's."""
         white = margins.normal(START)
-        evidence = _evidence(margins, white, torch.full((START,), -1, device=white.device))
+        evidence = await _evidence(margins, white, torch.full((START,), -1, device=white.device))
         found = cls(margins, generator, evidence, plain=evidence.margins.amin(1))
         for rival in likely_rivals(evidence.margins):
-            found.seed(rival)
+            await found.seed(rival)
         return found
 
     @classmethod
-    def from_pulled(cls, margins: NoisyMargins, generator: torch.Generator) -> Search:
+    async def from_pulled(cls, margins: NoisyMargins, generator: torch.Generator) -> Search:
         """Started with samples that are pulled across the boundary, each by Newton steps along its own gradient."""
         white = margins.normal(START)
         parts = []
         for _ in range(PULLS):
-            part = _evidence(margins, white, torch.full((len(white),), -1, device=white.device))
+            part = await _evidence(margins, white, torch.full((len(white),), -1, device=white.device))
             parts.append(part)
             margin = part.margins.gather(1, part.rivals.unsqueeze(1)).to(white.dtype)
             square = part.gradients.square().sum(1, keepdim=True)
@@ -86,7 +86,7 @@ class Search:
         pulled = parts[0].joined(parts[1]).joined(parts[2])
         found = cls(margins, generator, parts[0], start=pulled)
         for rival in likely_rivals(parts[0].margins):
-            found.seed(rival)
+            await found.seed(rival)
         return found
 
     @classmethod
@@ -94,14 +94,14 @@ class Search:
         """One that knows what both have found."""
         return cls(first.margins, first.generator, first.evidence.joined(second.evidence), rounds=CURIOUS)
 
-    def seed(self, rival: int) -> None:
+    async def seed(self, rival: int) -> None:
         """Gradients of a rival's margin at some samples of the noise, where there are too few."""
         missing = SEEDS - int((self.evidence.rivals == rival).sum())
         if missing <= 0:
             return
         white = self.margins.normal(missing)
         which = torch.full((missing,), rival, device=white.device)
-        self.evidence = self.evidence.joined(_evidence(self.margins, white, which))
+        self.evidence = self.evidence.joined(await _evidence(self.margins, white, which))
 
     @property
     def gradients(self) -> int:
@@ -133,19 +133,19 @@ class Search:
         surrogates = self.surrogates()
         self.guide = guide(surrogates, self.generator, points) if surrogates else None
 
-    def advance(self) -> None:
+    async def advance(self) -> None:
         """A round, and what follows from it."""
         if self.guide is None:
             self.refit()
         if self.guide is not None:
-            self.round()
+            await self.round()
             self.refit()
 
-    def round(self) -> None:
+    async def round(self) -> None:
         """Gradients at samples of the guide, and of each surrogate's own."""
         assert self.guide is not None
         white, which = self._samples(self.next_round)
-        self.evidence = self.evidence.joined(_evidence(self.margins, white, which))
+        self.evidence = self.evidence.joined(await _evidence(self.margins, white, which))
         self.rounds += 1
 
     def _samples(self, count: int) -> tuple[Tensor, Tensor]:
@@ -166,8 +166,8 @@ class Search:
         return torch.cat(drawn), torch.cat(which)
 
 
-def _evidence(margins: NoisyMargins, white: Tensor, which: Tensor) -> Evidence:
-    found, gradients = margins.with_gradients(white, which)
+async def _evidence(margins: NoisyMargins, white: Tensor, which: Tensor) -> Evidence:
+    found, gradients = await margins.with_gradients(white, which)
     return Evidence(white, found, gradients, torch.where(which < 0, found.argmin(1), which))
 
 

@@ -40,14 +40,14 @@ class Population:
     wins: Tensor
 
 
-def by_splitting(margins: NoisyMargins, target: Target, limit: int) -> Found:
+async def by_splitting(margins: NoisyMargins, target: Target, limit: int) -> Found:
     """Populations until their mean is as exact as asked, or a limit is reached."""
     found: list[Population] = []
     start = margins.runs
     met = False
     try:
         while len(found) < MOST_POPULATIONS:
-            found.append(population(margins))
+            found.append(await population(margins))
             each = (margins.runs - start) / len(found)
             if len(found) >= LEAST_POPULATIONS:
                 now = averaged(found)
@@ -73,10 +73,10 @@ def averaged(populations: list[Population]) -> FlipEstimate:
     return FlipEstimate(mean, error, len(values), freedom=max(1, len(values) - 1))
 
 
-def population(margins: NoisyMargins) -> Population:
+async def population(margins: NoisyMargins) -> Population:
     """One population of particles, from the noise to the flips."""
     white = margins.normal(PARTICLES)
-    found = margins.of(white)
+    found = await margins.of(white)
     level, log, step, stuck = math.inf, 0.0, 0.5, 0
     for _ in range(LEVELS):
         strongest = found.amin(1)
@@ -90,7 +90,7 @@ def population(margins: NoisyMargins) -> Population:
             break
         again = torch.randint(int(kept.sum()), (PARTICLES,), device=white.device, generator=margins.generator)
         white, found = white[kept][again], found[kept][again]
-        white, found, step = moved(margins, white, found, level, step)
+        white, found, step = await moved(margins, white, found, level, step)
     else:
         return Population(0.0, found.new_zeros(margins.rivals))
     flips = found.amin(1) < 0
@@ -105,7 +105,7 @@ def next_level(strongest: Tensor, before: float) -> float:
     return max(0.0, min(level, before))
 
 
-def moved(
+async def moved(
     margins: NoisyMargins, white: Tensor, found: Tensor, level: float, step: float
 ) -> tuple[Tensor, Tensor, float]:
     """Particles after some steps that keep N(0, I) below the level, and the step that fits.
@@ -115,7 +115,7 @@ def moved(
     """
     for _ in range(MOVES):
         proposed = math.sqrt(1 - step * step) * white + step * margins.normal(len(white))
-        new = margins.of(proposed)
+        new = await margins.of(proposed)
         accepted = new.amin(1) <= level
         white = torch.where(accepted.unsqueeze(1), proposed, white)
         found = torch.where(accepted.unsqueeze(1), new, found)

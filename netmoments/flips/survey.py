@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from netmoments.flips.margins import Clock
+from netmoments.flips.margins import Clock, own_seed
 from netmoments.flips.result import QUANTILE, shares_interval
 from netmoments.gaussian import Gaussian
 from netmoments.memory import elements_together
@@ -34,7 +34,7 @@ class SurveyGoal:
     half_width: float
     """Of the 95 % intervals."""
     least: int
-    """Samples of the first round."""
+    """Samples of the first round, and of a lot: what an input gets at a time."""
     most: int
 
 
@@ -84,14 +84,14 @@ def surveyed(
     """Samples of E inputs (noise with one batch dimension) until the share of each label (E,) is known as asked.
 
     Scores with the indices `followed` (E, k) are summed on the way. The first round is always done; the clock is asked
-    before every other piece of work.
+    before every other piece of work. Every input has random numbers of its own, by `seed` and its mean: what is found
+    of one depends on the others by rounding only.
     """
-    work = _Sums(model, noise, labels, followed)
-    generator = torch.Generator(noise.device).manual_seed(seed)
+    work = _Sums(model, noise, labels, followed, seed, goal)
     clock = Clock(None) if clock is None else clock
     with torch.inference_mode(False), torch.no_grad(), full_precision(), Progress(description, len(labels)) as progress:
         every = torch.arange(len(labels), device=noise.device)
-        work.add(every, goal.least, generator)
+        work.add(every, torch.full_like(every, goal.least))
         shown = 0
         while not clock.over:
             own = work.wins.gather(1, labels.unsqueeze(1)).squeeze(1)
@@ -102,28 +102,21 @@ def surveyed(
             if len(active) == 0:
                 break
             more = torch.minimum(missing[active], GROWTH * work.samples[active])
-            for count, some in _alike(active, more):
-                if clock.over:
-                    break
-                work.add(some, count, generator, clock)
+            work.add(active, more, clock)
     return work.result()
-
-
-def _alike(active: Tensor, more: Tensor) -> list[tuple[int, Tensor]]:
-    """Inputs that miss about as many samples, together: by powers of two, rounded up to the largest of each group."""
-    groups: dict[int, list[int]] = {}
-    counts = more.tolist()
-    for place, count in enumerate(counts):
-        groups.setdefault(int(count).bit_length(), []).append(place)
-    return [(max(counts[place] for place in places), active[places]) for places in groups.values()]
 
 
 class _Sums:
     """Sums over samples of each input, in float64, about the scores without noise."""
 
-    def __init__(self, model: NetworkModel, noise: Gaussian, labels: Tensor, followed: Tensor) -> None:
-        self.noise, self.labels, self.followed = noise, labels, followed
+    def __init__(
+        self, model: NetworkModel, noise: Gaussian, labels: Tensor, followed: Tensor, seed: int, goal: SurveyGoal
+    ) -> None:
+        self.noise, self.labels, self.followed, self.goal = noise, labels, followed, goal
         self.fast: FastNetwork = fast_network(model)
+        self.generators = [
+            torch.Generator(noise.device).manual_seed(own_seed(seed, "survey", mean)) for mean in noise.flat_mean.cpu()
+        ]
         entries, kept = followed.shape
         with full_precision():
             self.centre = self.fast.values(noise.mean.detach()).double()
@@ -131,21 +124,40 @@ class _Sums:
         self.wins = torch.zeros(entries, model.outputs, dtype=torch.int64, device=noise.device)
         self.powers = self.centre.new_zeros(entries, 4, kept + 1)
 
-    def add(self, entries: Tensor, count: int, generator: torch.Generator, clock: Clock | None = None) -> None:
-        """So many samples more of each of these inputs; fewer if the time is over."""
-        size = self.noise.size
-        together = max(1, elements_together("pass", self.noise.mean, 2 * size))
-        for some in entries.split(together):
-            block = max(1, together // len(some))
-            covariance = self.noise.covariance.entries(some)
-            mean = self.noise.flat_mean[some]
-            for start in range(0, count, block):
+    def add(self, entries: Tensor, counts: Tensor, clock: Clock | None = None) -> None:
+        """So many samples more of each of these inputs, or a few more than that; fewer if the time is over."""
+        for number, places in self._lots(entries, counts).items():
+            together = max(1, elements_together("pass", self.noise.mean, 2 * self.noise.size) // number)
+            for start in range(0, len(places), together):
                 if clock is not None and clock.over:
                     return
-                number = min(block, count - start)
-                drawn = mean + covariance.draw((number, len(some)), generator)
-                values = self.fast.values(drawn.reshape(-1, *self.noise.event_shape))
-                self._count(some, values.reshape(number, len(some), -1))
+                self._run(places[start : start + together], number)
+
+    def _lots(self, entries: Tensor, counts: Tensor) -> dict[int, list[int]]:
+        """Inputs by the samples of a lot: as many as the first round has, but for the last one before the most.
+
+        What an input draws at a time must not depend on the others, nor on what fits into memory.
+        """
+        lots: dict[int, list[int]] = {}
+        before = self.samples[entries].tolist()
+        for place, count, done in zip(entries.tolist(), counts.tolist(), before, strict=True):
+            for start in range(done, done + count, self.goal.least):
+                lots.setdefault(min(self.goal.least, self.goal.most - start), []).append(place)
+        return lots
+
+    def _run(self, places: list[int], number: int) -> None:
+        """So many samples of each of these inputs, of which some may come more than once."""
+        some = torch.tensor(places, device=self.noise.device)
+        covariance, mean = self.noise.covariance.entries(some), self.noise.flat_mean[some]
+        shape = (number, self.noise.covariance.normals)
+        white = torch.empty(number, len(places), shape[1], dtype=mean.dtype, device=mean.device)
+        for column, place in enumerate(places):
+            white[:, column] = torch.randn(
+                shape, dtype=mean.dtype, device=mean.device, generator=self.generators[place]
+            )
+        drawn = mean + covariance.coloured(white)
+        values = self.fast.values(drawn.reshape(-1, *self.noise.event_shape))
+        self._count(some, values.reshape(number, len(some), -1))
 
     def _count(self, entries: Tensor, values: Tensor) -> None:
         if not bool(torch.isfinite(values).all()):
@@ -158,7 +170,7 @@ class _Sums:
         wins = torch.zeros(len(entries), values.shape[-1], dtype=torch.int64, device=values.device)
         wins.scatter_add_(1, winners, torch.ones_like(winners))
         self.wins.index_add_(0, entries, wins)
-        self.samples[entries] += len(values)
+        self.samples.index_add_(0, entries, torch.full_like(entries, len(values)))
         off = values.double() - self.centre[entries]
         kept = off.gather(2, self.followed[entries].expand(len(values), -1, -1))
         own = self.labels[entries].unsqueeze(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages
-from netmoments.flips.flip_probability import flip_probability
+from netmoments.flips.flip_probability import FlipGoal, entries_found
 from netmoments.flips.margins import Clock
 from netmoments.flips.result import shares_interval
 from netmoments.flips.survey import Survey, SurveyGoal, expected_share_error, surveyed
@@ -384,11 +384,10 @@ def _found(
     followed = followed_scores(clean, labels, config.scores)
     goal = SurveyGoal(config.tolerance, plan.first, config.samples)
     noise = config.noise(pixels)
+    limit, seed = Clock(plan.survey_seconds), random_seed(config.seed, "survey", 0)
     survey = surveyed(
-        model, noise, predicted, followed, goal, seed=random_seed(config.seed, "survey", 0),
-        clock=Clock(plan.survey_seconds),
-        description="flips of all images",
-    )  # fmt: skip
+        model, noise, predicted, followed, goal, seed=seed, clock=limit, description="flips of all images"
+    )
     found = _of_survey(config, images, names, clean, followed, survey)
     short = (found.half_width > config.tolerance) & (found.samples < config.samples)
     if bool(short.any()):
@@ -468,27 +467,24 @@ def _levels(
 
 def _rare(model: NetworkModel, noise: Gaussian, found: Study, clock: Clock) -> Study:
     """The flip probabilities of the images nearest to flipping, to 10 % of themselves, as far as the time goes."""
-    numbers, refined, stopped = rare_candidates(found), [], found.stopped
+    numbers, left, refined = rare_candidates(found), seconds_left(clock), list[Refined]()
+    if not numbers:
+        return found
+    labels = found.predicted[numbers].tolist()
     try:
-        with Progress("rare flips", len(numbers)) as progress:
-            for number in numbers:
-                left = seconds_left(clock)
-                if left is not None and left <= 0:
-                    stopped = TIME_IS_OVER
-                    break
-                own, label = noise.entries(torch.tensor([number], device=noise.device)), int(found.predicted[number])
-                refined.append(Refined.alone(model, own, number, label, found.config.seed, left))
-                progress.advance(1)
+        for one in refined_together(model, noise, numbers, labels, found.config, left):
+            refined.append(one)
+        stopped = TIME_IS_OVER if clock.over else found.stopped
     except KeyboardInterrupt:
         stopped = INTERRUPTED
     return dataclasses.replace(with_refined(found, refined), stopped=stopped)
 
 
 def seconds_left(clock: Clock) -> float | None:
-    """Until the time is over; None where there is no end."""
+    """Until the time is over, or a moment if it is; None where there is no end."""
     if clock.seconds is None or math.isinf(clock.seconds):
         return None
-    return clock.seconds - (time.perf_counter() - clock.start)
+    return max(1e-9, clock.seconds - (time.perf_counter() - clock.start))
 
 
 def rare_candidates(found: Study) -> list[int]:
@@ -511,14 +507,16 @@ class Refined:
     rival: int
     """−1 where none was seen."""
 
-    @classmethod
-    def alone(
-        cls, model: NetworkModel, noise: Gaussian, number: int, label: int, seed: int, seconds: float | None = None
-    ) -> Refined:
-        """Of the image with this number, whose noise, a batch of one, and answer are given."""
-        one = flip_probability(model, noise, label, RELATIVE_ERROR, runs=RARE_RUNS, seconds=seconds, seed=seed)
-        low, high = one.interval[0].tolist()
-        return cls(number, float(one.probability), low, high, int(one.runs), one.route[0], int(one.rival))
+
+def refined_together(
+    model: NetworkModel, noise: Gaussian, numbers: Sequence[int], labels: Sequence[int], config: StudyConfig,
+    seconds: float | None = None,
+) -> Iterator[Refined]:  # fmt: skip
+    """Of the images with these numbers, as they come; `noise` is that of all images."""
+    goal = FlipGoal.read(CALLER, RELATIVE_ERROR, None, RARE_RUNS, seconds, config.seed)
+    own = noise.entries(torch.tensor(list(numbers), device=noise.device))
+    for place, one, runs in entries_found(model, own, labels, goal, "rare flips"):
+        yield Refined(numbers[place], one.probability, *one.interval, runs, one.route, one.rival)
 
 
 def with_refined(found: Study, refined: Sequence[Refined]) -> Study:

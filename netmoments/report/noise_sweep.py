@@ -1,8 +1,8 @@
 """A noise study of many images, in parts: kept on the disk, resumed, on every GPU here or on a Ray cluster.
 
-Two sweeps follow one another: samples of all images, a part at a time, and then the flip probabilities of those nearest
-to flipping, one by one. Every part has a seed of its own, so that the results depend on who computed what by rounding
-only.
+Two sweeps follow one another: samples of all images, and then the flip probabilities of those nearest to flipping, each
+a part at a time. Every image has random numbers of its own, so that the results depend on who computed what, and
+together with which others, by rounding only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from netmoments.data.images import LabelledImages
-from netmoments.gaussian import random_seed
 from netmoments.network.model import network_of
 from netmoments.report.arguments import Subject, with_classes_of
 from netmoments.report.noise_study import (
@@ -37,6 +36,7 @@ from netmoments.report.noise_study import (
     classifier,
     examples_of,
     rare_candidates,
+    refined_together,
     survey_of,
     with_refined,
 )
@@ -45,8 +45,8 @@ from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.on_ray import RayEngine
 from netmoments.sweep.run import run_sweep
 
-PART = 64
-"""Images of a part."""
+PART, RARE_PART = 64, 8
+"""Images of a part: those that are sampled, and those nearest to flipping."""
 PER_IMAGE = ("predicted", "samples", "lead", "flip", "runs", "rivals")
 PER_SCORE = ("outputs", "mean", "deviation", "mean_error", "deviation_error")
 PER_LEVEL = ("samples", "flips", "right", "rivals", "lead")
@@ -123,8 +123,7 @@ class SurveySweep:
 
         def compute(item: int) -> Columns:
             part = images.take(slice(item * PART, (item + 1) * PART))
-            seed = random_seed(self.config.seed, "part", item)
-            config = dataclasses.replace(self.config, device=torch.device(device), seed=seed)
+            config = dataclasses.replace(self.config, device=torch.device(device))
             return columns_of(survey_of(network, part, config, plan))
 
         return compute
@@ -190,7 +189,7 @@ def _joined_curve(columns: Mapping[str, np.ndarray], sigmas: Sequence[float]) ->
 
 @dataclass(frozen=True)
 class RareSweep:
-    """The flip probabilities of the images nearest to flipping, one an item."""
+    """The flip probabilities of the images nearest to flipping."""
 
     subject: Subject
     config: StudyConfig
@@ -201,24 +200,25 @@ class RareSweep:
 
     @property
     def configuration(self) -> Mapping[str, Any]:
-        return {**_configuration(self.subject, self.config), "numbers": list(self.numbers)}
+        return {**_configuration(self.subject, self.config), "part": RARE_PART, "numbers": list(self.numbers)}
 
     @property
     def counts(self) -> Sequence[int]:
-        return [1] * len(self.numbers)
+        return [min(RARE_PART, len(self.numbers) - start) for start in range(0, len(self.numbers), RARE_PART)]
 
     def prepare(self, device: str) -> Callable[[int], Columns]:
         network, images = self.subject.load()
         network = network_of(network.to(device), CALLER)
         pixels = images.images.to(device)
         model = classifier(network, pixels[:1])
-        labels = dict(zip(self.numbers, self.predicted, strict=True))
+        noise = self.config.noise(pixels)
 
         def compute(item: int) -> Columns:
-            number = self.numbers[item]
-            noise = self.config.noise(pixels[number : number + 1])
-            one = Refined.alone(model, noise, number, labels[number], self.config.seed)
-            return {name: np.array([value]) for name, value in vars(one).items()}
+            part = slice(item * RARE_PART, (item + 1) * RARE_PART)
+            asked = self.numbers[part], self.predicted[part], self.config
+            found = model.answer(lambda: list(refined_together(model, noise, *asked)))
+            rows = sorted(found, key=lambda one: self.numbers.index(one.number))
+            return {name: np.array([getattr(one, name) for one in rows]) for name in vars(rows[0])}
 
         return compute
 

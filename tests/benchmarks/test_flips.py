@@ -101,6 +101,7 @@ class OneSubject:
         (["coverage", "--shapes", "linear", "--probabilities", "1e-6", "--seeds", "2"], "of 2 intervals hold"),
         (["coverage", "--networks", "linear", "--truth", "20000", "--decades", "2", "9"], "of 1 intervals hold"),
         (["common", "--networks", "linear"], "of plain sampling's runs"),
+        (["common", "--networks", "linear", "--truth", "20000"], "intervals hold the share of plain samples"),
     ],
 )
 def test_tables(words, shown, monkeypatch, capsys, tmp_path):

@@ -6,6 +6,8 @@ from torch import nn
 
 import netmoments as nm
 from netmoments.flips.flip_probability import FlipGoal, require_positive
+from netmoments.flips.margins import own_seed
+from netmoments.flips.search import START
 from tests.flips.classifiers import Corner, Rounded, at_distance, linear, tail
 
 
@@ -61,6 +63,33 @@ def test_a_batch_has_its_shape_and_every_entry_its_own_answer():
     truth = torch.tensor([tail(1.0), tail(3.5), tail(5.0), tail(2.0)]).reshape(2, 2).double()
     assert bool(((found.probability - truth).abs() < 5 * found.standard_error).all())
     assert len(str(found).splitlines()) == 6
+
+
+def test_one_rare_flip_among_the_first_samples_does_not_make_it_common():
+    """Of 1 in 4,300 one is among the first 32 samples now and then: counting them would take tens of thousands."""
+    network = linear()
+    mean = at_distance(network, 3.5)
+    normal = (network.weight[0] - network.weight[1]).detach()
+
+    def first_flips(seed: int) -> bool:
+        generator = torch.Generator().manual_seed(own_seed(seed, "flips", mean))
+        return bool(((mean + torch.randn(START, 12, generator=generator)) @ normal < 0).any())
+
+    seed = next(filter(first_flips, range(2000)))
+    found = nm.flip_probability(network, nm.Gaussian(mean, std=1.0), seed=seed)
+    assert found.route == ["importance"]
+    assert int(found.runs) < 4000
+    assert float(found.interval[0]) < tail(3.5) < float(found.interval[1])
+
+
+def test_an_input_has_the_same_answer_alone_and_among_others():
+    network = linear().double()
+    mean = torch.stack([at_distance(network, d) for d in (4.0, 1.0, -2.0)]).double()
+    every = nm.flip_probability(network, nm.Gaussian(mean, std=1.0))
+    for place in range(3):
+        alone = nm.flip_probability(network, nm.Gaussian(mean[place], std=1.0))
+        assert float(alone.probability) == pytest.approx(float(every.probability[place]), rel=1e-9)
+        assert int(alone.runs) == int(every.runs[place])
 
 
 def test_the_same_seed_gives_the_same_answer():

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 import netmoments as nm
-from netmoments.flips.frequent import by_frequencies, by_guided_frequencies, nothing_found, plain_estimate, plain_wins
+from netmoments.flips.frequent import (
+    PLAIN_SHARES,
+    by_frequencies,
+    by_guided_frequencies,
+    guided,
+    nothing_found,
+    plain_estimate,
+    plain_wins,
+)
+from netmoments.flips.margins import alone
 from netmoments.flips.result import Target
 from netmoments.flips.search import Search
 from tests.flips.classifiers import Corner, Rounded, at_distance, linear, margins_of, tail
@@ -14,10 +23,10 @@ NONE_BEFORE = (0, torch.zeros(2, dtype=torch.float64))
 
 def guided_estimate(network, noise, target, seed=0):
     margins = margins_of(network, noise, seed=seed)
-    search = Search.from_noise(margins, margins.generator)
+    search = alone(Search.from_noise(margins, margins.generator))
     search.refit()
     plain = plain_estimate(int((search.plain < 0).sum()), len(search.plain))
-    return by_guided_frequencies(margins, search, plain, target, 100_000, margins.generator), margins
+    return alone(by_guided_frequencies(margins, search, plain, target, 100_000, margins.generator)), margins
 
 
 @pytest.mark.parametrize("distance", [-1.5, 0.0, 0.7, 1.5])
@@ -42,7 +51,7 @@ def test_a_network_of_two_layers():
 
 def test_plain_frequencies_until_it_is_enough():
     margins = margins_of(Rounded(1.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    found = by_frequencies(margins, Target(0.1), 100_000, NONE_BEFORE)
+    found = alone(by_frequencies(margins, Target(0.1), 100_000, NONE_BEFORE))
     assert found.met
     low, high = found.interval
     assert low < tail(1) < high
@@ -51,7 +60,7 @@ def test_plain_frequencies_until_it_is_enough():
 
 def test_what_is_never_seen_is_bounded():
     margins = margins_of(Rounded(20.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    found = nothing_found(margins, Target(0.1), 3000, NONE_BEFORE)
+    found = alone(nothing_found(margins, Target(0.1), 3000, NONE_BEFORE))
     assert found.estimate.probability == 0
     assert found.interval == (0.0, 0.001)
     assert not found.met
@@ -59,6 +68,39 @@ def test_what_is_never_seen_is_bounded():
 
 def test_winners_are_counted():
     margins = margins_of(Rounded(0.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    wins = plain_wins(margins, 1000)
+    wins = alone(plain_wins(margins, 1000))
     assert wins[0] == 0
     assert abs(float(wins[1]) / 1000 - 0.5) < 5 * 0.5 / math.sqrt(1000)
+
+
+def counting(flips, failing, ratio):
+    """Runs of plain noise with these flips, of which a guide with this density says this."""
+    network = linear()
+    margins = margins_of(network, nm.Gaussian(at_distance(network, 1.0), std=1.0))
+    search = alone(Search.from_noise(margins, margins.generator))
+    search.refit()
+    work = guided(margins, search, Target(1e-9, absolute=0.01), margins.generator)
+    work.flips, work.failing = [flips], [torch.stack([torch.zeros_like(failing), failing], 1)]
+    work.ratios, work.origin = [torch.stack([torch.ones_like(ratio), ratio], 1)], [torch.zeros(len(flips)).long()]
+    return work
+
+
+def test_a_guide_is_used_as_far_as_it_knows_where_flips_are():
+    generator = torch.Generator().manual_seed(0)
+    chance = torch.rand(4000, generator=generator, dtype=torch.float64).square()
+    flips = (torch.rand(4000, generator=generator) < chance).double()
+    density = (chance * (1 - chance)).sqrt()
+    density = density / density.mean()
+    assert counting(flips, chance, density).best_share() == PLAIN_SHARES[0]
+    shuffled = torch.randperm(4000, generator=generator)
+    assert counting(flips, chance[shuffled], density[shuffled]).best_share() == 1.0
+
+
+def test_plain_samples_come_first_while_they_are_missing():
+    zeros = torch.zeros(20, dtype=torch.float64)
+    work = counting(zeros, zeros, torch.ones_like(zeros))
+    assert work.shown == 150  # 3/2/n ≤ 0.01
+    assert work.divided(100) == [75, 25]
+    assert work.divided(1000)[0] >= 130
+    assert work.unseen == pytest.approx(3 / 2 / 1.959964 / 20)
+    assert work.plain_flips == (0, 20)

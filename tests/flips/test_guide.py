@@ -87,9 +87,28 @@ def test_joint_failing_is_accurate_where_it_is_small():
 
 
 def test_uncertainty_is_largest_in_between():
-    values = uncertainty(torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64))
+    chances = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
+    values = uncertainty(chances, common=False)
     assert values[0] == 0
     assert values[1] > values[2] > 0
+    values = uncertainty(chances, common=True)
+    assert values[0] == values[2] == 0
+    assert values[1] == pytest.approx(math.sqrt(0.25 + 0.05))
+
+
+def test_even_nets_know_how_often_flips_are_expected():
+    """Φ(−a/√(1 + s²)) for a linear surrogate; for two, with curvature, as 400,000 plain points have it."""
+    generator = torch.Generator().manual_seed(0)
+    one = guide((surrogate(1.0, curved=0.0),), generator, 4000)
+    sharp = one.sharpened(generator)
+    assert one.common
+    assert abs(sharp.expected - tail(1 / math.sqrt(1.09))) < 5 * sharp.expected_error
+    assert sharp.expected_error < 0.2 * one.expected_error
+    two = guide((surrogate(1.0), surrogate(0.5, rival=2, seed=1)), generator, 4000)
+    seen = two.failing(torch.randn(400_000, SIZE, generator=generator))
+    sharp = two.sharpened(generator)
+    error = math.hypot(float(seen.std()) / math.sqrt(len(seen)), sharp.expected_error)
+    assert abs(sharp.expected - float(seen.mean())) < 5 * error
 
 
 def test_choices_follow_their_chances():

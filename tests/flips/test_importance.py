@@ -5,6 +5,7 @@ import torch
 
 import netmoments as nm
 from netmoments.flips.importance import by_importance, controlled
+from netmoments.flips.margins import alone
 from netmoments.flips.result import Target
 from netmoments.flips.search import Search
 from tests.flips.classifiers import Ball, Corner, at_distance, linear, margins_of, tail
@@ -12,8 +13,8 @@ from tests.flips.classifiers import Ball, Corner, at_distance, linear, margins_o
 
 def estimate(network, noise, seed=0, target=None):
     margins = margins_of(network, noise, seed=seed)
-    search = Search.from_noise(margins, margins.generator)
-    return by_importance(margins, search, target or Target(0.1), 200_000, margins.generator), margins
+    search = alone(Search.from_noise(margins, margins.generator))
+    return alone(by_importance(margins, search, target or Target(0.1), 200_000, margins.generator)), margins
 
 
 @pytest.mark.parametrize("distance", [3.0, 5.0, 7.9])

@@ -12,6 +12,7 @@ from netmoments.flips.result import (
     Target,
     agree,
     described,
+    half_width,
     interval,
     stacked,
     student_quantile,
@@ -73,13 +74,19 @@ def test_values_are_stacked():
 def test_what_is_enough():
     assert Target(0.1).needed(1e-6, 1e-7) == pytest.approx(1)
     assert Target(0.1).needed(1e-6, 2e-7) == pytest.approx(4)
-    assert Target(0.1, absolute=0.01).needed(1e-6, 0.95 * 0.01 / 1.959964) == pytest.approx(1)
+    assert Target(0.1, absolute=0.01).needed(1e-6, 0.01 / 1.959964) == pytest.approx(1)
+    assert Target(0.1, absolute=0.01).needed(1e-6, 1.0, half_width=0.02) == pytest.approx(4)
+    assert Target(0.1, absolute=0.01).needed(0.5, 0.025, half_width=0.05) == pytest.approx(0.25)
     assert Target(0.1).needed(0.0, 0.0) > 1e6
 
 
 @pytest.mark.parametrize(("freedom", "wanted"), [(4, 2.776), (10, 2.228), (30, 2.042), (1e9, 1.960)])
 def test_quantiles_of_student(freedom, wanted):
     assert student_quantile(freedom) == pytest.approx(wanted, rel=0.005)
+
+
+def test_half_of_an_interval():
+    assert half_width(FlipEstimate(0.5, 0.005, 10_000)) == pytest.approx(1.96 * 0.005, rel=1e-3)
 
 
 def test_an_interval_is_positive_and_below_one():

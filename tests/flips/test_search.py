@@ -3,6 +3,7 @@ import math
 import torch
 
 import netmoments as nm
+from netmoments.flips.margins import alone
 from netmoments.flips.search import SEEDS, START, Search, likely_rivals
 from tests.flips.classifiers import Corner, at_distance, linear, margins_of, tail
 
@@ -11,7 +12,7 @@ def test_a_linear_margin_is_known_after_the_start():
     network = linear()
     margins = margins_of(network, nm.Gaussian(at_distance(network, 5.0), std=1.0))
     for start in (Search.from_noise, Search.from_pulled):
-        search = start(margins, margins.generator)
+        search = alone(start(margins, margins.generator))
         search.refit()
         assert search.guide is not None
         assert abs(math.log(search.guide.expected / tail(5))) < 0.1
@@ -20,10 +21,10 @@ def test_a_linear_margin_is_known_after_the_start():
 
 def test_rounds_add_gradients_and_know_two_ways_to_flip():
     margins = margins_of(Corner(4.0, 4.2).eval(), nm.Gaussian(torch.zeros(6), std=1.0))
-    search = Search.from_noise(margins, margins.generator)
+    search = alone(Search.from_noise(margins, margins.generator))
     for _ in range(4):
         before = search.gradients
-        search.advance()
+        alone(search.advance())
         assert search.gradients > before
     assert search.guide is not None
     assert margins.runs == 3 * search.gradients
@@ -32,7 +33,10 @@ def test_rounds_add_gradients_and_know_two_ways_to_flip():
 def test_joined_searches_know_what_both_found():
     network = linear()
     margins = margins_of(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
-    one, two = Search.from_noise(margins, margins.generator), Search.from_pulled(margins, margins.generator)
+    one, two = (
+        alone(Search.from_noise(margins, margins.generator)),
+        alone(Search.from_pulled(margins, margins.generator)),
+    )
     assert len(Search.joined(one, two).evidence) == len(one.evidence) + len(two.evidence)
     assert len(one.evidence) == START
 
@@ -40,11 +44,11 @@ def test_joined_searches_know_what_both_found():
 def test_a_rival_is_seeded_once():
     network = linear(classes=4)
     margins = margins_of(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
-    search = Search.from_noise(margins, margins.generator)
+    search = alone(Search.from_noise(margins, margins.generator))
     for rival in (1, 2, 3):
-        search.seed(rival)
+        alone(search.seed(rival))
         before = len(search.evidence)
-        search.seed(rival)
+        alone(search.seed(rival))
         assert len(search.evidence) == before
         assert int((search.evidence.rivals == rival).sum()) >= SEEDS
 
@@ -54,8 +58,8 @@ def test_a_network_that_never_moves_has_no_guide():
     network.weight.data.zero_()
     network.bias.data = torch.tensor([1.0, 0.0])
     margins = margins_of(network.eval(), nm.Gaussian(torch.zeros(4), std=1.0))
-    search = Search.from_noise(margins, margins.generator)
-    search.advance()
+    search = alone(Search.from_noise(margins, margins.generator))
+    alone(search.advance())
     assert search.guide is None
 
 
@@ -71,12 +75,12 @@ def test_a_round_has_room_for_many_surrogates():
     network = linear(12, 12)
     network.weight.data = torch.eye(12)
     margins = margins_of(network, nm.Gaussian(4.0 * torch.eye(12)[0], std=1.0))
-    search = Search.from_noise(margins, margins.generator)
+    search = alone(Search.from_noise(margins, margins.generator))
     for rival in range(1, 12):
-        search.seed(rival)
+        alone(search.seed(rival))
     search.refit()
     assert search.guide is not None
     before = len(search.evidence)
     assert len(search.guide.surrogates) >= 9
-    search.round()
+    alone(search.round())
     assert len(search.evidence) - before >= 48

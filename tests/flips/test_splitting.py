@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import netmoments as nm
+from netmoments.flips.margins import alone
 from netmoments.flips.result import Target
 from netmoments.flips.splitting import Population, adapted, averaged, by_splitting, next_level, population
 from tests.flips.classifiers import Rounded, linear, margins_of, tail
@@ -12,7 +13,7 @@ from tests.flips.classifiers import Rounded, linear, margins_of, tail
 def test_populations_without_gradients():
     """Φ(−4), within five standard errors of the mean of populations."""
     margins = margins_of(Rounded(4.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    found = by_splitting(margins, Target(0.1), 150_000)
+    found = alone(by_splitting(margins, Target(0.1), 150_000))
     assert abs(found.estimate.probability - tail(4)) < 5 * found.estimate.error
     low, high = found.interval
     assert low < tail(4) < high
@@ -22,7 +23,7 @@ def test_populations_without_gradients():
 
 def test_a_population_that_starts_among_flips_counts_them():
     margins = margins_of(Rounded(0.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    found = population(margins)
+    found = alone(population(margins))
     assert abs(found.probability - 0.5) < 5 * 0.5 / math.sqrt(400)
 
 
@@ -31,7 +32,7 @@ def test_nothing_is_found_where_nothing_flips():
     network.weight.data.zero_()
     network.bias = torch.nn.Parameter(torch.tensor([1.0, 0.0]))
     margins = margins_of(network, nm.Gaussian(torch.zeros(4), std=1.0))
-    assert population(margins).probability == 0
+    assert alone(population(margins)).probability == 0
 
 
 def test_levels_fall_to_zero():

@@ -175,7 +175,7 @@ def test_time_that_ends_the_work_is_said(network, digits):
     assert "the time allowed" in hasty.attacks.reason
 
 
-@pytest.mark.parametrize("raises_in", ["_levels", "flip_probability", "examples_of"])
+@pytest.mark.parametrize("raises_in", ["_levels", "entries_found", "examples_of"])
 def test_an_interruption_keeps_what_is_known(network, digits, monkeypatch, raises_in):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
