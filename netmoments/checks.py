@@ -116,7 +116,7 @@ def values_hold(condition: Tensor) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return describe(value) if isinstance(value, int) else f"{value!r}"
+    return describe(value) if isinstance(value, int | Tensor) else f"{value!r}"
 
 
 def require_count(caller: str, name: str, value: Any, *, least: int) -> None:

@@ -133,20 +133,17 @@ class Covariance(ABC):
         """How many trailing dimensions of each tensor belong to one entry."""
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor, in an order that `with_tensors` takes."""
-        found: list[Tensor] = []
-
-        def kept(x: Tensor, dimensions: int) -> Tensor:
-            found.append(x)
-            return x
-
-        self._each(kept)
-        return found
+        """All its numbers as tensors, in an order that `with_tensors` takes."""
+        return [getattr(self, name) for name in self._kept_dimensions]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
-        """The same structure with other tensors, in the order of `tensors`."""
-        given = iter(tensors)
-        return self._each(lambda x, kept: next(given))
+        """The same structure with other numbers, in the order of `tensors`."""
+        return replace(self, **dict(zip(self._kept_dimensions, tensors, strict=False)))  # type: ignore[type-var]
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """What there is to know beside the tensors: its kind, and its size."""
+        return type(self).__name__, self.size
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Every tensor converted as by `Tensor.to`."""
@@ -155,7 +152,14 @@ class Covariance(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Isotropic(Covariance):
-    """σ²I, with one variance a batch entry: `variance` (...)."""
+    """σ²I on n coordinates: one `variance` a batch entry, (...), and `dimension`, which is n.
+
+    `Gaussian(mean, std=…)` has one. Nothing n×n is ever made.
+
+    >>> Isotropic(torch.tensor(0.25), 2).dense()
+    tensor([[0.2500, 0.0000],
+            [0.0000, 0.2500]])
+    """
 
     variance: Tensor
     dimension: int
@@ -178,6 +182,9 @@ class Isotropic(Covariance):
     def times(self, matrix: Tensor) -> Tensor:
         return matrix * self.variance[..., None, None]
 
+    def dense(self) -> Tensor:
+        return torch.diag_embed(self.variances())
+
     def factors(self, matrix: Tensor) -> Factors:
         return Factors(matrix, matrix, self.variance)
 
@@ -198,7 +205,12 @@ class Isotropic(Covariance):
 
 @dataclass(frozen=True, eq=False)
 class Diagonal(Covariance):
-    """Independent coordinates: `variance` (..., n). As an argument of `Gaussian` it may have the event's shape."""
+    """Independent coordinates: `variance` (..., n). As an argument of `Gaussian` it may have the event's shape.
+
+    >>> A = torch.tensor([[1.0, 1.0]])
+    >>> Diagonal(torch.tensor([1.0, 4.0])).push(A)  # A Σ Aᵀ
+    tensor([[5.]])
+    """
 
     variance: Tensor
 
@@ -220,6 +232,9 @@ class Diagonal(Covariance):
     def times(self, matrix: Tensor) -> Tensor:
         return matrix * self.variance.unsqueeze(-2)
 
+    def dense(self) -> Tensor:
+        return torch.diag_embed(self.variance)
+
     def _thin_root(self, matrix: Tensor) -> Tensor | None:
         if matrix.shape[-2] <= self.size:
             return None
@@ -237,7 +252,16 @@ class Diagonal(Covariance):
 
 @dataclass(frozen=True, eq=False)
 class LowRank(Covariance):
-    """F Fᵀ + diag(d): `factor` (..., n, r), `diagonal` (..., n) or a number (0 for none)."""
+    """F Fᵀ + diag(d): `factor` (..., n, r), `diagonal` (..., n) or a number (0 for none).
+
+    r directions of noise that many coordinates share: a lamp, a slow drift of a sensor, a shift of the camera. Products
+    with it take n·r numbers, never n².
+
+    >>> together = LowRank(torch.tensor([[1.0], [1.0]]), 0.5)
+    >>> together.dense()
+    tensor([[1.5000, 1.0000],
+            [1.0000, 1.5000]])
+    """
 
     factor: Tensor
     diagonal: Tensor | float = 0.0
@@ -267,6 +291,9 @@ class LowRank(Covariance):
         if isinstance(self.diagonal, Tensor):
             return self.diagonal
         return self.factor.new_full((self.size,), self.diagonal)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.factor, self._diagonal_tensor()] if self._has_diagonal else [self.factor]
 
     def variances(self) -> Tensor:
         return (self.factor * self.factor).sum(-1) + self._diagonal_tensor()
@@ -315,7 +342,11 @@ class LowRank(Covariance):
 
 @dataclass(frozen=True, eq=False)
 class Dense(Covariance):
-    """A full symmetric matrix (..., n, n), singular or not."""
+    """A full symmetric matrix (..., n, n), singular or not. A `Gaussian` checks that it is a covariance; this does not.
+
+    >>> Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]])).variances()
+    tensor([2., 2.])
+    """
 
     matrix: Tensor
 
@@ -351,6 +382,73 @@ class Dense(Covariance):
         return square_root(self.matrix.detach())
 
 
+@dataclass(frozen=True, eq=False)
+class Blocks(Covariance):
+    """Independent parts, one after the other: a block-diagonal covariance with a structure for each block."""
+
+    parts: tuple[Covariance, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    @property
+    def rank(self) -> int:
+        return sum(part.rank for part in self.parts)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.broadcast_shapes(*(part.batch_shape for part in self.parts))
+
+    @property
+    def normals(self) -> int:
+        return sum(part.normals for part in self.parts)
+
+    @property
+    def _kept_dimensions(self) -> dict[str, int]:
+        return {}
+
+    def _each(self, change: Callable[[Tensor, int], Tensor]) -> Self:
+        return type(self)(tuple(part._each(change) for part in self.parts))
+
+    def flattened(self, batch: torch.Size) -> Self:
+        return type(self)(tuple(part.flattened(batch) for part in self.parts))
+
+    def entries(self, index: Tensor | slice | int) -> Self:
+        return type(self)(tuple(part.entries(index) for part in self.parts))
+
+    def variances(self) -> Tensor:
+        return _side_by_side([part.variances() for part in self.parts], 1)
+
+    def times(self, matrix: Tensor) -> Tensor:
+        columns = matrix.split([part.size for part in self.parts], -1)
+        return _side_by_side([part.times(some) for part, some in zip(self.parts, columns, strict=True)], 2)
+
+    def root(self) -> Tensor:
+        roots = [part.root() for part in self.parts]
+        made = roots[0].new_zeros(*self.batch_shape, self.size, self.rank)
+        row = column = 0
+        for own in roots:
+            made[..., row : row + own.shape[-2], column : column + own.shape[-1]] = own
+            row, column = row + own.shape[-2], column + own.shape[-1]
+        return made
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        return tuple(part.structure for part in self.parts)
+
+    def tensors(self) -> list[Tensor]:
+        return [x for part in self.parts for x in part.tensors()]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
+        given = iter(tensors)
+        return type(self)(tuple(part.with_tensors([next(given) for _ in part.tensors()]) for part in self.parts))
+
+    def coloured(self, white: Tensor) -> Tensor:
+        parts = white.split([part.normals for part in self.parts], -1)
+        return torch.cat([part.coloured(some) for part, some in zip(self.parts, parts, strict=True)], -1)
+
+
 def square_root(matrix: Tensor) -> Tensor:
     """R with R Rᵀ = matrix: Cholesky's, or from eigenvalues (negative rounding cut to 0) where that one fails."""
     root, failed = torch.linalg.cholesky_ex(matrix)
@@ -369,3 +467,9 @@ def _combine(root: Tensor, weights: Tensor) -> Tensor:
     """root · weights for weights (samples, ..., r), as one product a batch entry."""
     samples = weights.movedim(0, -2)
     return matmul(samples, root.mT).movedim(-2, 0)
+
+
+def _side_by_side(parts: list[Tensor], kept: int) -> Tensor:
+    """Tensors with equal batches, but for `kept` dimensions, joined along the last."""
+    batch = torch.broadcast_shapes(*(part.shape[: part.dim() - kept] for part in parts))
+    return torch.cat([part.expand(*batch, *part.shape[part.dim() - kept :]) for part in parts], -1)

@@ -70,6 +70,11 @@ BAD = {
     "too few": (lambda: require_count("f", "n", 1, least=2), ValueError, "n must be an integer of at least 2, got 1"),
     "a fraction": (lambda: require_count("f", "n", 2.0, least=2), ValueError, r"at least 2, got 2\.0"),
     "a boolean": (lambda: require_count("f", "n", True, least=1), ValueError, "at least 1, got True"),
+    "a tensor": (
+        lambda: require_count("f", "n", torch.ones(9, 9), least=2),
+        ValueError,
+        r"got a float32 tensor of shape \(9, 9\)$",
+    ),
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import netmoments as nm
+from netmoments.covariances import Blocks
 from tests.closeness import assert_close
 from tests.gaussians import KINDS, SIZE, structures
 
@@ -72,4 +73,75 @@ def test_a_learnable_number_as_low_rank_diagonal():
     assert gradient.item() == 3
     assert (
         nm.Gaussian(torch.zeros(3, dtype=torch.float64), nm.LowRank(torch.ones(3, 1).double(), 1e39)).variance[0] > 1e38
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_dense_form_is_that_of_the_identity_pushed(kind):
+    """However a structure makes it: A Σ Aᵀ for A = I; and so are its derivatives."""
+    covariance = structures((2,))[kind].covariance
+    tensors = [x.detach().clone().requires_grad_() for x in covariance.tensors()]
+    made = covariance.with_tensors(tensors)
+    pushed = made.push(torch.eye(SIZE, dtype=torch.float64))
+    assert_close(made.dense(), pushed, atol=1e-14)
+    weights = torch.randn(pushed.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights = weights + weights.mT
+    for one, other in zip(
+        torch.autograd.grad((weights * made.dense()).sum(), tensors),
+        torch.autograd.grad((weights * pushed).sum(), tensors),
+        strict=True,
+    ):
+        assert_close(one, other, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_structure_with_other_numbers(kind):
+    """Those of its own give itself, twice those twice the noise, or of a factor four times; a number is one of them."""
+    own = structures((3,))[kind].covariance
+    for covariance in (own, Blocks((own, nm.Isotropic(torch.tensor(0.5, dtype=torch.float64), 2)))):
+        numbers = covariance.tensors()
+        assert torch.equal(covariance.with_tensors(numbers).dense(), covariance.dense())
+        moved = covariance.with_tensors([2 * x for x in numbers])
+        assert moved.structure == covariance.structure
+        factor = own.factor if isinstance(own, nm.LowRank) else torch.zeros(SIZE, 1, dtype=torch.float64)
+        expected = 2 * covariance.dense()
+        expected[..., :SIZE, :SIZE] += 2 * factor @ factor.mT
+        assert_close(moved.dense(), expected, atol=1e-14)
+
+
+def test_blocks_are_a_block_diagonal_covariance():
+    """Whatever is asked of a structure, against the dense matrix."""
+    generator = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    parts = (
+        nm.Diagonal(normal(2, 4) ** 2),
+        nm.LowRank(normal(9, 2), 0.01),
+        nm.Isotropic(torch.tensor(0.3, dtype=torch.float64), 3),
+    )
+    blocks = Blocks(parts)
+    assert (blocks.size, blocks.batch_shape) == (16, (2,))
+    dense = torch.stack(
+        [torch.block_diag(*(p.entries(i).dense() if p.batch_shape else p.dense() for p in parts)) for i in range(2)]
+    )
+    assert_close(blocks.dense(), dense, atol=1e-14)
+    assert_close(blocks.variances(), dense.diagonal(dim1=1, dim2=2), atol=1e-14)
+    A = normal(5, 16)
+    assert_close(blocks.push(A), A @ dense @ A.T, atol=1e-13)
+    assert_close(blocks.push_diagonal(A), (A @ dense @ A.T).diagonal(dim1=1, dim2=2), atol=1e-13)
+    assert_close(blocks.times(A), A @ dense, atol=1e-13)
+    root = blocks.root()
+    assert root.shape == (2, 16, blocks.rank)
+    assert_close(root @ root.mT, dense, atol=1e-14)
+    one = blocks.entries(torch.tensor([1]))
+    assert_close(one.dense(), dense[1:], atol=1e-14)
+    assert blocks.to(torch.float32).dense().dtype == torch.float32
+    drawn = blocks.draw((40_000, 2), torch.Generator().manual_seed(1))
+    sampled = drawn.movedim(0, 2) @ drawn.movedim(0, 1) / 40_000
+    # an entry's standard error is at most √2 times the product of the deviations, over √samples
+    scale = dense.diagonal(dim1=1, dim2=2).sqrt()
+    assert (
+        float(((sampled - dense) / (scale.unsqueeze(-1) * scale.unsqueeze(-2))).abs().max()) < 6 * (2 / 40_000) ** 0.5
     )

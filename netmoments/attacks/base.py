@@ -21,6 +21,7 @@ from netmoments.network.replica import replica
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
 
+GREY_LEVELS = 255
 FOLLOWED = 20
 """Of more classes than this, only the label, the target and the best scores are followed by the formula."""
 TOLERANCE = 1e-6
@@ -57,6 +58,9 @@ class Subjects:
     """(N, d), without noise."""
     places: Tensor
     """Which of the given images they are, (N,)."""
+    lower: Tensor
+    upper: Tensor
+    """What μ may be so that M + μ keeps the bounds, (N, n)."""
 
     def followed(self, rivals: int) -> Tensor:
         """The classes whose expected scores are computed, (N, F).
@@ -122,7 +126,9 @@ def read_subjects(
                 f"{' and others' if len(same) > 8 else ''}"
             )
     predicted = scores.argmax(1)
-    everyone = Subjects(model, images, labels, targets, scores, torch.arange(len(images), device=images.device))
+    places, (low, high) = torch.arange(len(images), device=images.device), bounds or (-torch.inf, torch.inf)
+    lower, upper = low - images.flatten(1), high - images.flatten(1)
+    everyone = Subjects(model, images, labels, targets, scores, places, lower, upper)
     wrong = (predicted != labels).nonzero().flatten().tolist()
     skipped = tuple([SkippedImage(place, int(labels[place]), int(predicted[place])) for place in wrong])
     return entries(everyone, (predicted == labels).nonzero().flatten()), skipped
@@ -153,7 +159,7 @@ def read_bounds(caller: str, bounds: Any) -> Bounds | None:
         low, high = map(float, bounds)
     except (TypeError, ValueError):
         raise ValueError(f"{caller}: bounds must be two numbers (lowest, highest) or None, got {bounds!r}") from None
-    if not low < high or abs(low) == float("inf") or abs(high) == float("inf"):
+    if not 0 < (high - low) / GREY_LEVELS < float("inf"):  # nor so near or far that a grey level is no number
         raise ValueError(f"{caller}: bounds must be finite with the lowest first, got {bounds!r}")
     return low, high
 
@@ -201,7 +207,6 @@ class _Called(nn.Module):
         return self._function(images)
 
 
-GREY_LEVELS = 255
 TOGETHER = {"cpu": 64, "cuda": 256}
 """Images that are attacked at a time, at most: beyond, the slowest of a group keeps too many others waiting."""
 COPIES = 3
@@ -290,10 +295,6 @@ class Attack(ABC):
                     progress.advance(len(group.images))
             return parts[0] if len(parts) == 1 else joined(parts)
 
-    def _near_enough(self, success: Success, share: float, errors: float) -> Tensor:
-        """Whether a share of samples is what was asked for, or above, to within so many of its standard errors."""
-        return success.rate >= share - errors * (share * (1 - share) / success.samples) ** 0.5
-
     @abstractmethod
     def _solved(self, subjects: Subjects) -> Solved:
         """The noise for a group of images."""
@@ -339,13 +340,6 @@ class Attack(ABC):
         else:
             linearized = tangent_at(model, images, followed, self.memory_budget)
         return Formula(images, followed, linearized, LinearizedScores.of(linearized, images, free))
-
-    def _box(self, subjects: Subjects) -> tuple[Tensor, Tensor]:
-        """What μ may be so that M + μ keeps the bounds, (N, n)."""
-        flat = subjects.images.flatten(1)
-        if self.bounds is None:
-            return torch.full_like(flat, -torch.inf), torch.full_like(flat, torch.inf)
-        return self.bounds[0] - flat, self.bounds[1] - flat
 
     def _sampled(self, subjects: Subjects, solved: Solved) -> Sampled:
         centres = subjects.images + solved.mu

@@ -198,16 +198,16 @@ class BoxAttack(Attack):
         return corner.where(~helps, further), tried.to(taken.dtype)
 
     def _as_asked(self, success: Success, sampled: Sampled) -> Tensor:
-        return self._near_enough(success, self.wanted, 2.0)
+        return success.reaches(self.wanted, 2.0)
 
     def _free_box(self, subjects: Subjects) -> tuple[Tensor | None, Box]:
         """Which coordinates are free, (N, m), all if None; and their box."""
         return None, self._whole_box(subjects)
 
     def _whole_box(self, subjects: Subjects) -> Box:
-        lower, upper = self._box(subjects)
-        most = lower.new_full((len(lower),), self.most_noise)
-        return Box(lower.clamp(min=-self.reach), upper.clamp(max=self.reach), SMALLEST * most, most)
+        most = subjects.lower.new_full((len(subjects.lower),), self.most_noise)
+        lower, upper = subjects.lower.clamp(min=-self.reach), subjects.upper.clamp(max=self.reach)
+        return Box(lower, upper, SMALLEST * most, most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +215,12 @@ class Targeted(BoxAttack):
     """The paper's opt1: every other class's expected score as far below the target's as |μ| ≤ β and σ² ≤ 2 allow.
 
     See `BoxAttack` and `Attack` for the settings; it needs targets.
+
+    >>> from netmoments import zoo
+    >>> digits, image = zoo.pretrained("digits"), torch.zeros(1, 1, 8, 8)
+    >>> result = Targeted(beta=0.5, samples=100, polish=4)(digits, image, digits(image).argmax(1), targets=3)
+    >>> result.mu.shape, bool(result.mu.abs().max() <= 0.5)
+    (torch.Size([1, 1, 8, 8]), True)
     """
 
     def __call__(self, network: Any, images: Tensor, labels: Any, targets: Any = None) -> AttackResult:
@@ -233,6 +239,12 @@ class PixelSupport(BoxAttack):
 
     All channels of a pixel change. The noise σ is on every pixel, as the paper's covariance has it. β is 75 grey levels
     by default. See `BoxAttack` and `Attack` for the rest.
+
+    >>> from netmoments import zoo
+    >>> digits, image = zoo.pretrained("digits"), torch.zeros(1, 1, 8, 8)
+    >>> result = PixelSupport(percent=25, samples=100, polish=4)(digits, image, digits(image).argmax(1))
+    >>> int((result.mu != 0).sum()) <= 16  # of 64 pixels
+    True
     """
 
     percent: float | None = None

@@ -64,6 +64,10 @@ class Success:
         rate = fooled.double().mean(0)
         return cls(rate, *wilson_interval(rate, len(fooled)), len(fooled))
 
+    def reaches(self, share: float, errors: float) -> Tensor:
+        """Whether the rate is a share that was asked for, or above, to within so many of its standard errors, (N,)."""
+        return self.rate >= share - errors * (share * (1 - share) / self.samples) ** 0.5
+
 
 @torch.no_grad()
 def noisy_scores(

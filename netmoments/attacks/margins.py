@@ -21,7 +21,7 @@ from netmoments.normal import density, distribution
 from netmoments.precision import full_precision, matvec
 
 
-class Slopes(Protocol):
+class MarginSlopes(Protocol):
     """Margins at a point, and their derivatives there."""
 
     @property
@@ -44,7 +44,7 @@ class Margins(Protocol):
     def at(self, shift: Tensor, sigma: Tensor) -> Tensor:
         """The margins, (N, R, K)."""
 
-    def with_slopes(self, shift: Tensor, sigma: Tensor) -> Slopes:
+    def with_slopes(self, shift: Tensor, sigma: Tensor) -> MarginSlopes:
         """The margins with what their derivatives need."""
 
 

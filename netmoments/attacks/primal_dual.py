@@ -242,24 +242,20 @@ def finished(problem: Problem, last: Iterate) -> Iterate:
 
     Where no scaling is feasible, the one of them that misses the least.
     """
-    shift = scaled_to_edge(problem, last.kept)
-    objective, zeros, excess = _ranked(problem, shift)
-    for share in (0.0, *TIDY):
-        largest = last.shift.abs().amax(-1, keepdim=True)
-        candidate = scaled_to_edge(problem, torch.where(last.shift.abs() > share * largest, last.shift, 0.0))
-        value, more, beyond = _ranked(problem, candidate)
+    size = last.shift.abs()
+    tidied = [torch.where(size > share * size.amax(-1, keepdim=True), last.shift, 0.0) for share in (0.0, *TIDY)]
+    shift, excess = last.kept, torch.full_like(size[..., 0], torch.inf)
+    objective, zeros = excess, torch.full_like(excess, -1, dtype=torch.int64)
+    for candidate in (last.kept, *tidied):
+        scaled = stretched(problem, candidate, edge(problem, candidate))
+        beyond, more = problem.excess(scaled), (scaled == 0).sum(-1)
+        value = torch.where(beyond <= 0, problem.objective(scaled), torch.inf)
         better = (value <= objective * (1 + INDIFFERENT)) & ((more > zeros) | (value < objective))
         better = torch.where(torch.isinf(objective) & torch.isinf(value), beyond < excess, better)
-        shift = torch.where(better.unsqueeze(-1), candidate, shift)
+        shift = torch.where(better.unsqueeze(-1), scaled, shift)
         objective = torch.where(better, torch.minimum(value, objective), objective)
         zeros, excess = torch.where(better, more, zeros), torch.where(better, beyond, excess)
     return replace(last, shift=shift, kept=shift)
-
-
-def _ranked(problem: Problem, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The objective, infinite where infeasible, the number of zeros, and what is missing."""
-    excess = problem.excess(shift)
-    return torch.where(excess <= 0, problem.objective(shift), torch.inf), (shift == 0).sum(-1), excess
 
 
 def stretched(problem: Problem, shift: Tensor, t: Tensor) -> Tensor:
@@ -284,11 +280,6 @@ def edge(problem: Problem, shift: Tensor) -> Tensor:
         true = holds(middle)
         high, low = torch.where(true, middle, high), torch.where(true, low, middle)
     return torch.where(feasible, high, 1.0)
-
-
-def scaled_to_edge(problem: Problem, shift: Tensor) -> Tensor:
-    """clip(tμ) with that t."""
-    return stretched(problem, shift, edge(problem, shift))
 
 
 ITERATIONS = 400

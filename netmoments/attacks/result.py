@@ -25,7 +25,14 @@ class SkippedImage(NamedTuple):
 class AttackResult:
     """Noise N(μ, σ²I) for each attacked image; all tensors have one entry an image, in the order of `places`.
 
-    `places` says which of the given images they are; those the network gets wrong by itself are in `skipped`.
+    `places` says which of the given images they are; those the network gets wrong by itself are in `skipped`. μ is
+    (N, *event); `success` is measured on the network, with Wilson's 95 % interval, on fresh samples.
+
+    >>> from netmoments import attacks, zoo
+    >>> digits, image = zoo.pretrained("digits"), torch.zeros(1, 1, 8, 8)
+    >>> result = attacks.SparseSmooth(samples=100, polish=4)(digits, image, digits(image).argmax(1))
+    >>> result.mu.shape, bool(result.success.low[0] <= result.success.rate[0])
+    (torch.Size([1, 1, 8, 8]), True)
     """
 
     attack: str

@@ -64,9 +64,10 @@ class SparseSmooth(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        caller, share, gamma = type(self).__name__, self.share, self.gamma
-        require_sigma(caller, self.noise_level)
-        if self.confidence is not None and gamma is not None:
+        caller, share, gamma = type(self).__name__, self.confidence, self.gamma
+        if self.sigma is not None:
+            require_sigma(caller, self.sigma)
+        if share is not None and gamma is not None:
             raise ValueError(f"{caller}: give confidence= (a share of samples) or gamma= (a margin), got both")
         if share is not None and (isinstance(share, bool | str) or not 0 < share < 1):
             raise ValueError(f"{caller}: confidence must be between 0 and 1, got {share!r}")
@@ -91,8 +92,12 @@ class SparseSmooth(Attack):
         return 0.0 if self.gamma is None else float(self.gamma)
 
     def _solved(self, subjects: Subjects) -> Solved:
+        sigma = subjects.images.new_full((len(subjects.images),), self.noise_level)
         pairs, formula = subjects.class_pairs(self.rivals), self._formula(subjects)
-        problem, solution, taken = self._for_every_rival(subjects, formula, pairs)
+        margins = formula.margins(pairs)
+        gamma = self._expected_gamma(formula, margins, sigma, sigma.new_zeros(*pairs.larger.shape[:2], 1))
+        problem = Problem(margins, sigma, gamma, subjects.lower, subjects.upper, subjects.images.shape[1:])
+        problem, solution, taken = self._for_every_rival(subjects, problem, pairs)
         rival = cheapest(problem, solution)
         pairs, solution = ClassPairs(pairs.larger[rival], pairs.smaller[rival]), entries(solution, rival)
         expected, gamma = formula.margins(pairs), problem.gamma[rival]
@@ -105,16 +110,12 @@ class SparseSmooth(Attack):
             problem, solution, more = self._widened(formula, expected, problem, solution)
         return self._gathered(problem, solution, expected, pairs.smaller[:, 0, 0], taken + more)
 
-    def _for_every_rival(self, subjects: Subjects, formula: Formula, pairs: ClassPairs) -> tuple[Problem, Iterate, int]:
+    def _for_every_rival(self, subjects: Subjects, problem: Problem, pairs: ClassPairs) -> tuple[Problem, Iterate, int]:
         """The problems by the formula, all rivals, solved; and from there those of the network, and the steps on it."""
-        margins, images = formula.margins(pairs), subjects.images
-        sigma = images.new_full((len(images),), self.noise_level)
-        gamma = self._expected_gamma(formula, margins, sigma, images.new_zeros(*pairs.larger.shape[:2], 1))
-        problem = Problem(margins, sigma, gamma, *self._box(subjects), images.shape[1:])
         solution = finished(problem, descend(problem, Iterate.start(problem), self.iterations))
         if not self.polish:
             return problem, solution, 0
-        own, steps = NetworkMargins(subjects.model.network, images, *pairs), max(1, self.polish // 2)
+        own, steps = NetworkMargins(subjects.model.network, subjects.images, *pairs), max(1, self.polish // 2)
         problem = replace(problem, margins=own, memory=MEMORY)
         return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), steps
 
@@ -145,7 +146,7 @@ class SparseSmooth(Attack):
         To within two standard errors of both the samples that γ was set by and those that judge.
         """
         if self.share is not None:
-            return self._near_enough(success, self.share, 2 * 2**0.5)
+            return success.reaches(self.share, 2 * 2**0.5)
         error = sampled.margins.std(0) / len(sampled.margins) ** 0.5
         return sampled.mean_margin - 2 * 2**0.5 * error <= -self._asked_gamma
 

@@ -75,7 +75,16 @@ class Method(ABC):
 class Layerwise(Method):
     """The joint distribution of all tensors, as Gaussians with cumulants beyond, carried through every layer.
 
-    Covariances are squares where these fit (see `netmoments.propagate.layerwise`), else products of rows.
+    Covariances are squares where these fit (see `netmoments.propagate.layerwise`), else products of rows. Of k chosen
+    scores: means (*batch, k) and covariances (*batch, k, k), with derivatives in the noise and in the weights. Exact
+    for (Affine, ReLU, Affine). Elsewhere layers are taken as nearly Gaussian: the error is of second order in how far
+    they are from that, vanishes with the noise, and grows with depth. Sources: docs/theory/layerwise.md.
+
+    >>> from netmoments import output_moments
+    >>> layers = [torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)]
+    >>> network, noise = torch.nn.Sequential(*layers).eval(), Gaussian(torch.zeros(5, 2), std=0.1)
+    >>> output_moments(network, noise, Layerwise()).covariance.shape
+    torch.Size([5, 3, 3])
     """
 
     name: ClassVar[str] = "layerwise"
@@ -92,7 +101,15 @@ class Layerwise(Method):
 class Sketch(Method):
     """Formulas at every nonlinear layer, with the spread of `probes` samples; `seed` of these.
 
-    Operations without a rule are known from the samples. Every output costs a backward pass.
+    Operations without a rule are known from the samples. Every output costs a backward pass. Shapes are those of
+    `Layerwise`. Exact as the noise vanishes; the spread s of a layer's inputs is known to 1/√(2·probes) of itself,
+    which is most of the error. For networks of any size. Sources: docs/theory/sketch.md.
+
+    >>> from netmoments import output_moments
+    >>> layers = [torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)]
+    >>> network, noise = torch.nn.Sequential(*layers).eval(), Gaussian(torch.zeros(5, 2), std=0.1)
+    >>> output_moments(network, noise, Sketch(probes=128), check=0).mean.shape
+    torch.Size([5, 3])
     """
 
     probes: int = PROBES
@@ -132,7 +149,15 @@ class TwoStage(Method):
 
     `layer` is the ReLU, by place in the order of calls (the last by default) or by name, see `relus`. With a `bank` of
     linearizations made beforehand, each input is answered from the nearest point. Entries of the noise that share a
-    mean by `mean.expand(...)` share its linearization: several noise levels of one image, say.
+    mean by `mean.expand(...)` share its linearization: several noise levels of one image, say. Exact for (Affine, ReLU,
+    Affine); else the error is that of a first-order Taylor step. Sources: docs/theory/two-stage.md.
+
+    >>> from netmoments import output_moments
+    >>> hidden = [torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4), torch.nn.ReLU()]
+    >>> network = torch.nn.Sequential(*hidden, torch.nn.Linear(4, 3)).eval()
+    >>> noise = Gaussian(torch.zeros(2), std=0.1)
+    >>> output_moments(network, noise, TwoStage(layer=0)).cut
+    '1'
     """
 
     layer: int | str = -1
@@ -209,7 +234,17 @@ class TwoStage(Method):
 
 @dataclass(frozen=True)
 class Linear(Method):
-    """The delta method: E g ≈ g(mean), Cov g ≈ J Σ Jᵀ with the Jacobian J at the mean."""
+    """The delta method: E g ≈ g(mean), Cov g ≈ J Σ Jᵀ with the Jacobian J (k, n) at the mean.
+
+    A backward pass a score. Exact for affine networks; else a Taylor step, whose relative error vanishes with the noise
+    where no ReLU is at its kink.
+
+    >>> from netmoments import output_moments
+    >>> network = torch.nn.Linear(2, 1, bias=False)
+    >>> network.weight.data = torch.tensor([[3.0, 4.0]])
+    >>> output_moments(network.eval(), Gaussian(torch.ones(2), std=1.0), Linear()).variance
+    tensor([25.])
+    """
 
     name: ClassVar[str] = "linear"
 
@@ -231,7 +266,15 @@ class Sampling(Method):
     """Monte Carlo on the network itself, with standard errors.
 
     `control` is the method that gives a control variate: `Sketch()`, `TwoStage()` or `Linear()`, or their short names.
-    The estimates stay unbiased, and their errors become smaller the better the two agree.
+    The estimates stay unbiased, and their errors become smaller the better the two agree: as 1/√samples, and with the
+    control as √(1 − R²), R² the share of the variance that it explains. Sources: docs/theory/control-variates.md.
+
+    >>> from netmoments import output_moments
+    >>> layers = [torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)]
+    >>> network, noise = torch.nn.Sequential(*layers).eval(), Gaussian(torch.zeros(5, 2), std=0.1)
+    >>> found = output_moments(network, noise, Sampling(1000, control=Sketch()))
+    >>> found.samples, found.error.mean.shape
+    (1000, torch.Size([5, 3]))
     """
 
     samples: int = 10_000
@@ -279,7 +322,15 @@ class Auto(Method):
     `tolerance` is the error of means in standard deviations of the output, with variances to √2 times that relative,
     averaged over the outputs; `samples` (of each input) and `seconds` are limits. The same seed gives the same samples,
     and answers that are the same to rounding: batches are as large as is fastest on a machine. Where the noise requires
-    a gradient, the answer is layerwise where that fits the memory, else a sketch.
+    a gradient, the answer is layerwise where that fits the memory, else a sketch. Unbiased; what was reached is in the
+    result. Sources: docs/theory/control-variates.md.
+
+    >>> from netmoments import output_moments
+    >>> layers = [torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)]
+    >>> network, noise = torch.nn.Sequential(*layers).eval(), Gaussian(torch.zeros(5, 2), std=0.1)
+    >>> found = output_moments(network, noise, Auto(tolerance=0.03))
+    >>> found.met, bool((found.reached <= 0.03).all())
+    (True, True)
     """
 
     tolerance: float = TOLERANCE

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from netmoments.checks import describe
-from netmoments.covariances import Covariance
+from netmoments.covariances import Blocks
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.two_stage import output_indices
 from netmoments.memory import memory_limit
@@ -65,11 +65,11 @@ class Request:
         flat = noise.flattened()
         wanted = flat.mean.requires_grad or flat.covariance.variances().requires_grad
         wanted = wanted and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        if isinstance(network, nn.Module):
-            require_plain_weights(network, caller)
+        if isinstance(network, nn.Module) and any(x.layout is not torch.strided for x in network.parameters()):
+            require_plain_weights(network, caller)  # a network that was looked at before would not be again
         try:
             model = NetworkModel.of_any(network, flat.mean, caller, arguments=arguments, key=key)
-        except ValueError as refusal:
+        except Exception as refusal:
             model, noise = _read_otherwise(refusal, network, noise, arguments, key, caller)
             flat = noise.flattened()
         if memory_budget is not None:
@@ -131,9 +131,18 @@ class Request:
 
 
 def _read_otherwise(
-    refusal: ValueError, network: Any, noise: Gaussian, arguments: Arguments | None, key: str | int | None, caller: str
+    refusal: Exception, network: Any, noise: Gaussian, arguments: Arguments | None, key: str | int | None, caller: str
 ) -> tuple[NetworkModel, Gaussian]:
-    """Another reading of the noise that the network can take, with the model for it; else the first one's refusal."""
+    """Another reading of the noise that the network can take, with the model for it; else the first one's refusal, or
+    what is wrong with the weights, which says more.
+    """
+    if isinstance(network, nn.Module):
+        try:
+            require_plain_weights(network, caller)
+        except TypeError as error:
+            raise error from None
+    if not isinstance(refusal, ValueError):
+        raise refusal
     tries: list[tuple[Gaussian, Arguments | None]]
     if arguments is None:
         tries = [(other, None) for other in noise.readings()]
@@ -161,68 +170,6 @@ def require_number_of_outputs(caller: str, outputs: int, count: int) -> None:
         raise ValueError(
             f"{caller}: outputs must be from 1 to the network's {count} scores, or a list of indices, got {outputs}"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Blocks(Covariance):
-    """Independent parts, one after the other: a block-diagonal covariance with a structure for each block."""
-
-    parts: tuple[Covariance, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(part.size for part in self.parts)
-
-    @property
-    def rank(self) -> int:
-        return sum(part.rank for part in self.parts)
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return torch.broadcast_shapes(*(part.batch_shape for part in self.parts))
-
-    @property
-    def normals(self) -> int:
-        return sum(part.normals for part in self.parts)
-
-    @property
-    def _kept_dimensions(self) -> dict[str, int]:
-        return {}
-
-    def _each(self, change: Callable[[Tensor, int], Tensor]) -> Self:
-        return type(self)(tuple(part._each(change) for part in self.parts))
-
-    def flattened(self, batch: torch.Size) -> Self:
-        return type(self)(tuple(part.flattened(batch) for part in self.parts))
-
-    def entries(self, index: Tensor | slice | int) -> Self:
-        return type(self)(tuple(part.entries(index) for part in self.parts))
-
-    def variances(self) -> Tensor:
-        return _side_by_side([part.variances() for part in self.parts], 1)
-
-    def times(self, matrix: Tensor) -> Tensor:
-        columns = matrix.split([part.size for part in self.parts], -1)
-        return _side_by_side([part.times(some) for part, some in zip(self.parts, columns, strict=True)], 2)
-
-    def root(self) -> Tensor:
-        roots = [part.root() for part in self.parts]
-        made = roots[0].new_zeros(*self.batch_shape, self.size, self.rank)
-        row = column = 0
-        for own in roots:
-            made[..., row : row + own.shape[-2], column : column + own.shape[-1]] = own
-            row, column = row + own.shape[-2], column + own.shape[-1]
-        return made
-
-    def coloured(self, white: Tensor) -> Tensor:
-        parts = white.split([part.normals for part in self.parts], -1)
-        return torch.cat([part.coloured(some) for part, some in zip(self.parts, parts, strict=True)], -1)
-
-
-def _side_by_side(parts: list[Tensor], kept: int) -> Tensor:
-    """Tensors with equal batches, but for `kept` dimensions, joined along the last."""
-    batch = torch.broadcast_shapes(*(part.shape[: part.dim() - kept] for part in parts))
-    return torch.cat([part.expand(*batch, *part.shape[part.dim() - kept :]) for part in parts], -1)
 
 
 def joint_noise(given: Any, caller: str) -> tuple[Gaussian, Arguments]:

@@ -34,6 +34,12 @@ class OutputMoments:
 
     Shapes: (*batch, *output), the output's own shape, or (*batch, k) for k chosen outputs; covariance (*batch, D, D).
     Print it for a table.
+
+    >>> from netmoments import Gaussian, output_moments
+    >>> network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).eval()
+    >>> moments = output_moments(network, Gaussian(torch.zeros(2), std=0.1))
+    >>> moments.mean.shape, moments.covariance.shape, moments.method
+    (torch.Size([2]), torch.Size([2, 2]), 'exact')
     """
 
     mean: Tensor

@@ -38,7 +38,14 @@ class TightnessRow:
 
 @dataclass(frozen=True)
 class Tightness:
-    """The table: rows, and the reference it is against."""
+    """What `tightness` gives, and prints as a table: rows by name, and the reference they are against.
+
+    >>> row = TightnessRow("linear", 0.02, 0.1, 0.001)
+    >>> print(Tightness((row,), samples=1000, mean_floor=0.01, variance_floor=0.03))
+    method                  mean error  variance error  seconds
+    linear                  0.02        0.1             0.001
+    floor of 1,000 samples  0.01        0.03
+    """
 
     rows: tuple[TightnessRow, ...]
     samples: int

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from netmoments.memory import directions_at_once
 from netmoments.network.model import NetworkModel
 from netmoments.network.replica import TensorSlots, replica
 from netmoments.network.validate import another_image, same_values
@@ -62,22 +63,18 @@ class FastNetwork:
     derivatives: Callable[[], AbstractContextManager[None]] = nullcontext
     """In which the copy can be differentiated (see `without_cudnn`)."""
 
-    def prepared(self, inputs: Tensor) -> Tensor:
-        """Inputs in the dtype and layout that the copy likes."""
-        if self.layout == torch.contiguous_format:
-            return inputs.to(self.dtype)
-        return inputs.to(self.dtype, memory_format=self.layout)
-
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Outputs (N, d); may be differentiated in the inputs."""
-        return self.run(self.prepared(inputs))
+        """Outputs (N, d), of inputs in the dtype and layout that the copy likes; may be differentiated in them."""
+        if self.layout == torch.contiguous_format:
+            return self.run(inputs.to(self.dtype))
+        return self.run(inputs.to(self.dtype, memory_format=self.layout))
 
     def values(self, inputs: Tensor) -> Tensor:
         """Outputs (N, d) without derivatives, a batch at a time."""
         with torch.no_grad(), full_precision():
             if len(inputs) <= self.batch:
                 return self._batch(inputs)
-            return torch.cat([self._batch(part) for part in inputs.split(self.batch)])
+            return torch.cat(list(map(self._batch, inputs.split(self.batch))))
 
     def _batch(self, inputs: Tensor) -> Tensor:
         """On a GPU from a recording, of a number of inputs that is a power of two, so that few are needed."""
@@ -89,11 +86,38 @@ class FastNetwork:
             inputs = torch.cat([inputs, inputs[:1].expand(missing, *inputs.shape[1:])])
         return self.replayed("values", lambda x: (self(x),), inputs)[0][:count]
 
-    def replayed(self, kind: Any, work: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
-        """`work(*inputs)`, on a GPU from a recording if there is one of this kind for such inputs."""
+    def pairs(
+        self, mean: Tensor, deviations: Tensor, others: Tensor | None, outputs: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Outputs (p, A, d) at both inputs of p pairs for each of A means (A, ...), in the dtype of these.
+
+        Deviations are (p, A, n); without `others` the second inputs are mirrored, mean − deviation. `outputs` (A, d)
+        are indices of those that are wanted, None for all.
+        """
+        flat = mean.flatten(1)
+        inputs = torch.stack([flat + deviations, flat - deviations if others is None else flat + others])
+        values = self.values(inputs.reshape(-1, *mean.shape[1:])).reshape(*inputs.shape[:3], -1)
+        if outputs is not None:
+            values = values.gather(3, outputs.expand(*inputs.shape[:2], -1, -1))
+        return values[0].to(mean.dtype), values[1].to(mean.dtype)
+
+    def replayed(
+        self, kind: Any, work: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """`work(*inputs)`, on a GPU from a recording if there is one of this kind for such inputs.
+
+        The work must depend on nothing but the kind and the inputs; which of these are None is part of the kind.
+        """
         if self.recordings is None:
             return work(*inputs)
-        return recorded(self.recordings.setdefault(kind, {}), work, *inputs)
+        gaps = tuple(x is None for x in inputs)
+
+        def with_gaps(*tensors: Tensor) -> tuple[Tensor, ...]:
+            given = iter(tensors)
+            return work(*(None if gap else next(given) for gap in gaps))
+
+        known = self.recordings.setdefault((kind, gaps), {})
+        return recorded(known, with_gaps, *(x for x in inputs if x is not None))
 
     def gradients(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         """The gradient (N, ...) of one output of each input, the output by its index (N, 1)."""
@@ -106,13 +130,17 @@ class FastNetwork:
         return self.replayed("gradients", work, inputs, outputs)[0]
 
 
-def fast_network(model: NetworkModel) -> FastNetwork:
-    """The copy of a model's network for its dtype, made and tuned once, and again when the weights change."""
+def fast_network(model: NetworkModel, memory_budget: int | None = None) -> FastNetwork:
+    """The copy of a model's network for its dtype, made and tuned once, and again when the weights change.
+
+    Its batches are as large as is fastest, or as fit into a budget of bytes.
+    """
     with torch.no_grad():
-        return model.kept("fast network", lambda: _tuned(model, model.image.dtype))
+        network = model.kept("fast network", lambda: _tuned(model, model.image.dtype))
+    return network if memory_budget is None else _within(memory_budget, model, network)
 
 
-def half_network(model: NetworkModel) -> FastNetwork | None:
+def half_network(model: NetworkModel, memory_budget: int | None = None) -> FastNetwork | None:
     """The same in float16, where it is faster: not the network's values, so whoever uses it must correct them."""
     if model.image.device.type != "cuda" or model.image.dtype != torch.float32:
         return None
@@ -125,7 +153,14 @@ def half_network(model: NetworkModel) -> FastNetwork | None:
         return half if half.cost < FASTER * fast_network(model).cost else None
 
     with torch.no_grad():
-        return model.kept("half network", made)
+        network = model.kept("half network", made)
+    return network if memory_budget is None or network is None else _within(memory_budget, model, network)
+
+
+def _within(memory_budget: int, model: NetworkModel, network: FastNetwork) -> FastNetwork:
+    """With batches that fit into a budget of bytes, counted in the dtype of the model."""
+    fitting = directions_at_once(model.image.device, model.largest, model.image.dtype.itemsize, memory_budget)
+    return replace(network, batch=min(network.batch, fitting))
 
 
 def _tuned(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
@@ -133,8 +168,9 @@ def _tuned(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
     with torch.inference_mode(False), torch.no_grad(), full_precision():
         image = model.image.detach().clone()
         twins = {torch.contiguous_format: _copy(model, image, dtype, torch.contiguous_format)}
-        if image.dim() == 4:
-            twins[torch.channels_last] = _copy(model, image, dtype, torch.channels_last)
+        last = _with_channels_last(model, image, dtype) if image.dim() == 4 else None
+        if last is not None:
+            twins[torch.channels_last] = last
         if image.device.type == "cuda":
             room = min(GPU_BYTES, torch.cuda.get_device_properties(image.device).total_memory // GPU_SHARE)
             fitting = room // max(1, model.largest * dtype.itemsize)
@@ -185,6 +221,19 @@ def _seconds(network: FastNetwork, image: Tensor, count: int) -> float:
         if taken[-1] > PATIENCE:
             return taken[-1]
     return min(taken[1:])
+
+
+def _with_channels_last(model: NetworkModel, image: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """The copy for images with channels last; None where the network cannot take these (`x.view(n, -1)` after a
+    convolution, say), or gives other values for them.
+    """
+    images = torch.cat([image, another_image(image)])
+    try:
+        twin = _copy(model, image, dtype, torch.channels_last)
+        values = twin(images.to(dtype, copy=True, memory_format=torch.channels_last))
+    except RuntimeError:
+        return None
+    return twin if dtype != image.dtype or same_values(model.network(images.clone()), values) else None
 
 
 def _copy(

@@ -28,7 +28,14 @@ SMALLEST_BATCH = 16
 
 @dataclass(frozen=True, eq=False)
 class SampledMoments:
-    """Moments estimated from samples, in float64. Shapes: (*batch, *output), covariances (*batch, D, D)."""
+    """Moments estimated from samples, in float64. Shapes: (*batch, *output), covariances (*batch, D, D).
+
+    Unbiased; each number has its standard error, which falls as 1/√samples.
+
+    >>> sampled = monte_carlo(torch.nn.Identity(), Gaussian(torch.zeros(2), std=1.0), samples=1000)
+    >>> bool((sampled.mean.abs() < 5 * sampled.mean_standard_error).all())
+    True
+    """
 
     mean: Tensor
     variance: Tensor
@@ -131,7 +138,13 @@ class MomentSums:
 
 
 def relative_difference(x: Tensor, y: Tensor) -> Tensor:
-    """2|x − y| / (|x| + |y|), the paper's absolute relative difference: 0 for equal values (0 and 0 too), at most 2."""
+    """2|x − y| / (|x| + |y|), the paper's absolute relative difference: 0 for equal values (0 and 0 too), at most 2.
+
+    x and y broadcast; the result is in float64.
+
+    >>> relative_difference(torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 0.0]))
+    tensor([2., 0.], dtype=torch.float64)
+    """
     caller = "relative_difference"
     x, y = (require_float_tensor(caller, name, value).double() for name, value in (("x", x), ("y", y)))
     x, y = require_float_tensors(caller, x=x, y=y)
@@ -167,6 +180,10 @@ def monte_carlo(
 
     Sums are in float64, streamed, so memory does not grow with `samples`. TF32 is off. A run of more than a second
     shows its progress if the terminal is one.
+
+    >>> sampled = monte_carlo(torch.relu, Gaussian(torch.zeros(1), std=1.0), samples=10_000)
+    >>> bool((sampled.mean - 0.39894).abs() < 5 * sampled.mean_standard_error)  # 1/√(2π)
+    True
     """
     evaluated = evaluation("monte_carlo", function, noise, samples, seed, batch, least=2)
     sums, output_shape = None, torch.Size()

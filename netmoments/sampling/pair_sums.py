@@ -27,7 +27,8 @@ what is left, follows from sums over the pairs of each fold, so that memory does
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,10 +39,13 @@ SHRINKING = 1000
 """Pairs at which the slope on u² has half its weight."""
 MOST_SHARE = 1.0
 """Errors of variances of more than this are only made larger as if they were this."""
+ROUNDING = 16
+"""Units in the last place of an output's mean, up to which it is taken not to vary."""
+HALF_SHARE = 0.5
+"""Of the tolerance: low precision is used if its correction is known to within this."""
 
 
-@dataclass(frozen=True, eq=False)
-class PairEstimate:
+class PairEstimate(NamedTuple):
     """Means (E, d), covariances (E, d, d) or variances (E, d), and the squares of their standard errors."""
 
     mean: Tensor
@@ -71,52 +75,195 @@ def allowing_for_skewness(found: PairEstimate) -> PairEstimate:
     return PairEstimate(found.mean, found.second, found.mean_error, found.second_error * squared)
 
 
-class PairSums:
-    """Sums over pairs for E inputs of d outputs, in float64, by fold, (E, FOLDS, m); `block_sums` has the m numbers.
+def allowing_for_the_unseen(found: PairEstimate, samples: Tensor) -> PairEstimate:
+    """The same with what that many samples, (E,), cannot have shown: one more that control and mean know nothing of.
 
-    With `products` of all pairs of outputs, d² of them, else of squares only.
+    Where the control explains every sample, nothing is left to judge its error by; yet a unit that opens once in so
+    many samples may not have been seen at all. One more sample that is off by the output's own deviation moves the mean
+    by 1/n of that, and the variance by √2/n of itself. An event that is rarer, or larger, than that is not covered.
+    """
+    share = 1 / samples.unsqueeze(-1)
+    deviation = found.variance.clamp(min=0).sqrt()
+    each = share * deviation
+    squares = each * deviation
+    if found.second.dim() == 3:
+        squares = each.unsqueeze(-1) * deviation.unsqueeze(-2)
+    return found._replace(
+        mean_error=found.mean_error + each.square(), second_error=found.second_error + 2 * squares.square()
+    )
+
+
+def relative_errors(estimate: PairEstimate, dtype: torch.dtype) -> Tensor:
+    """The tolerance that an estimate meets, (E,): errors of means in standard deviations, errors of variances relative
+    and by √2, the larger of their averages over the outputs.
+
+    What an output varies by within the rounding of its values, in `dtype`, counts as that rounding.
+    """
+    rounding = ROUNDING * torch.finfo(dtype).eps * estimate.mean.abs()
+    deviation = torch.maximum(estimate.variance.clamp(min=0).sqrt(), rounding)
+    mean, second = estimate.mean_error.sqrt(), estimate.variance_error.sqrt()
+    mean = torch.where(mean > 0, mean / deviation, 0.0).mean(-1)
+    second = torch.where(second > 0, second / deviation**2, 0.0).mean(-1)
+    return torch.maximum(mean, second / math.sqrt(2))
+
+
+class Standing(NamedTuple):
+    """Where the sampling of E inputs stands; all but the estimate are on the host."""
+
+    estimate: PairEstimate
+    reached: Tensor
+    """The tolerance that each input meets, (E,)."""
+    pairs: Tensor
+    """How many there are of each input, (E,)."""
+    infinite: int
+    """Samples that gave no numbers."""
+    told: Tensor
+    """Other numbers that were asked for."""
+
+
+class PairSums:
+    """What pairs of samples of E inputs say of d outputs: sums of mirrored pairs, of independent ones, or of both.
+
+    The sums of a kind are (E, FOLDS, m), in float64; `block_sums` has the m numbers. `known` is R, the covariance or
+    the variances of ℓ, None without a control; `costs` are those of `pair_costs`, for two kinds together; `correction`
+    are the numbers of a `CorrectionSums`, where the sums are of low precision.
     """
 
-    def __init__(self, centre: Tensor, products: bool, mirrored: bool) -> None:
-        entries, outputs = centre.shape
+    def __init__(
+        self, centre: Tensor, dtype: torch.dtype, products: bool, known: Tensor | None, costs: Tensor | None = None
+    ) -> None:
         self.centre = centre
         """About which all sums are, (E, d): float64, of values that the samples' dtype has."""
-        self.products, self.mirrored = products, mirrored
-        numbers = 1 + 7 * outputs + 9 * (outputs**2 if products else outputs)
-        self.sums = centre.new_zeros(entries, FOLDS, numbers)
-        self.wins = centre.new_zeros(entries, outputs)
+        self.dtype, self.products, self.known, self.costs = dtype, products, known, costs
+        self.correction: tuple[Tensor, ...] = ()
+        self.sums: dict[bool, Tensor] = {}
+        """By whether the pairs are mirrored."""
+        self.wins = torch.zeros_like(centre)
+        """How often each output was the largest, (E, d)."""
+        self.bad = centre.new_zeros(1 + centre.shape[1], dtype=torch.int64)
+        """How many samples were not finite, and how often each output was not."""
 
-    @property
-    def pairs(self) -> Tensor:
-        """How many there are of each input, (E,), in float64."""
-        return self.sums[..., 0].sum(1)
-
-    def add(self, where: Tensor | None, sums: Tensor, wins: Tensor) -> None:
-        """Count in sums (A, FOLDS, m) and wins (A, d) of the entries with A indices, or of all."""
+    def add(self, mirrored: bool, where: Tensor | None, sums: Tensor, wins: Tensor, bad: Tensor) -> None:
+        """Count in what `block_sums` gave for pairs of one kind, of the A entries with these indices, or of all."""
+        if mirrored not in self.sums:
+            self.sums[mirrored] = self.centre.new_zeros(len(self.centre), *sums.shape[1:])
         if where is None:
-            self.sums += sums
+            self.sums[mirrored] += sums
             self.wins += wins
         else:
-            self.sums.index_add_(0, where, sums)
+            self.sums[mirrored].index_add_(0, where, sums)
             self.wins.index_add_(0, where, wins)
+        self.bad += bad
 
-    def estimate(self, known: Tensor | None) -> PairEstimate:
-        """The estimates; `known` is R, the covariance or the variances of ℓ, None where there was no control."""
-        mean, second, mean_error, second_error = estimated(self.sums, known, self.products, self.mirrored)
-        return PairEstimate(self.centre + mean, second, mean_error, second_error)
+    def standing(self, replayed: Callable[..., tuple[Tensor, ...]], *also: Tensor) -> Standing:
+        """The estimates so far and the tolerance they meet; the host waits once, and is told other numbers as well.
+
+        The work is done by `replayed` (see `FastNetwork.replayed`).
+        """
+        work = partial(estimated, self.products, self.dtype)
+        sums = self.sums.get(True), self.sums.get(False)
+        *found, errors = replayed(
+            ("estimate", self.products), work, self.centre, *sums, self.known, self.costs, *self.correction
+        )
+        pairs = [each[..., 0].sum(1) for each in sums if each is not None]
+        told = torch.cat([errors, sum(pairs[1:], pairs[0]), self.bad[:1].double(), *also]).cpu()
+        entries = len(errors)
+        reached, done, infinite, others = told.split([entries, entries, 1, len(told) - 2 * entries - 1])
+        return Standing(PairEstimate(*found), reached, done.long(), int(infinite), others)
+
+
+def estimated(
+    products: bool,
+    dtype: torch.dtype,
+    centre: Tensor,
+    mirrored: Tensor | None,
+    independent: Tensor | None,
+    known: Tensor | None,
+    costs: Tensor | None,
+    *correction: Tensor,
+) -> tuple[Tensor, ...]:
+    """The numbers of a `PairEstimate` from sums of one or both kinds (see `PairSums`), and the tolerance it meets.
+
+    Its errors allow for skewness, the tolerance does not.
+    """
+    kinds = [
+        of_one_kind(centre, sums, known, products, kind)
+        for kind, sums in ((True, mirrored), (False, independent))
+        if sums is not None
+    ]
+    found = kinds[0]
+    if mirrored is not None and independent is not None and costs is not None:
+        counts = mirrored[..., 0].sum(1), independent[..., 0].sum(1)
+        both = combined(kinds[0], kinds[1], *pair_weights(costs, *counts))
+        found = chosen(counts[1] > 0, both, found)  # entries that need no more have none of the second kind
+    if correction:
+        found = corrected(found, centre, *correction)
+    pairs = torch.stack([each[..., 0].sum(1) for each in (mirrored, independent) if each is not None]).sum(0)
+    found = allowing_for_the_unseen(found, 2 * pairs)
+    return *allowing_for_skewness(found), relative_errors(found, dtype)
+
+
+def first_sums(
+    products: bool,
+    mirrored: bool,
+    tolerance: float,
+    slopes: Tensor | None,
+    deviations: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *low: Tensor,
+) -> tuple[Tensor, ...]:
+    """Of a first few pairs: the centre, the sums about it, costs, decisions; the correction of low precision, if any.
+
+    From values (p, E, d), exact and if there are any in low precision, and what `lines` takes. The decisions are the
+    share of pairs to be mirrored; whether low precision is used, as its correction is known well enough; and whether
+    its values were all numbers. If it is not used, the sums are of exact values and the correction is 0.
+    """
+    centre = ((first + second) / 2).mean(0).double()
+    control = lines(slopes, deviations, None)
+    found = block_sums(first, second, control, centre, products)
+    costs, share = centre.new_ones(2, 2), centre.new_zeros(1)
+    if mirrored:
+        costs = pair_costs(first, second, None if control is None else control[0])
+        share = mirrored_share(costs)
+    if not low:
+        return centre, *found, costs, share
+    rough = CorrectionSums(centre, (first, second), (low[0], low[1]), products)
+    left = relative_errors(rough.alone(centre, (first, second), products), first.dtype)
+    used = (left <= HALF_SHARE * tolerance).all()
+    in_low = block_sums(low[0], low[1], control, centre, products)
+    sums = (torch.where(used, one, other) for one, other in zip(in_low, found, strict=True))
+    decisions = torch.cat([share, torch.stack([used, in_low[2][0] == 0]).double()])
+    parts = (rough.even, rough.even_error, rough.target, rough.target_error)
+    return centre, *sums, costs, decisions, *(torch.where(used, part, 0.0) for part in parts)
+
+
+def lines(slopes: Tensor | None, deviations: Tensor, others: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+    """The control ℓ = S δ of both samples, (p, A, d), for deviations (p, A, n) and slopes (A, d, n), None without.
+
+    Where there are no `others`, the second ones are −ℓ, of mirrored pairs, and None here.
+    """
+    if slopes is None:
+        return None
+    first = torch.matmul(deviations.movedim(0, 1), slopes.mT).movedim(0, 1)
+    return first, None if others is None else torch.matmul(others.movedim(0, 1), slopes.mT).movedim(0, 1)
 
 
 def block_sums(
-    first: Tensor, second: Tensor, lines: tuple[Tensor, Tensor | None] | None, centre: Tensor, products: bool
-) -> tuple[Tensor, Tensor]:
-    """Sums (A, FOLDS, m) of p pairs, a multiple of FOLDS, and how often each output was the largest, (A, d).
+    first: Tensor, second: Tensor, control: tuple[Tensor, Tensor | None] | None, centre: Tensor, products: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums (A, FOLDS, m) of p pairs, a multiple of FOLDS; how often each output was the largest, (A, d); how many
+    samples are not finite, and how often each output is not, (1 + d).
 
-    From values (p, A, d) of both samples, ℓ of both in `lines` (None for −ℓ, mirrored ones), and the centre (A, d). The
-    m numbers are Σ of 1; of e, e u, e u², u, u², u³, u⁴ for the control u of e; of e eᵀ, t, t², t u, t u², u, u², u³,
-    u⁴ for that of t, powers and products of these matrices being elementwise. What is not used is 0.
+    From values (p, A, d) of both samples, ℓ of both as `lines` gives it, and the centre (A, d). The m numbers are Σ of
+    1; of e, e u, e u², u, u², u³, u⁴ for the control u of e; of e eᵀ, t, t², t u, t u², u, u², u³, u⁴ for that of t,
+    powers and products of these matrices being elementwise. What is not used is 0.
     """
     outputs = first.shape[-1]
-    winners = torch.cat([first, second]).argmax(-1).mT
+    both = torch.cat([first, second])
+    infinite = ~torch.isfinite(both)
+    bad = torch.cat([infinite.any(-1).sum().reshape(1), infinite.flatten(0, -2).sum(0)])
+    winners = both.argmax(-1).mT
     wins = torch.zeros(first.shape[1], outputs, dtype=torch.float64, device=first.device)
     wins.scatter_add_(1, winners, torch.ones_like(winners, dtype=torch.float64))
     dtype = torch.float64 if products else first.dtype  # float32 is exact enough for the sums of a block
@@ -138,18 +285,18 @@ def block_sums(
     count = torch.full_like(even[:, :, 0, :1], even.shape[2], dtype=torch.float64)
     root = math.sqrt(2)
     of_values = [total(even), total(odd, even), total(odd**2, even**2, root * odd * even)]
-    if lines is None:
+    if control is None:
         nothing = torch.zeros_like(of_values[0])
         means = [summed(even), *6 * [nothing[..., :outputs]]]
-        return torch.cat([count, *means, *of_values, *6 * [nothing]], -1), wins
-    line = dealt(lines[0])
-    if lines[1] is None:
+        return torch.cat([count, *means, *of_values, *6 * [nothing]], -1), wins, bad
+    line = dealt(control[0])
+    if control[1] is None:
         square = line**2
         powers = [square, square**2, square**3, square**4]
         of_lines = [total(odd * line, even * line), total(odd * square, even * square)]
         of_lines += [total(line), total(square), total(square * line), total(square**2)]
     else:
-        other = dealt(lines[1])
+        other = dealt(control[1])
         line_even, line_odd = (line + other) / 2, (line - other) / 2
         nothing, none = torch.zeros_like(of_values[0]), torch.zeros_like(line)
         powers = [line_even, line_even**2, none, none]
@@ -157,13 +304,11 @@ def block_sums(
         of_lines += [total(line_odd, line_even), total(line_odd**2, line_even**2, root * line_odd * line_even)]
         of_lines += [nothing, nothing]
     means = [summed(x) for x in (even, even * powers[0], even * powers[1], *powers)]
-    return torch.cat([count, *means, *of_values, *of_lines], -1), wins
+    return torch.cat([count, *means, *of_values, *of_lines], -1), wins, bad
 
 
-def estimated(
-    sums: Tensor, known: Tensor | None, products: bool, mirrored: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean − centre (E, d), covariance or variance, and their squared errors, from sums (E, FOLDS, m).
+def of_one_kind(centre: Tensor, sums: Tensor, known: Tensor | None, products: bool, mirrored: bool) -> PairEstimate:
+    """The estimate from the sums (E, FOLDS, m) of mirrored pairs, or of independent ones, about a centre (E, d).
 
     Means and products go through the same regression, side by side.
     """
@@ -207,7 +352,7 @@ def estimated(
     second = second - (crossed(total) - squares) / different
     second_error = second_error + (crossed(own(spread)) + spread**2) / different
     shape = (-1, outputs, outputs) if products else (-1, outputs)
-    return mean, second.reshape(shape), mean_error, second_error.reshape(shape)
+    return PairEstimate(centre + mean, second.reshape(shape), mean_error, second_error.reshape(shape))
 
 
 def combined(one: PairEstimate, other: PairEstimate, of_mean: Tensor, of_second: Tensor) -> PairEstimate:
@@ -238,45 +383,13 @@ def chosen(where: Tensor, one: PairEstimate, other: PairEstimate) -> PairEstimat
     )  # fmt: skip
 
 
-class PairCosts(NamedTuple):
-    """What a sample is worth: the variances that controls leave, of means in units of the output's variance, of
-    variances in units of twice its square, for mirrored and for independent samples.
-
-    A sample adds the inverse of its cost to the precision of an estimate.
-    """
-
-    mirrored: tuple[float, float]
-    independent: tuple[float, float]
-
-    @classmethod
-    def seen(cls, first: Tensor, second: Tensor, line: Tensor | None) -> PairCosts:
-        """From values (p, E, d) of both samples of a few mirrored pairs, and their control."""
-        return cls.of(pair_costs(first, second, line))
-
-    @classmethod
-    def of(cls, numbers: Tensor) -> PairCosts:
-        """From a tensor (2, 2)."""
-        (a0, a1), (b0, b1) = numbers.tolist()
-        return cls((a0, a1), (b0, b1))
-
-    @property
-    def share(self) -> float:
-        """Of all samples, those to be mirrored: n₁/(n₁ + n₂) for the smallest n₁ + n₂ with n₁/aₖ + n₂/bₖ ≥ 1, k = 0, 1.
-
-        It is on one of the axes, or where both hold exactly.
-        """
-        (a0, a1), (b0, b1) = self
-        best = [(max(a0, a1), 1.0), (max(b0, b1), 0.0)]
-        determinant = 1 / (a0 * b1) - 1 / (a1 * b0)
-        if determinant != 0:
-            one, other = (1 / b1 - 1 / b0) / determinant, (1 / a0 - 1 / a1) / determinant
-            if one > 0 and other > 0:
-                best.append((one + other, one / (one + other)))
-        return min(best)[1]
-
-
 def pair_costs(first: Tensor, second: Tensor, line: Tensor | None) -> Tensor:
-    """`PairCosts` as a tensor (2, 2), without the host waiting for it."""
+    """What a sample is worth: the variances that controls leave, of means in units of the output's variance, of
+    variances in units of twice its square; for mirrored samples, and for independent ones, (2, 2).
+
+    From values (p, E, d) of both samples of a few mirrored pairs, and their control. A sample adds the inverse of its
+    cost to the precision of an estimate.
+    """
     odd, even = (first - second).double() / 2, (first + second).double() / 2
     even = even - even.mean(0)
     control = torch.zeros_like(odd) if line is None else line.double()
@@ -298,11 +411,23 @@ def pair_costs(first: Tensor, second: Tensor, line: Tensor | None) -> Tensor:
     return torch.stack([*mirrored, *independent]).reshape(2, 2)
 
 
-def pair_weights(costs: Tensor, mirrored: Tensor, independent: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights (E,) of mirrored pairs in means and in variances, of so many (E,) of each kind.
+def mirrored_share(costs: Tensor) -> Tensor:
+    """Of all samples, those to be mirrored, (1,): n₁/(n₁ + n₂) for the smallest n₁ + n₂ with n₁/aₖ + n₂/bₖ ≥ 1, k = 0,
+    1, for costs a of mirrored and b of independent samples.
 
-    `costs` are `PairCosts` as a tensor (2, 2).
+    It is on one of the axes, or where both hold exactly.
     """
+    (a0, a1), (b0, b1) = (each.unbind() for each in costs)
+    determinant = 1 / (a0 * b1) - 1 / (a1 * b0)
+    one, other = (1 / b1 - 1 / b0) / determinant, (1 / a0 - 1 / a1) / determinant
+    inside = (one > 0) & (other > 0) & torch.isfinite(one + other)
+    needed = torch.stack([costs[1].amax(), torch.where(inside, one + other, torch.inf), costs[0].amax()])
+    shares = torch.stack([torch.zeros_like(one), one / (one + other), torch.ones_like(one)])
+    return shares.gather(0, needed.argmin(0, keepdim=True))  # an index would make the host wait
+
+
+def pair_weights(costs: Tensor, mirrored: Tensor, independent: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights (E,) of mirrored pairs in means and in variances, of so many (E,) of each kind, by `pair_costs`."""
     one, other = mirrored / costs[0].unsqueeze(-1), independent / costs[1].unsqueeze(-1)
     of_mean, of_second = one / (one + other)
     return of_mean, of_second

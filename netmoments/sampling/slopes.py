@@ -8,13 +8,14 @@ network: the best K follows.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from netmoments.covariances import Covariance
-from netmoments.gaussian import Gaussian
+from netmoments.gaussian import Gaussian, random_seed
 from netmoments.memory import directions_at_once
 from netmoments.network.model import NetworkModel
 from netmoments.sampling.fast_network import FastNetwork
@@ -30,19 +31,14 @@ SLOPE_NUMBERS = 2**26
 
 
 class SlopeControls(NamedTuple):
-    """Controls ℓ = S δ of variance 1, or 0 for an output without a slope."""
+    """Controls ℓ = S δ of variance 1, or 0 for an output without a slope; without any, nothing."""
 
-    slopes: Tensor
+    slopes: Tensor | None = None
     """S, (E, d, n)."""
-    known: Tensor
+    known: Tensor | None = None
     """R = S Σ Sᵀ, (E, d, d), or its diagonal (E, d), in float64."""
-    points: int
+    points: int = 0
     """Points at which the network was differentiated."""
-
-
-def lines(deviations: Tensor, slopes: Tensor) -> Tensor:
-    """The control ℓ = S δ, (p, A, d), of deviations (p, A, n) with slopes (A, d, n)."""
-    return torch.matmul(deviations.movedim(0, 1), slopes.mT).movedim(0, 1)
 
 
 def points_worth(first: Tensor, second: Tensor, runs: float) -> int:
@@ -73,49 +69,42 @@ def expected_slopes(
     noise: Gaussian,
     outputs: Tensor | None,
     points: int,
+    *,
     products: bool,
-    generator: torch.Generator,
+    seed: int,
     memory_budget: int | None = None,
-) -> SlopeControls | None:
+) -> SlopeControls:
     """The average gradient over points of the noise, mirrored ones, or at the mean itself for one point.
 
     None where the network cannot be differentiated, where slopes are no numbers, or would take too much memory.
     """
-    count = model.outputs if outputs is None else outputs.shape[1]
-    if not model.differentiable or any(x.is_inference() for x in model.network.parameters()):
-        return None
-    if points == 0 or noise.size * count * len(noise.mean) > SLOPE_NUMBERS:
-        return None
-    mean, entries = noise.flat_mean, len(noise.mean)
+    count, entries = model.outputs if outputs is None else outputs.shape[1], len(noise.mean)
+    if points == 0 or not model.differentiable or noise.size * count * entries > SLOPE_NUMBERS:
+        return SlopeControls()
+    if any(map(Tensor.is_inference, model.network.parameters())):
+        return SlopeControls()
+    mean, covariance = noise.mean.detach().flatten(1), noise.covariance
     inputs = mean.unsqueeze(0)
     if points > 1:
-        half = noise.covariance.draw((points // 2, entries), generator)
+        generator = torch.Generator(noise.device).manual_seed(random_seed(seed, "slopes", 0))
+        half = covariance.draw((points // 2, entries), generator)
         inputs = torch.cat([mean + half, mean - half])
     each = points * (count if noise.device.type == "cuda" else 1)
     together = max(1, directions_at_once(noise.device, model.largest, noise.dtype.itemsize, memory_budget) // each)
-    rows = inputs.reshape(points, entries, *noise.event_shape)
+    rows, parts = inputs.reshape(points, entries, *noise.event_shape), []
     try:
-        parts = [
-            _average_gradients(fast, rows[:, start : start + together], count, _some(outputs, start, together))
-            for start in range(0, entries, together)
-        ]
+        for start in range(0, entries, together):
+            some = slice(start, start + together)
+            chosen = None if outputs is None else outputs[some]
+            parts.append(_average_gradients(fast, rows[:, some], count, chosen))
     except RuntimeError:
-        return None
+        return SlopeControls()
     slopes = parts[0] if len(parts) == 1 else torch.cat(parts)
     if slopes.device.type != "cuda" and not bool(torch.isfinite(slopes).all()):
-        return None
-    covariance = noise.covariance
-    structure = tuple((type(part).__name__, part.size) for part in getattr(covariance, "parts", (covariance,)))
-
-    def work(given: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _of_variance_one(given, covariance.with_tensors(tensors), products)
-
-    scaled, known = fast.replayed(("controls", structure, products), work, slopes, *covariance.tensors())
+        return SlopeControls()
+    kind, work = ("controls", covariance.structure, products), partial(_of_variance_one, covariance, products)
+    scaled, known = fast.replayed(kind, work, slopes, *covariance.tensors())
     return SlopeControls(scaled, known, points)
-
-
-def _some(outputs: Tensor | None, start: int, count: int) -> Tensor | None:
-    return None if outputs is None else outputs[start : start + count]
 
 
 def _average_gradients(fast: FastNetwork, points: Tensor, count: int, outputs: Tensor | None) -> Tensor:
@@ -124,7 +113,7 @@ def _average_gradients(fast: FastNetwork, points: Tensor, count: int, outputs: T
     One output at a time with one run for all, or on a GPU all at once, each with a run of its own.
     """
     number, entries = points.shape[:2]
-    rows = points.flatten(0, 1).detach()
+    rows = points.flatten(0, 1).clone()  # not a tensor of inference mode
     chosen = None if outputs is None else outputs.repeat(number, 1)
     if rows.device.type == "cuda":
         each = torch.arange(count, device=rows.device).repeat_interleave(len(rows)).unsqueeze(1)
@@ -139,9 +128,11 @@ def _average_gradients(fast: FastNetwork, points: Tensor, count: int, outputs: T
     return torch.stack([slope.reshape(number, entries, -1).mean(0) for slope in found], 1)
 
 
-def _of_variance_one(slopes: Tensor, covariance: Covariance, products: bool) -> tuple[Tensor, Tensor]:
-    """Slopes (E, d, n) scaled so that each control has the variance 1, or 0 where it has none, and R."""
-    exact = covariance.to(torch.float64)
+def _of_variance_one(covariance: Covariance, products: bool, slopes: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """Slopes (E, d, n) scaled so that each control has the variance 1, or 0 where it has none, and R.
+
+    The covariance is the one given, with these tensors."""
+    exact = covariance.with_tensors([x.double() for x in tensors])
     spread = exact.push_diagonal(slopes.double()).sqrt()
     scaled = (slopes / spread.unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).to(slopes.dtype)
     known = exact.push(scaled.double()) if products else exact.push_diagonal(scaled.double())

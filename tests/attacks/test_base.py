@@ -40,6 +40,8 @@ SETTINGS = [
     (SparseSmooth, {"polish": -1}, "polish must be a whole number of at least 0"),
     (SparseSmooth, {"samples": 1}, "samples must be a whole number of at least 2"),
     (SparseSmooth, {"bounds": (1.0, 0.0)}, "bounds must be finite with the lowest first"),
+    (SparseSmooth, {"bounds": (0.0, torch.inf)}, "bounds must be finite with the lowest first"),
+    (PixelSupport, {"bounds": (0.0, 1e-323), "percent": 5}, "bounds must be finite with the lowest first"),
     (SparseSmooth, {"bounds": 255}, "bounds must be two numbers"),
     (Targeted, {"beta": 0.0}, "beta must be a number above 0"),
     (Targeted, {"largest_sigma": -1.0}, "largest_sigma must be a number above 0"),

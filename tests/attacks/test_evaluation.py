@@ -44,3 +44,11 @@ def test_samples_of_an_image_do_not_depend_on_the_images_beside_it(generator):
     frequency = Success.of(fooled_margin(once, labels, None) < 0)
     assert bool((frequency.low <= frequency.rate).all())
     assert bool((frequency.rate <= frequency.high).all())
+
+
+def test_a_rate_reaches_a_share_to_within_its_standard_errors():
+    """Of 100 samples 0.9 is known to 0.03: 0.84 is two of these below."""
+    fooled = torch.arange(100).unsqueeze(1) < torch.tensor([100, 90, 85, 83, 0])
+    success = Success.of(fooled)
+    assert success.reaches(0.9, 2.0).tolist() == [True, True, True, False, False]
+    assert success.reaches(0.9, 0.0).tolist() == [True, True, False, False, False]

@@ -12,13 +12,14 @@ from netmoments.attacks.primal_dual import (
     Iterate,
     adjoint_differences,
     descend,
+    edge,
     finished,
     forward_differences,
     into_unit_discs,
     least_in_box,
     lower_bound,
-    scaled_to_edge,
     shrink_into_box,
+    stretched,
     total_variation,
 )
 from tests.attacks.problems import SHAPE, affine_relu_affine, as_reference, problem_of, random_images
@@ -141,7 +142,7 @@ def test_scaling_stops_at_the_edge(generator):
     network, images = affine_relu_affine(generator, images=4), random_images(generator, 4)
     problem = problem_of(network, images, bounds=(-9.0, 9.0))
     rough = descend(problem, Iterate.start(problem), 200).shift
-    shift = scaled_to_edge(problem, rough)
+    shift = stretched(problem, rough, edge(problem, rough))
     possible = problem.excess(1.5 * rough) <= 0
     assert bool(possible.any())
     assert bool((problem.excess(shift)[possible] <= 0).all())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import netmoments as nm
-from netmoments.moments.request import Blocks, Request, joint_noise
+from netmoments.moments.request import Request, joint_noise
 from tests.closeness import assert_close
 from tests.moments.problems import PROPAGATED, deep, noise
 from tests.networks import network, seeded
@@ -189,39 +189,6 @@ def test_a_constant_that_cannot_be_repeated_is_passed_as_it_is():
     assert_close(found.mean, nm.output_moments(layer, X, tolerance=0.05).mean, atol=1e-12)
 
 
-def test_blocks_are_a_block_diagonal_covariance():
-    """Whatever is asked of a structure, against the dense matrix."""
-    parts = (
-        nm.Diagonal(normal(2, 4, seed=2) ** 2),
-        nm.LowRank(FACTOR, 0.01),
-        nm.Isotropic(torch.tensor(0.3, dtype=F64), 3),
-    )
-    blocks = Blocks(parts)
-    assert (blocks.size, blocks.batch_shape) == (16, (2,))
-    dense = torch.stack(
-        [torch.block_diag(*(p.entries(i).dense() if p.batch_shape else p.dense() for p in parts)) for i in range(2)]
-    )
-    assert_close(blocks.dense(), dense, atol=1e-14)
-    assert_close(blocks.variances(), dense.diagonal(dim1=1, dim2=2), atol=1e-14)
-    A = normal(5, 16, seed=7)
-    assert_close(blocks.push(A), A @ dense @ A.T, atol=1e-13)
-    assert_close(blocks.push_diagonal(A), (A @ dense @ A.T).diagonal(dim1=1, dim2=2), atol=1e-13)
-    assert_close(blocks.times(A), A @ dense, atol=1e-13)
-    root = blocks.root()
-    assert root.shape == (2, 16, blocks.rank)
-    assert_close(root @ root.mT, dense, atol=1e-14)
-    one = blocks.entries(torch.tensor([1]))
-    assert_close(one.dense(), dense[1:], atol=1e-14)
-    assert blocks.to(torch.float32).dense().dtype == torch.float32
-    drawn = blocks.draw((40_000, 2), torch.Generator().manual_seed(1))
-    sampled = drawn.movedim(0, 2) @ drawn.movedim(0, 1) / 40_000
-    # an entry's standard error is at most √2 times the product of the deviations, over √samples
-    scale = dense.diagonal(dim1=1, dim2=2).sqrt()
-    assert (
-        float(((sampled - dense) / (scale.unsqueeze(-1) * scale.unsqueeze(-2))).abs().max()) < 6 * (2 / 40_000) ** 0.5
-    )
-
-
 def test_joint_noise_says_where_each_argument_is():
     noise, arguments = joint_noise((X, 3, IMAGE), "test")
     assert noise.mean.shape == (2, 13)
@@ -351,3 +318,27 @@ def test_an_affine_relu_affine_has_one_argument():
     gates = nm.AffineReluAffine(torch.ones(4, 4), torch.zeros(4), torch.ones(2, 4), torch.zeros(2))
     with pytest.raises(TypeError, match=r"noise must be a netmoments\.Gaussian, got"):
         nm.output_moments(gates, (nm.Gaussian(torch.zeros(4), std=0.1),))
+
+
+@pytest.mark.filterwarnings("ignore:.*([Qq]uantiz|[Ss]parse|TypedStorage)")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda net: setattr(net[0], "weight", nn.Parameter(net[0].weight.detach().to_sparse())), "sparse_coo"),
+        (lambda net: net.to("meta"), "no values, as it is on the meta device"),
+        (lambda net: net.register_module("0", quantized(net)), "0 is quantized"),
+    ],
+    ids=["sparse", "meta", "quantized"],
+)
+def test_weights_that_are_no_plain_tensors_any_more(change, words):
+    """A network that was looked at before is refused as clearly as one that is new."""
+    net, noise = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval(), nm.Gaussian(torch.zeros(3), std=0.1)
+    nm.output_moments(net, noise, tolerance=0.1)
+    change(net)
+    for method in ("auto", "layerwise", "sampling"):
+        with pytest.raises(TypeError, match=words):
+            nm.output_moments(net, noise, method)
+
+
+def quantized(net: nn.Module) -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -220,6 +221,45 @@ def test_values_are_the_same_in_any_number():
     assert not together.requires_grad
 
 
+def test_pairs_are_the_values_on_both_sides_of_the_mean():
+    """Mirrored ones and others, of all outputs or of those that each input names."""
+    generator, net = torch.Generator().manual_seed(0), normed(Residual)
+    mean = torch.randn(3, 2, 6, 6, dtype=torch.float64, generator=generator)
+    deviations, others = torch.randn(2, 4, 3, 72, dtype=torch.float64, generator=generator)
+    copied = fast(net, mean[:1])
+    outputs = torch.tensor([[1, 0], [2, 2], [0, 1]])
+    for second, given in ((-deviations, None), (others, others)):
+        every = copied.pairs(mean, deviations, given, None)
+        some = copied.pairs(mean, deviations, given, outputs)
+        for found, picked, moved in zip(every, some, (deviations, second), strict=True):
+            inputs = (mean.flatten(1) + moved).reshape(-1, 2, 6, 6)
+            expected = net(inputs).reshape(4, 3, -1)
+            assert_close(found, expected, atol=1e-12 * float(expected.detach().abs().max()))
+            assert_close(picked, found.gather(2, outputs.expand(4, -1, -1)), atol=1e-12)
+
+
+def test_work_is_recorded_by_its_kind_and_by_what_is_missing(monkeypatch):
+    """As on a GPU, where what was recorded for inputs of some shapes is done again, whatever is given now."""
+    kept: dict[Any, Any] = {}
+
+    def recorded(known: dict[Any, Any], work: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
+        assert all(isinstance(x, Tensor) for x in given)
+        return known.setdefault(tuple(x.shape for x in given), work)(*given)
+
+    monkeypatch.setattr("netmoments.sampling.fast_network.recorded", recorded)
+    copied = replace(fast(nn.Linear(2, 1).double().eval(), torch.zeros(1, 2, dtype=torch.float64)), recordings=kept)
+
+    def difference(x: Tensor | None, y: Tensor | None) -> tuple[Tensor, ...]:
+        return ((0 if x is None else x) - (0 if y is None else y),)  # type: ignore[return-value]
+
+    one, two = torch.ones(1), 2 * torch.ones(1)
+    assert copied.replayed("difference", difference, one, None)[0] == 1
+    assert copied.replayed("difference", difference, None, one)[0] == -1
+    assert copied.replayed("difference", difference, two, one)[0] == 1
+    assert copied.replayed("difference", lambda x, y: (y,), two, None)[0] == 2  # from the first recording
+    assert copied.replayed("second", lambda x, y: (y,), two, one)[0] == 1
+
+
 @pytest.mark.parametrize("name", ["residual", "mutating"])
 def test_gradients_are_those_of_the_network(name):
     net, x = network(name), inputs(name, 4)
@@ -335,6 +375,15 @@ def test_the_copy_is_kept_while_nothing_changes():
     assert fast_network(model) is not first
 
 
+def test_a_budget_of_memory_bounds_the_batch():
+    """Of six copies of the largest activation for each input, in half of the budget; the copy itself is the same."""
+    model = NetworkModel.of_any(normed(Residual), inputs("residual", 1), "test")
+    free, bound = fast_network(model), fast_network(model, 2 * 6 * model.largest * 8 * 3)
+    assert bound.batch == 3 < free.batch
+    assert bound.run is free.run
+    assert fast_network(model, 2**40).batch == free.batch
+
+
 def test_half_precision_is_for_a_gpu():
     assert half_network(NetworkModel.of_any(normed(Residual, torch.float32), torch.zeros(1, 2, 6, 6), "test")) is None
 
@@ -373,3 +422,34 @@ def test_convolutions_whose_positive_part_alone_is_used():
     with torch.no_grad():
         assert rectified(net, torch.ones(1, 2, 6, 6)) == [net.inplace]
     assert "forward" not in vars(net.inplace)
+
+
+class Viewed(nn.Module):
+    """Flattens with `view`, which channels last do not allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(1, 3, 3), nn.Linear(27, 2)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.conv(x)).view(-1, 27))
+
+
+class Strided(Viewed):
+    """Takes numbers as they lie in memory: with channels last, others."""
+
+    def forward(self, x):
+        y = torch.relu(self.conv(x))
+        return self.last(torch.as_strided(y, (len(y), 27), (27, 1)))
+
+
+@pytest.mark.parametrize("kind", [Viewed, Strided])
+def test_networks_that_mind_how_images_lie_in_memory(kind):
+    network = seeded(kind, torch.float32)
+    noise = nm.Gaussian(torch.linspace(0, 1, 25).reshape(1, 5, 5), std=0.3)
+    fast = fast_network(nm.NetworkModel(network, noise.mean))
+    assert fast.layout == torch.contiguous_format
+    x = noise.sample(5)
+    torch.testing.assert_close(fast.values(x), network(x))
+    for method in ("auto", "layerwise", "sketch", "linear"):
+        assert nm.output_moments(network, noise, method).mean.shape == (2,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,15 +16,21 @@ from netmoments.sampling.pair_sums import (
     FOLDS,
     SHRINKING,
     CorrectionSums,
-    PairCosts,
     PairEstimate,
     PairSums,
     allowing_for_skewness,
+    allowing_for_the_unseen,
     block_sums,
     chosen,
     combined,
     corrected,
+    first_sums,
+    lines,
+    mirrored_share,
+    of_one_kind,
+    pair_costs,
     pair_weights,
+    relative_errors,
 )
 from tests.closeness import assert_close
 from tests.networks import random_network
@@ -62,13 +69,13 @@ class Pairs:
         one, other = self.line[:, span][:, :, entries]
         return one, None if self.mirrored else other
 
-    def sums(self, centre: Tensor, products: bool, blocks: list[int]) -> PairSums:
+    def sums(self, centre: Tensor, products: bool, blocks: list[int], known: Tensor | None = None) -> PairSums:
         """All of them, so many at a time."""
-        sums, start = PairSums(centre, products, self.mirrored), 0
+        sums, start = PairSums(centre, self.first.dtype, products, known), 0
         for count in blocks:
             span, start = slice(start, start + count), start + count
             found = block_sums(self.first[span], self.second[span], self.lines(span), centre, products)
-            sums.add(None, *found)
+            sums.add(self.mirrored, None, *found)
         return sums
 
     def estimate(self, products: bool = True, blocks: list[int] | None = None, off: float = 0.1) -> PairEstimate:
@@ -77,7 +84,8 @@ class Pairs:
         known = self.known
         if known is not None:
             known = (known if products else known.diagonal()).expand(len(centre), *known.shape[: 1 + products])
-        return self.sums(centre.clone(), products, blocks or [len(self.first)]).estimate(known)
+        sums = self.sums(centre.clone(), products, blocks or [len(self.first)]).sums[self.mirrored]
+        return of_one_kind(centre, sums, known, products, self.mirrored)
 
 
 def draw(pairs: int, entries: int, control: str = "none", *, mirrored: bool = True, seed: int = 1) -> Pairs:
@@ -90,6 +98,11 @@ def draw(pairs: int, entries: int, control: str = "none", *, mirrored: bool = Tr
         return Pairs(first, second, None, None, mirrored)
     lines = torch.stack([deviations[0], others]) @ slopes.T
     return Pairs(first, second, lines, STD**2 * slopes @ slopes.T, mirrored)
+
+
+def at_once(kind: object, work: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """As `FastNetwork.replayed` without recordings."""
+    return work(*inputs)
 
 
 # against all values kept
@@ -172,17 +185,35 @@ def test_values_in_float32(products):
         assert getattr(found, name).dtype == torch.float64
 
 
+def test_what_the_samples_cannot_have_shown():
+    """With every sample explained, 128 of them leave a deviation and √2 variances of one sample more."""
+    mean, second = torch.tensor([[3.0, 0.0]]), torch.tensor([[[4.0, 1.0], [1.0, 0.0]]])
+    none = PairEstimate(mean, second, torch.zeros_like(mean), torch.zeros_like(second))
+    found = allowing_for_the_unseen(none, torch.tensor([128.0]))
+    assert found.mean_error.sqrt().tolist() == [[2 / 128, 0.0]]
+    assert_close(found.variance_error.sqrt(), torch.tensor([[4 * 2**0.5 / 128, 0.0]]), rtol=1e-6)
+    alone = none._replace(second=torch.tensor([[4.0, 0.0]]), second_error=torch.zeros_like(mean))
+    alone = allowing_for_the_unseen(alone, torch.tensor([128.0]))
+    assert_close(alone.variance_error, found.variance_error, rtol=1e-6)
+
+
 def test_some_entries_may_have_more_pairs():
     pairs = draw(96, 3, "expected slopes")
     centre, known = MEAN.expand(3, 2).clone(), pairs.known.expand(3, 2, 2)
-    sums = PairSums(centre, products=True, mirrored=True)
+    sums = PairSums(centre, torch.float64, products=True, known=known)
     early, late, some = slice(32), slice(32, None), torch.tensor([2, 0])
     found = block_sums(pairs.first[early], pairs.second[early], pairs.lines(early), centre, True)
-    sums.add(None, *found)
+    sums.add(True, None, *found)
     rest = pairs.first[late][:, some], pairs.second[late][:, some], pairs.lines(late, some)
-    sums.add(some, *block_sums(*rest, centre[some], True))
-    assert sums.pairs.tolist() == [96, 32, 96]
-    found = sums.estimate(known)
+    sums.add(True, some, *block_sums(*rest, centre[some], True))
+    assert sums.wins.sum(-1).tolist() == [192, 64, 192]
+    standing = sums.standing(at_once, torch.tensor([7.0]))
+    assert standing.pairs.tolist() == [96, 32, 96]
+    assert (standing.infinite, standing.told.tolist()) == (0, [7.0])
+    found = of_one_kind(centre, sums.sums[True], known, True, True)
+    stated = allowing_for_the_unseen(found, torch.tensor([192, 64, 192], dtype=torch.float64))
+    assert torch.equal(standing.reached, relative_errors(stated, torch.float64))
+    assert all(map(torch.equal, standing.estimate, allowing_for_skewness(stated)))
     for entries, count, blocks in (([0, 2], 96, [32, 64]), ([1], 32, [32])):
         values = [x[:count, entries] for x in (pairs.first, pairs.second)]
         alone = Pairs(*values, pairs.line[:, :count, entries], pairs.known)
@@ -340,13 +371,13 @@ def test_errors_allow_for_the_skewness_of_variances_that_are_known_badly():
 def test_two_kinds_of_pairs_are_one_estimate():
     """Unbiased, with the error that it states, and smaller than each; weights by what other pairs showed."""
     other = draw(2000, 1, "expected slopes", seed=8)
-    costs = PairCosts.seen(other.first, other.second, other.line[0])
+    costs = pair_costs(other.first, other.second, other.line[0])
     kinds = [
         draw(96, 4000, "expected slopes", mirrored=mirrored, seed=seed).estimate()
         for mirrored, seed in ((True, 6), (False, 7))
     ]
     count = torch.full((4000,), 96.0, dtype=torch.float64)
-    found = combined(*kinds, *pair_weights(torch.tensor(costs, dtype=torch.float64), count, count))
+    found = combined(*kinds, *pair_weights(costs, count, count))
     for name, truth in (("mean", MEAN), ("second", COVARIANCE)):
         value, error = getattr(found, name), getattr(found, f"{name}_error")
         assert_unbiased(value, truth, name)
@@ -359,7 +390,7 @@ def test_costs_are_what_pairs_leave():
     """Of a sample, half a pair: the errors of estimates, in units of the variance and of its square."""
     pairs = 4000
     seen = draw(pairs, 1, "expected slopes", seed=9)
-    costs = PairCosts.seen(seen.first, seen.second, seen.line[0])
+    costs = pair_costs(seen.first, seen.second, seen.line[0]).tolist()
     variance = COVARIANCE.diagonal()
     for mirrored, (of_mean, of_variance) in zip((True, False), costs, strict=True):
         found = draw(pairs, 1, "expected slopes", mirrored=mirrored, seed=10).estimate()
@@ -381,10 +412,12 @@ def test_an_estimate_is_chosen_by_input():
         ((0.4, 0.3), (0.5, 0.6), 1.0),  # better in both
         ((1.0, 0.9), (0.4, 0.5), 0.0),
         ((0.8, 0.5), (0.5, 0.7), 0.4324),  # n₁/0.8 + n₂/0.5 = n₁/0.5 + n₂/0.7 = 1
+        ((0.5, 0.4), (0.5, 0.4), 0.0),  # the same: where both hold is nowhere
+        ((0.5, 0.5), (0.5, 0.6), 1.0),
     ],
 )
 def test_the_cheapest_share_of_mirrored_pairs(mirrored, independent, share):
-    found = PairCosts(mirrored, independent).share
+    found = float(mirrored_share(torch.tensor([mirrored, independent], dtype=torch.float64)))
     assert found == pytest.approx(share, abs=1e-4)
 
     def cost(part: float) -> float:
@@ -395,5 +428,72 @@ def test_the_cheapest_share_of_mirrored_pairs(mirrored, independent, share):
 
 def test_linear_functions_are_mirrored_and_even_ones_are_not():
     noise = torch.randn(256, 1, 3, generator=torch.Generator().manual_seed(0))
-    assert PairCosts.seen(noise + 0.05 * noise**2, -noise + 0.05 * noise**2, noise).share > 0.9
-    assert PairCosts.seen(noise**2, noise**2, None).share == 0.0
+    assert float(mirrored_share(pair_costs(noise + 0.05 * noise**2, -noise + 0.05 * noise**2, noise))) > 0.9
+    assert float(mirrored_share(pair_costs(noise**2, noise**2, None))) == 0.0
+
+
+# the first pairs
+
+
+def test_lines_are_the_slopes_along_the_noise():
+    slopes, deviations, others = torch.randn(2, 3, 4), torch.randn(5, 2, 4), torch.randn(5, 2, 4)
+    one, other = lines(slopes, deviations, others)
+    torch.testing.assert_close(one, torch.einsum("pan,adn->pad", deviations, slopes))
+    torch.testing.assert_close(other, torch.einsum("pan,adn->pad", others, slopes))
+    assert lines(slopes, deviations, None)[1] is None
+    assert lines(None, deviations, others) is None
+
+
+def first_pairs(low_by: float) -> tuple[Tensor, ...]:
+    """What `first_sums` gives for pairs of two inputs with slopes, and low precision that is off by noise."""
+    generator = torch.Generator().manual_seed(3)
+    deviations = STD * torch.randn(64, 2, 5, dtype=torch.float64, generator=generator)
+    values = [NETWORK((POINT + x).reshape(-1, 5)).reshape(64, 2, 2) for x in (deviations, -deviations)]
+    low = [x + low_by * torch.randn(x.shape, dtype=torch.float64, generator=generator) for x in values]
+    return first_sums(True, True, 0.1, SLOPES.expand(2, -1, -1), deviations, *values, *low)
+
+
+def test_first_pairs_decide_whether_low_precision_is_used():
+    """Where it is far off, everything is as without; where it is near, the sums are of its values."""
+    *near, rough = (first_pairs(low_by) for low_by in (0.0, 1e-3, 10.0))
+    for (centre, sums, wins, bad, costs, decisions, *correction), used in zip((*near, rough), (1, 1, 0), strict=True):
+        assert torch.equal(centre, rough[0])
+        assert torch.equal(costs, rough[4])
+        assert bad.tolist() == [0, 0, 0]
+        assert wins.sum(-1).tolist() == [128.0, 128.0]
+        assert decisions.tolist() == [float(mirrored_share(costs)), used, 1.0]
+        assert len(correction) == 4
+        assert bool(used) or not any(bool(part.any()) for part in correction)
+        assert torch.equal(sums, rough[1]) == (used == 0 or torch.equal(near[0][1], sums))
+    assert torch.equal(near[0][1], rough[1])  # exact values as values of low precision
+    assert not torch.equal(near[1][1], rough[1])
+
+
+def test_samples_that_are_not_finite_are_counted():
+    """In how many samples, and how often each output."""
+    pairs = draw(8, 2)
+    first, second = pairs.first.clone(), pairs.second.clone()
+    first[0, 0, 1], first[3, 1], second[0, 0, 1] = math.nan, math.inf, -math.inf
+    bad = block_sums(first, second, None, MEAN.expand(2, 2), True)[2]
+    assert bad.tolist() == [3, 1, 3]
+
+
+def test_the_tolerance_that_an_estimate_meets():
+    """Errors of means in standard deviations, relative ones of variances by √2: the larger average over outputs."""
+    variance = torch.tensor([[4.0, 1.0], [4.0, 1.0], [0.0, 0.0]])
+    mean_error = torch.tensor([[0.2, 0.3], [0.0, 0.0], [0.0, 0.0]]) ** 2
+    second_error = torch.tensor([[0.4, 0.1], [0.4, 0.3], [0.0, 0.0]]) ** 2
+    found = relative_errors(PairEstimate(variance, variance, mean_error, second_error), torch.float32)
+    assert_close(found, [0.2, 0.2 / math.sqrt(2), 0.0], rtol=1e-6)
+    matrix, errors = torch.diag_embed(variance), torch.diag_embed(second_error) + 9 * (1 - torch.eye(2))
+    dense = relative_errors(PairEstimate(variance, matrix, mean_error, errors), torch.float32)
+    assert_close(dense, found.double(), rtol=1e-6)
+
+
+def test_what_varies_within_rounding_is_taken_not_to_vary():
+    """In the last digit of a mean of 1 in float32, more samples say nothing more; in float64 they do."""
+    eps = torch.finfo(torch.float32).eps
+    estimate = PairEstimate(*(torch.tensor([[x]], dtype=torch.float64) for x in (1.0, eps**2, eps**2 / 64, eps**4)))
+    single, double = (float(relative_errors(estimate, dtype)) for dtype in (torch.float32, torch.float64))
+    assert single == pytest.approx(1 / (8 * 16))
+    assert double == pytest.approx(1 / math.sqrt(2))
