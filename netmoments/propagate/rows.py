@@ -293,11 +293,23 @@ def _output_factor(
     followed = factor[..., layout.followed]
     quadratic = as_factors(followed.mT @ (local.curvature @ followed), layout)
     signs = random_signs(layout.signs, layer.rest.shape[-1], place, layer.rest)
+    rest = standard_deviation(layer.rest + mixed_variance(layout, local, factor))
     turns = torch.zeros_like(gained[..., layout.followed]) if found is None else found.turns
-    own = torch.cat([quadratic, standard_deviation(layer.rest).unsqueeze(-1) * signs, turns], -1)
+    own = torch.cat([quadratic, rest.unsqueeze(-1) * signs, turns], -1)
     if gained.shape[-1] == layout.rank:
         return torch.cat([gained, own], -1)
     return torch.cat([gained[..., : layout.rank], gained[..., layout.rank :] + own], -1)
+
+
+def mixed_variance(layout: FactorLayout, local: Local, factor: Tensor) -> Tensor:
+    """½ tr(HSHS) − ½ tr(HLHL), S = L + what is not linear: what a unit's bend makes of rows of which no pairs are
+    followed, (..., n). In the scores it is a part of M; between layers it counts as rest, or variances would lose it.
+    """
+    if factor.shape[-1] == layout.rank:
+        return torch.zeros_like(local.variance)
+    linear, others = factor[..., : layout.rank], factor[..., layout.rank : layout.covariance.stop]
+    curved, bent = local.curvature @ (linear @ linear.mT), local.curvature @ (others @ others.mT)
+    return ((curved + 0.5 * bent) * bent.mT).sum((-2, -1)).clamp(min=0)
 
 
 def _window_covariance(layout: FactorLayout, factor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ Nothing here waits for a value, so that a pass is recorded on a GPU as one graph
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -159,6 +160,11 @@ def through_layer(joint: DenseJoint, rule: Nonlinearity, inputs: int, followed: 
     return _Units(joint, rule, inputs, power).output(followed)
 
 
+MOST_SKEW, MOST_KURTOSIS = 10.0, 100.0
+"""Of a unit's input, as something has that happens in 1 % of cases: beyond, the terms that they bring are larger than
+what they correct, and the input is taken for Gaussian. A unit that sees none but dead ones would have 10²⁰."""
+
+
 class _Units:
     """A layer of units that look at one number each, with known moments of their powers."""
 
@@ -168,21 +174,29 @@ class _Units:
         variance = self.square.diagonal(dim1=-2, dim2=-1)
         self.s = standard_deviation(variance)
         self.inverse = torch.where(self.s > 0, 1 / torch.where(self.s > 0, self.s, 1.0), 0.0)
-        scale = self.inverse.unsqueeze(-1) * self.inverse.unsqueeze(-2)
-        self.rho = _without_diagonal((self.square * scale).clamp(-1, 1))
+        rho = self.square * self.inverse.unsqueeze(-1) * self.inverse.unsqueeze(-2)  # one by one: both may be huge
+        self.rho = _without_diagonal(rho.clamp(-1, 1))
         self.third = self.skew = self.twice = None
         self.spread: FourthCumulants | None = None
         self.kurtosis: Tensor | None = None
         cumulants = joint.cumulants
+        self.per_variance = self.inverse.square().clamp(max=torch.finfo(self.s.dtype).max)
         if cumulants.centres:
-            self.third = cumulants.with_another(n) * self.inverse.square().unsqueeze(-1)  # of uᵢ, uᵢ with all numbers
+            third, self.spread = cumulants.with_another(n), cumulants.fourths(n)
+            tame = (third.diagonal(dim1=-2, dim2=-1) * self.per_variance * self.inverse).abs() < MOST_SKEW
+            if self.spread is not None:
+                tame = tame & ((self.spread.own * self.per_variance * self.per_variance).abs() < MOST_KURTOSIS)
+            self.per_variance = torch.where(tame, self.per_variance, 0.0)
+            self.third = third * self.per_variance.unsqueeze(-1)  # of uᵢ, uᵢ with all numbers
             self.twice = self.third[..., :n] * self.inverse.unsqueeze(-2)
             self.skew = self.twice.diagonal(dim1=-2, dim2=-1)
-            self.spread = cumulants.fourths(n)
         if self.spread is not None:
-            scale = self.inverse.square()
-            self.kurtosis = self.spread.own * scale.square()
-            self.movement = self.spread.pairs * (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+            self.kurtosis = self.spread.own * self.per_variance * self.per_variance
+            self.movement = self.each_by_variance(self.spread.pairs)
+
+    def each_by_variance(self, pairs: Tensor) -> Tensor:
+        """κ_iijj (N, n, n) of units as those of u; of units that hardly vary it is 0, not 0 · ∞."""
+        return pairs * self.per_variance.unsqueeze(-1) * self.per_variance.unsqueeze(-2)
 
     def corrected(self, moments: tuple[Tensor, ...], order: int) -> Tensor:
         """λ_iii/6 Fᵣ₊₃ + λ_iiii/24 Fᵣ₊₄: what cumulants add to Fᵣ, as far as these are known."""
@@ -247,12 +261,12 @@ class _Units:
         new = CentreRows(_one_each(chosen, along, n), along, bent, own)
         return Cumulants(before.rows.with_more(new), fourth)
 
-    @property
+    @cached_property
     def variance_slope(self) -> Tensor:
         """c₂′ = dVar f/du."""
         return self.power.second[1] - 2 * self.power.first[0] * self.power.first[1]
 
-    @property
+    @cached_property
     def variance_share(self) -> Tensor:
         """What a change of the input's variance does to that of f, beyond the slope squared."""
         return 0.5 * self.power.second[2] - self.power.first[0] * self.power.first[2] - self.slope.square()
@@ -311,11 +325,10 @@ class _Units:
         moved = slope.unsqueeze(-2) * beyond
         if self.spread is not None and self.twice is not None:
             mixed = slope.unsqueeze(-1) * share.unsqueeze(-2) * self.twice.mT
-            scale = self.inverse.square()
             passed = share.unsqueeze(-1) * self.slope.square().unsqueeze(-2)
-            mixed = mixed + passed * self.spread.by_one * (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+            mixed = mixed + passed * self.each_by_variance(self.spread.by_one)
             together = together + mixed + mixed.mT + share.unsqueeze(-1) * share.unsqueeze(-2) * self.movement
-            moved = moved + ((share * scale).unsqueeze(-1) * self.spread.with_centres).mT
+            moved = moved + ((share * self.per_variance).unsqueeze(-1) * self.spread.with_centres).mT
         return FourthOrder(
             OwnCumulants(*(torch.cat(pair, 1) for pair in zip(before.own, own, strict=True))),
             _joined(before.between, along, self.rho),

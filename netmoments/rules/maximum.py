@@ -17,8 +17,10 @@ from netmoments.rules.base import Local, Nonlinearity, SketchedLayer, ThirdCumul
 from netmoments.rules.maximum_lines import largest_of_contenders
 from netmoments.rules.sampled import SampledUnits, UnitMoments, joined, laid_out, sample_covariance, windows_in_parts
 
-FEWEST_POINTS, MOST_POINTS = 64, 4096
-"""Quasi-random points a window: the fewer windows a layer has, the less their errors average out."""
+FEWEST_POINTS, MOST_POINTS = 512, 4096
+"""Quasi-random points a window: the fewer windows a layer has, the less their errors average out. Those of a flat
+background do not average out at all: with 64 points the pools of a VGG moved its scores by 0.012 deviations, with 256
+by 0.003, with 1024 by 0.001."""
 ALL_POINTS = 2**18
 """Points of all windows of a layer together, between those bounds."""
 POINT_SETS = 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -131,3 +132,28 @@ def test_derivatives_of_variances():
     with torch.no_grad():
         change = (value(at + step) - value(at - step)) / 2
     assert float(change) == pytest.approx(float((slope * step).sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("height", [-6.0, -10.0, -20.0, -30.0, -37.0])
+def test_units_that_see_dead_ones_only(height, dtype):
+    """Their inputs vary by next to nothing, and have cumulants beyond all bounds: they must not spoil the others."""
+    widths = 3, 12, 12, 12
+    hidden = [(nn.Linear(i, o), nn.ReLU()) for i, o in itertools.pairwise(widths)]
+    network = seeded(lambda: nn.Sequential(*itertools.chain(*hidden), nn.Linear(12, 2))).to(dtype)
+    with torch.no_grad():
+        for layer, bias in ((network[0], 0.2 * height), (network[2], 0.0), (network[4], 1e-4)):
+            layer.bias += 0.2
+            layer.weight[0] = torch.eye(layer.in_features)[
+                0
+            ]  # a dead unit, one that sees nothing else, one that sees that
+            layer.bias[0] = bias
+        network[4].weight[0] *= -1
+    noise = nm.Gaussian(torch.zeros(3, dtype=dtype), std=0.2)
+    found = nm.output_moments(network, noise, "layerwise", check=0)
+    with torch.no_grad():
+        network[2].weight[0] = 0.0
+    without = nm.output_moments(network, noise, "layerwise", check=0)
+    rtol = 1e-4  # rounding of float32; what a unit adds that is open in 1e-9 of cases is less
+    torch.testing.assert_close(found.mean, without.mean, rtol=rtol, atol=0)
+    torch.testing.assert_close(found.covariance, without.covariance, rtol=rtol, atol=0)

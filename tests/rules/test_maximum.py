@@ -21,3 +21,20 @@ def test_tied_and_constant_windows():
     assert local.mean[1] == 0
     assert local.variance[1] == 0
     assert all(bool(torch.isfinite(part).all()) for part in local)
+
+
+def test_many_equal_windows_are_all_right():
+    """Those of a flat background, whose errors add up over a layer: the mean to 0.01 deviations, all together 0.001.
+
+    Of four independent numbers and 0 it is ∫ 1 − Φ(x)⁴ over x > 0, here by the trapezoidal rule.
+    """
+    windows = 6000  # so many that each has as few points as there may be
+    rule = Largest(torch.arange(4 * windows).reshape(windows, 4), with_zero=True)
+    local = rule.local(
+        torch.zeros(windows, 4, dtype=torch.float64), torch.eye(4, dtype=torch.float64).expand(windows, 4, 4)
+    )
+    x = torch.linspace(0, 10, 20001, dtype=torch.float64)
+    exact = torch.trapezoid(1 - torch.special.ndtr(x) ** 4, x)
+    away = (local.mean - exact) / local.variance.sqrt()
+    assert float(away.abs().max()) < 0.01
+    assert abs(float(away.mean())) < 0.001
