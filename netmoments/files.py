@@ -114,7 +114,10 @@ def read_array(file: IO[bytes], size: int, name: str) -> np.ndarray[Any, Any]:
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in readers:
         raise ValueError(f"{name} is of the unknown version {version}")
-    shape, backwards, dtype = readers[version](file)
+    try:
+        shape, backwards, dtype = readers[version](file)
+    except Exception as error:  # numpy reads it as a Python expression, which may go wrong in any way
+        raise ValueError(f"{name} has a header that is none of numpy's ({first_words(error)})") from error
     if dtype.hasobject or dtype.itemsize == 0:
         raise ValueError(f"{name} holds {dtype}, and not plain numbers or texts")
     count = math.prod(shape) * dtype.itemsize
@@ -127,6 +130,11 @@ def read_array(file: IO[bytes], size: int, name: str) -> np.ndarray[Any, Any]:
     read_whole(file, content, name)
     flat = np.frombuffer(content, dtype)
     return flat.reshape(shape[::-1]).T if backwards else flat.reshape(shape)
+
+
+def first_words(error: Exception) -> str:
+    """The beginning of what an error says, or its kind."""
+    return next(iter(str(error).splitlines()), "")[:100] or type(error).__name__
 
 
 def read_whole(file: IO[bytes], content: bytearray, name: str) -> None:

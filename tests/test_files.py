@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -255,6 +256,15 @@ def test_arrays_that_are_not_plain(tmp_path):
     path = tmp_path / "a.npy"
     np.save(path, np.array([{}]), allow_pickle=True)
     with path.open("rb") as file, pytest.raises(ValueError, match="a holds object, and not plain numbers"):
+        read_array(file, path.stat().st_size, "a")
+
+
+@pytest.mark.parametrize("header", [b"(" * 100, b"1" * 100, b"{'descr': '|u1'" + b" " * 85, b"\xff" * 100])
+def test_a_header_that_is_no_header(tmp_path, header):
+    """Numpy reads it as Python, and lets through whatever goes wrong there."""
+    path = tmp_path / "a.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header) + 1) + header + b"\n")
+    with path.open("rb") as file, pytest.raises(ValueError, match="a has a header that is none of numpy's"):
         read_array(file, path.stat().st_size, "a")
 
 

@@ -135,8 +135,8 @@ def read_npz(path: Path, split: str) -> LabelledImages:
         require_no_split(str(path), split)
     count = math.prod(arrays["images"].shape[:1])
     require_count(count, str(path))
-    names = arrays["names"].astype(str).tolist() if "names" in arrays else [f"{prefix}/{i}" for i in range(count)]
-    classes = arrays["classes"].astype(str).tolist() if "classes" in arrays else ()
+    names = _texts(path, arrays, "names") if "names" in arrays else [f"{prefix}/{i}" for i in range(count)]
+    classes = tuple(_texts(path, arrays, "classes")) if "classes" in arrays else ()
     if "usage" in arrays and not classes:
         classes = FER2013_CLASSES
     labels = arrays.get("labels")
@@ -151,6 +151,15 @@ def read_npz(path: Path, split: str) -> LabelledImages:
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _texts(path: Path, arrays: Arrays, key: str) -> list[str]:
+    """Bytes are read as UTF-8; numbers as they are written."""
+    array = arrays[key]
+    try:
+        return (np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array.astype(str)).tolist()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {key} must be texts, in UTF-8, got {array.dtype} ({error})") from error
 
 
 def _arrays(path: Path) -> Arrays:

@@ -34,6 +34,12 @@ def load(
         split: "train" or "test"; of FER2013, "train", "public-test" or "private-test", which is also "test".
         data_dir: where `find` looks first for a named dataset.
         size: bring the shorter side to this many pixels and cut out the centre square.
+
+    Images are float32 (N, C, H, W) with pixels in [0, 1], labels int64 (N,).
+
+    >>> digits = load("digits")
+    >>> digits.images.shape[1:], len(digits.labels) == len(digits.images)
+    (torch.Size([1, 8, 8]), True)
     """
     require_size(size)
     if source in NAMES and isinstance(source, str):

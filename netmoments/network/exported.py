@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import json
 import math
 import re
@@ -18,7 +19,7 @@ import sys
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -204,20 +205,26 @@ def _plain_pickle(content: bytes, what: str) -> bytes:
         raise RefusedArchiveError(
             f"{what} cannot be read as plain tensors (weights_only=True){reason}: a pickle can run code; {ADVICE}"
         ) from None
-    _require_plain(value, what)
+    _require_plain(value, what, itertools.count(1))
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def _require_plain(value: Any, what: str) -> None:
+MOST_PARTS = 100_000
+"""Of a pickle, each counted as often as it is met: lists that hold one list twice, and so on, never end."""
+
+
+def _require_plain(value: Any, what: str, met: Iterator[int]) -> None:
+    if next(met) > MOST_PARTS:
+        raise RefusedArchiveError(f"{what} have more than the {MOST_PARTS:,} parts allowed")
     if isinstance(value, tuple | list):
         for part in value:
-            _require_plain(part, what)
+            _require_plain(part, what, met)
     elif type(value) is dict:
         for key, part in value.items():
             _require_text(key, f"a key in {what}")
-            _require_plain(part, what)
+            _require_plain(part, what, met)
     elif isinstance(value, str):
         _require_text(value, f"a text in {what}", TEXT)
     elif isinstance(value, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ def _traced(
     with torch.no_grad(), full_precision(), _in_small_steps():
         try:
             with _recorded_calls(network, calls):
-                return make_fx(functionalize(run, remove="mutations"), WRITTEN_OUT)(weights, image)
+                return _without_source(make_fx(functionalize(run, remove="mutations"), WRITTEN_OUT)(weights, image))
         except RuntimeError as error:
             if "tracing tensor" in str(error):
                 raise ValueError(
@@ -175,12 +176,20 @@ def _traced(
         calls.clear()
         try:  # some of what torch cannot make functional it can still record
             with _recorded_calls(network, calls):
-                return make_fx(run, WRITTEN_OUT)(weights, image)
+                return _without_source(make_fx(run, WRITTEN_OUT)(weights, image))
         except (RuntimeError, NotImplementedError) as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ValueError(
                 f"{caller}: the network's operations cannot be recorded: {reason}; use method='two-stage' or 'sampling'"
             ) from error
+
+
+def _without_source(recorded: fx.GraphModule) -> fx.GraphModule:
+    """Torch keeps the Python source of every graph for ever, to show it in errors; that of this one is never run."""
+    name = recorded.forward.__code__.co_filename
+    linecache.cache.pop(name, None)
+    getattr(getattr(fx.graph_module, "_loader", None), "eval_cache", {}).pop(name, None)
+    return recorded
 
 
 @contextmanager

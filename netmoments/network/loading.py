@@ -27,6 +27,10 @@ def load_network(source: str | Path, weights: str | Path | None = None) -> nn.Mo
 
     A `.py` file is run, so it must be one you trust. Nothing else runs code: weights are read as tensors, and of a
     `.pt2` archive only what `netmoments.network.exported` knows to compute with tensors reaches torch.
+
+    >>> import torch
+    >>> load_network("digits")(torch.zeros(1, 1, 8, 8)).shape
+    torch.Size([1, 10])
     """
     text = str(source)
     if text in zoo.ZOO:

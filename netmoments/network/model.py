@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, is_not
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -77,7 +77,7 @@ def network_of(network: Any, caller: str) -> nn.Module:
     if isinstance(network, NetworkModel):
         network = network.given
     if isinstance(network, torch.export.ExportedProgram):
-        network = exported_network(network)
+        network = _network_of_program(network)
     if isinstance(network, fx.GraphModule) and hasattr(network, "_guards_fn"):
         network = ExportedNetwork(network)
     if type(network).__name__ == "OptimizedModule" and isinstance(network, nn.Module):
@@ -86,13 +86,27 @@ def network_of(network: Any, caller: str) -> nn.Module:
         raise TypeError(f"{caller}: network must be a torch.nn.Module or an exported program, got {describe(network)}")
     if isinstance(network, torch.jit.ScriptModule):
         raise TypeError(
-            f"{caller}: a scripted network cannot be looked into; pass the module it was made from, or export that "
-            f"with torch.export"
+            f"{caller}: a scripted or traced network cannot be looked into; pass the module it was made from, export "
+            f"that with torch.export, or sample it with netmoments.monte_carlo, which takes any function"
         )
     if any(map(_training, network.modules())):
         _refuse_training(network, caller)
     if any(map(is_lazy, network.parameters())):
         raise ValueError(f"{caller}: the network has weights that are not made yet (lazy modules); run it once first")
+    return network
+
+
+_programs: Any = WeakIdKeyDictionary()
+"""Exported programs as networks, with the tensors that these were made with, as long as the programs live."""
+
+
+def _network_of_program(program: torch.export.ExportedProgram) -> ExportedNetwork:
+    """Made once, since what is known is known of the network, and anew if the program has other tensors by now."""
+    tensors = [*program.state_dict.values(), *program.constants.values()]
+    network, before = _programs.get(program, (None, ()))
+    if network is None or len(before) != len(tensors) or any(map(is_not, before, tensors)):
+        network = exported_network(program)
+        _programs[program] = network, tensors
     return network
 
 
@@ -289,8 +303,12 @@ class NetworkModel:
 
     def relu(self, layer: int | str) -> Relu:
         """The ReLU that `layer` names: a number counted from either end, or a name."""
-        known = type(layer) is int and -len(self.relus) <= layer < len(self.relus)
-        return self.relus[layer] if known else find_relu(self.relus, layer)  # type: ignore[index]
+        if type(layer) is int and -len(self.relus) <= layer < len(self.relus):
+            return self.relus[layer]
+        try:
+            return find_relu(self.relus, layer)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self._caller}: {error}") from None
 
     def require_derivatives(self) -> None:
         """An error if the weights were made in a mode that derivatives cannot go through."""
@@ -363,9 +381,15 @@ class NetworkModel:
                             del every[name]
             if found is None:
                 found = _Made(make(), self._weights(), addresses, versions)
+                self._finish()
             every[key] = found
         value: Found = found.value
         return value
+
+    def _finish(self) -> None:
+        """On a GPU, wait for what was asked of it: the next to use this may be on another stream, which would not."""
+        if self.image.is_cuda and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self.image.device).synchronize()
 
     def answer(self, compute: Callable[[], Found]) -> Found:
         """`compute()` from what is known, and once more if the network turns out to have changed since.

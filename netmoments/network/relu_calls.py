@@ -252,7 +252,7 @@ class Cut:
             with _AtRelu(self.relu.index, y):
                 out: Tensor = network(x.clone())  # a copy: the first call may be in place
         except _Reached as reached:
-            return reached.value
+            return reached.value.to(x.dtype)  # inside autocast, or with weights in half precision, it is another
         if y is None:
             raise RuntimeError(
                 f"the network never reached its ReLU {self.relu.name!r}: it does not always do the same calls"
@@ -307,7 +307,7 @@ class _AtRelu(TorchFunctionMode):
                 z = pre_activations(args, kwargs)
                 if self._instead is None:
                     raise _Reached(z)
-                value = self._instead.reshape(z.shape)
+                value = self._instead.reshape(z.shape).to(z.dtype)
                 if is_in_place(func, args, kwargs):  # code may go on with z itself
                     return z.copy_(value)
                 return value.clone()  # code may go on to change it

@@ -128,23 +128,43 @@ def _require_deterministic(same: bool, caller: str) -> None:
         )
 
 
+HALVINGS = 20
+"""Of the line between two images, where a network is saturated at both."""
+
+
 def _has_derivative(network: nn.Module, images: Tensor) -> bool:
-    """Whether the scores of any of the images have a derivative in it that is not zero."""
+    """Whether the scores have a derivative that is not zero, at one of two images or where they change between these.
+
+    A network that is saturated at both (all its units clamped, say) has one on the way; one that rounds has none there.
+    """
+    low, high = images.split(1)
+    for _ in range(HALVINGS):
+        slope = _slope(network, torch.cat([low, high]))
+        if slope is None or bool(slope.any()):
+            return slope is not None
+        middle = torch.lerp(low, high, 0.5)
+        with torch.no_grad(), full_precision():
+            first, second = network(torch.cat([low, middle])).split(1)
+        low, high = (middle, high) if same_values(first, second) else (low, middle)
+    return False
+
+
+def _slope(network: nn.Module, images: Tensor) -> Tensor | None:
+    """A derivative of the scores of each image in it; None where there is none."""
     with torch.inference_mode(False), torch.enable_grad(), full_precision():
         x = images.clone().requires_grad_()
         out = network(x.clone())
         if not out.requires_grad:
-            return False
+            return None
         weights = torch.linspace(1, 2, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
         try:
-            (slope,) = torch.autograd.grad(out, x, weights, allow_unused=True)
+            return torch.autograd.grad(out, x, weights, allow_unused=True)[0]
         except RuntimeError:
             try:
                 with without_cudnn():
-                    (slope,) = torch.autograd.grad(network(x.clone()), x, weights, allow_unused=True)
+                    return torch.autograd.grad(network(x.clone()), x, weights, allow_unused=True)[0]
             except RuntimeError:  # something was changed in place that the derivative needs
-                return False
-    return slope is not None and bool(slope.any())
+                return None
 
 
 REFUSALS = (RuntimeError, AssertionError, ValueError, IndexError, TypeError, AttributeError, KeyError)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from netmoments.files import open_regular, read_arrays, whole_file
+from netmoments.files import open_regular, read_arrays, require_regular, whole_file
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 
@@ -34,8 +34,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"or the whole network with torch.export.save(torch.export.export(network, (example,)), 'network.pt2'), "
             f"which is looked through and runs none"
         )
-    if not path.is_file():
-        raise FileNotFoundError(f"no weights at {path}")
+    _require_there(path)
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -43,9 +42,15 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from None
 
 
-def _read_arrays(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
+def _require_there(path: Path) -> None:
+    """A file that is regular: of others safetensors may never see the end."""
+    if not path.exists():
         raise FileNotFoundError(f"no weights at {path}")
+    require_regular(path)
+
+
+def _read_arrays(path: Path) -> dict[str, Tensor]:
+    _require_there(path)
     try:
         with open_regular(path) as file:
             arrays, _ = read_arrays(file, lambda name: True)

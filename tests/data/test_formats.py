@@ -116,6 +116,7 @@ def test_npz_layouts(tmp_path, pixels, shape):
         ({"images": TWO, "names": ["a"]}, r"names must have shape \(2,\)"),
         ({"images": TWO, "names": np.array([None, 1])}, "plain arrays"),
         ({"images": TWO, "classes": "cat"}, "classes must be a list"),
+        ({"images": TWO, "classes": [b"\xff\xfe"]}, "classes must be texts, in UTF-8"),
         ({"images": TWO, "labels": [0, 0], "usage": [0, 0]}, "no image has usage 2"),
         ({"images": TWO, "labels": [0, 0], "usage": [0, 5]}, "usage must be 0"),
         ({"images": TWO, "labels": [0, 0], "usage": ["Training", "PrivateTest"]}, "usage must be 0"),

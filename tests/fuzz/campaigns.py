@@ -6,6 +6,7 @@ The same number is the same case: `python -m tests.fuzz one layers 1234` runs on
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -328,13 +329,19 @@ class Failure(NamedTuple):
     error: str
 
 
-def run_piece(name: str, first: int, count: int) -> list[Failure]:
+class Piece(NamedTuple):
+    failures: list[Failure]
+    seconds: float
+    """Of a processor."""
+
+
+def run_piece(name: str, first: int, count: int) -> Piece:
     """Cases `first`, `first` + 1, … of a campaign."""
     torch.set_num_threads(1)
-    found = []
+    start, found = time.process_time(), []
     for number in range(first, first + count):
         try:
             CAMPAIGNS[name].check(generator_of(name, number))
         except Exception as error:
             found.append(Failure(number, f"{type(error).__name__}: {error}".splitlines()[0][:200]))
-    return found
+    return Piece(found, time.process_time() - start)

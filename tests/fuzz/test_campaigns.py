@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import netmoments as nm
-from tests.fuzz.__main__ import BEGIN, END, PAGE, main, table, write
-from tests.fuzz.campaigns import CAMPAIGNS, generator_of, run_piece
+from tests.fuzz.__main__ import BEGIN, END, PAGE, Store, Tally, main, run_all, table, works, write
+from tests.fuzz.campaigns import CAMPAIGNS, Failure, Piece, generator_of, run_piece
 
 SOME = {
     "layers": 100,
@@ -25,14 +25,14 @@ SOME = {
 
 @pytest.mark.parametrize("name", CAMPAIGNS)
 def test_some_cases(name):
-    assert run_piece(name, 10**6, SOME[name]) == []
+    assert run_piece(name, 10**6, SOME[name]).failures == []
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", CAMPAIGNS)
 def test_all_cases(name):
     """What `python -m tests.fuzz` runs, in this process."""
-    assert run_piece(name, 0, CAMPAIGNS[name].cases) == []
+    assert run_piece(name, 0, CAMPAIGNS[name].cases).failures == []
 
 
 def test_there_are_enough():
@@ -55,7 +55,7 @@ def test_pairs_of_equal_units(heights, std, rho):
     """Shrinks to the simplest layer that fails: equal correlations between all units."""
     mean = torch.tensor(heights)
     rho = max(rho, -1 / max(1, len(mean) - 1))
-    matrix = std * std * ((1 - rho) * torch.eye(len(mean)) + rho * torch.ones(len(mean), len(mean))).double()
+    matrix = std * std * ((1 - rho) * torch.eye(len(mean)).double() + rho)
     found = nm.relu_covariance(mean, matrix)
     assert torch.isfinite(found).all()
     assert torch.equal(found, found.mT)
@@ -66,11 +66,38 @@ def test_the_table_is_written_between_its_marks(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     monkeypatch.setattr("tests.fuzz.__main__.PAGE", page)
-    write(table({"layers": (10, [])}, seed=3))
+    write(table({"layers": Tally(10, [], 90.0)}, seed=3))
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}\n| what was tried")
-    assert text.endswith(f"| all, seed 3 | | 10 | 0 |\n{END}\nafter\n")
+    assert text.endswith(f"| all, seed 3, 2 minutes of a processor | | 10 | 0 |\n{END}\nafter\n")
     assert PAGE.name == "reliability.md"
+
+
+def test_pieces_are_all_cases_once():
+    for share, total in ((1.0, sum(campaign.cases for campaign in CAMPAIGNS.values())), (1e-9, len(CAMPAIGNS))):
+        every = works(2, share)
+        numbers = [(work.name, number) for work in every for number in range(work.first, work.first + work.count)]
+        assert len(numbers) == len(set(numbers)) == total
+        assert min(number for _, number in numbers) == 2 * 10**7
+
+
+def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
+    """Finished pieces are kept, a line that was cut short is not one, and other code begins anew."""
+    monkeypatch.setattr("tests.fuzz.__main__.KEPT", tmp_path)
+    assert run_all(0, 1e-9, processes=1, minutes=0) == ({name: Tally() for name in CAMPAIGNS}, False)
+    every = works(0, 1e-9)
+    for number, work in enumerate(every):
+        Store(0, 1e-9).add(work, Piece([Failure(0, "too bad")] if number == 3 else [], 2.0))
+    results, whole = run_all(0, 1e-9, processes=1, minutes=0)
+    assert whole
+    assert [tally.seconds for tally in results.values()] == [2.0] * len(CAMPAIGNS)
+    assert [len(tally.failures) for tally in results.values()] == [0, 0, 0, 1, 0, 0, 0]
+    assert "7 of 7 pieces were done before" in capsys.readouterr().out
+    path = Store(0, 1e-9).path
+    path.write_text(path.read_text()[:-10])
+    assert not run_all(0, 1e-9, processes=1, minutes=0)[1]
+    monkeypatch.setattr("tests.fuzz.__main__.code_now", lambda: "other code")
+    assert Store(0, 1e-9).read() == {}
 
 
 def test_one_case_again(monkeypatch, capsys):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from random import Random
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +49,35 @@ def answers(network: nn.Module | nm.NetworkModel, noise: nm.Gaussian) -> Iterato
     yield nm.flip_probability(network, noise, 0, absolute_error=0.05).probability
 
 
+CALLS: dict[str, Callable[[nn.Module, nm.Gaussian], object]] = {
+    **{name: partial(nm.output_moments, method=method()) for name, method in METHODS.items()},
+    "auto": partial(nm.output_moments, samples=300),
+    "flips": partial(nm.flip_probability, absolute_error=0.1, runs=400),
+    "class probabilities": partial(nm.class_probabilities, absolute_error=0.1, runs=400),
+    "plain sampling": partial(nm.monte_carlo, samples=50),
+    "expected scores": lambda network, noise: nm.attacks.ExpectedLogits(network, 0.2)(noise.mean.unsqueeze(0)),
+    "a new network": lambda _, noise: nm.output_moments(small_network(), noise, "layerwise", check=20),
+    "a refusal": lambda network, noise: _refused(network, nm.Gaussian(noise.mean[..., :-1], std=0.2)),
+}
+"""What a long-running service may call again and again, with a network and noise."""
+
+
+def _refused(network: nn.Module, noise: nm.Gaussian) -> None:
+    """Errors hold on to what they were raised in as long as someone holds them."""
+    try:
+        nm.output_moments(network, noise, nm.TwoStage("no such ReLU"))
+    except ValueError:
+        return
+    raise AssertionError("not refused")
+
+
 def resident_bytes() -> int:
     """Memory of this process that is in use."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def growth(work: Callable[[], object], calls: int, before: int = 20) -> int:
-    """Bytes by which this process has grown after `calls` more calls, the first ones not counted."""
+def growth(work: Callable[[], object], calls: int, before: int) -> int:
+    """Bytes by which this process has grown after `calls` more calls, those `before` not counted."""
     for _ in range(before):
         work()
     start = resident_bytes()
@@ -63,19 +89,19 @@ def growth(work: Callable[[], object], calls: int, before: int = 20) -> int:
 def over_methods(calls: int) -> None:
     """A line for each method: how much the process grew over so many calls."""
     network, noise = small_network(), noise_of()
-    for name, method in METHODS.items():
-        print(f"{growth(lambda method=method: nm.output_moments(network, noise, method()), calls)} {name}", flush=True)
+    for name, call in CALLS.items():
+        print(f"{growth(partial(call, network, noise), calls, min(200, calls))} {name}", flush=True)
 
 
-def over_shapes(shapes: int) -> None:
-    """The same over inputs of so many shapes of about one size, each new to the network."""
+def over_shapes(shapes: int, before: int) -> None:
+    """The same over inputs of so many shapes of about one size, each new to the network, after some others."""
     network = small_network()
     every = iter(sorted(itertools.product(range(4, 24), repeat=2), key=lambda shape: -shape[0] * shape[1]))
 
     def next_shape() -> None:
         nm.output_moments(network, noise_of(*next(every)), "two-stage")
 
-    print(f"{growth(next_shape, shapes, before=100)} shapes", flush=True)  # more than a model remembers
+    print(f"{growth(next_shape, shapes, before)} shapes", flush=True)
 
 
 def until_the_end() -> None:
@@ -93,7 +119,50 @@ def until_the_end() -> None:
     print("ending", flush=True)
 
 
+def settings() -> tuple[object, ...]:
+    """Of torch, that the library changes while it works."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._get_mkldnn_enabled(),
+        torch.backends.cudnn.enabled,
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.get_num_threads(),
+        torch.get_rng_state().tolist(),
+    )
+
+
+def interrupted(times: int) -> None:
+    """Ctrl-C at random moments: the network and torch's settings are as they were, and the next answers are right."""
+    noise, random = noise_of(), Random(0)
+    exact, before = list(answers(small_network(), noise)), settings()
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    for _ in range(times):
+        network = small_network()
+        weights = copy.deepcopy(network.state_dict())
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.001, 0.2))
+        try:
+            while True:
+                list(answers(network, noise))
+        except KeyboardInterrupt:
+            pass
+        assert settings() == before
+        assert not network.training
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
+        torch.testing.assert_close(network.state_dict(), weights, rtol=0, atol=0)
+    for one, other in zip(answers(network, noise), exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    print(f"{times} interrupts", flush=True)
+
+
+WORK: dict[str, Callable[..., None]] = {
+    "methods": over_methods,
+    "shapes": over_shapes,
+    "end": until_the_end,
+    "interrupts": interrupted,
+}
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     what, *count = sys.argv[1:]
-    {"methods": over_methods, "shapes": over_shapes, "end": until_the_end}[what](*map(int, count))
+    WORK[what](*map(int, count))

@@ -270,6 +270,14 @@ def saved(value: Any) -> bytes:
     return buffer.getvalue()
 
 
+def doubled(times: int) -> list[Any]:
+    """A list that holds one list twice, which holds one list twice: a few bytes, and no end to walk to."""
+    found: list[Any] = []
+    for _ in range(times):
+        found = [found, found]
+    return found
+
+
 def first_with(document: Any, key: str) -> dict[str, Any]:
     """The first object in JSON that has a key."""
     if isinstance(document, dict) and key in document:
@@ -389,6 +397,7 @@ REFUSED: dict[str, tuple[Callable[[Members], Members], str]] = {
     "deep trees": (set_first("graph_module", json.loads('{"a":' * 900 + "1" + "}" * 900)), "recursion"),
     "inputs": (lambda m: {**m, INPUTS: pickle.dumps(1)}, "example inputs cannot be read as plain tensors"),
     "inputs with keys": (lambda m: {**m, INPUTS: saved(((), {'a"b': torch.ones(1)}))}, "a key in its example inputs"),
+    "endless inputs": (lambda m: {**m, INPUTS: saved(((doubled(40),), {}))}, "more than the 100,000 parts allowed"),
     "sparse inputs": (lambda m: {**m, INPUTS: saved(((torch.ones(2, 2).to_sparse(),), {}))}, "not a plain one"),
     "module": (set_first("target", "torch.os.mkdir"), "none of the operators that only compute"),
     "loader": (set_first("target", "torch.ops.load_library"), "none of the operators"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
 
 import pytest
@@ -32,6 +33,13 @@ def test_graphs_say_where_an_operation_is():
     graph = traced_graph(seeded(Residual), inputs("residual", 1), "test")
     places = {graph.where(node) for node in graph.nodes if node in graph.noisy}
     assert {"stem", "block1.conv1", "block2.norm2"} <= places
+
+
+def test_a_graph_leaves_nothing_in_the_store_of_sources():
+    """Torch remembers the source of every graph it compiles, for as long as the process lives."""
+    before = len(linecache.cache), len(torch.fx.graph_module._loader.eval_cache)
+    traced_graph(seeded(Residual), inputs("residual", 1), "test")
+    assert (len(linecache.cache), len(torch.fx.graph_module._loader.eval_cache)) == before
 
 
 class ByImage(nn.Module):

@@ -272,6 +272,24 @@ def test_a_network_is_looked_at_once_while_it_stays_the_same(looks):
     assert looks == {"examined": 3, "traced_graph": 3}
 
 
+def test_an_exported_program_is_looked_at_once_while_it_stays_the_same(looks):
+    """It is made a network anew for each call, unless that is remembered; never with weights of before."""
+    program = torch.export.export(deep(), (MEAN[None],))
+    for method in ("linear", "two-stage", "linear"):
+        before = nm.output_moments(program, NOISE, method)
+    assert looks == {"examined": 1, "traced_graph": 0}
+    with torch.no_grad():
+        program.state_dict["4.weight"].mul_(2)
+    assert_close(nm.output_moments(program, NOISE, "linear").variance, 4 * before.variance, rtol=1e-12)
+    program.state_dict["4.weight"] = nn.Parameter(program.state_dict["4.weight"].detach() * 2)
+    assert_close(nm.output_moments(program, NOISE, "linear").variance, 16 * before.variance, rtol=1e-12)
+    gone, others = weakref.ref(program), len(module._programs)
+    del program
+    gc.collect()
+    assert gone() is None
+    assert len(module._programs) == others - 1
+
+
 @pytest.mark.parametrize("kind", ["a network", "a network of one registered layer", "an exported program"])
 @pytest.mark.usefixtures("as_before")
 def test_what_is_known_does_not_keep_a_network_alive(kind):

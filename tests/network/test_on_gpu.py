@@ -109,6 +109,75 @@ def test_four_threads_on_one_fresh_network():
     assert not failed, failed[0]
 
 
+def convolutional() -> nn.Module:
+    torch.manual_seed(1)
+    features = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    return nn.Sequential(*features, nn.Linear(36, 16), nn.GELU(), nn.Linear(16, 3)).double().cuda().eval()
+
+
+def image_noise() -> nm.Gaussian:
+    mean = torch.linspace(-1, 1, 64, dtype=torch.float64, device="cuda").reshape(1, 8, 8)
+    return nm.Gaussian(mean, std=0.2)
+
+
+class OnStreams:
+    """Every method on one network, each call on a stream that is kept busy, so that what it asks for waits there."""
+
+    def __init__(self, net: nn.Module, given: nm.Gaussian) -> None:
+        self.net, self.given = net, given
+        torch.cuda.synchronize()
+
+    def check(self, stream: torch.cuda.Stream, keys: list[str], expected: dict[str, nm.OutputMoments]) -> None:
+        with torch.cuda.stream(stream):
+            for key in keys:
+                torch.cuda._sleep(5_000_000)
+                found = nm.output_moments(self.net, self.given, METHODS[key])
+                assert_same(found, expected[key])
+            torch.cuda._sleep(5_000_000)
+            sampled, true = nm.output_moments(self.net, self.given, samples=2000), expected["layerwise"]
+            apart = (sampled.mean - true.mean).abs() - true.error.mean
+            assert bool((apart < 5 * sampled.error.mean).all())
+            assert torch.cuda.current_stream() == stream
+
+
+@pytest.mark.parametrize("make", [configured, convolutional])
+@pytest.mark.parametrize("state", ["cold", "warm"])
+@pytest.mark.parametrize("threads", ["one thread", "two threads"])
+def test_two_streams(make, state, threads):
+    """Answers are those of a network alone on the default stream, whichever stream was the first to use the network."""
+    given = noise(4) if make is configured else image_noise()
+    expected = {key: nm.output_moments(make(), given, method) for key, method in METHODS.items()}
+    torch.cuda.synchronize()
+    net = make()
+    work, streams = OnStreams(net, given), [torch.cuda.Stream() for _ in range(2)]
+    orders = [list(METHODS), list(METHODS)[::-1]]
+    if state == "warm":
+        for key in orders[0] * 3:
+            nm.output_moments(net, given, METHODS[key])
+    failed: list[BaseException] = []
+
+    def on(stream: torch.cuda.Stream, keys: list[str]) -> None:
+        try:
+            for _ in range(3):
+                work.check(stream, keys, expected)
+        except BaseException as error:
+            failed.append(error)
+
+    with Untouched(net):
+        if threads == "one thread":
+            for stream, keys in zip(streams, orders, strict=True):
+                on(stream, keys)
+        else:
+            running = [threading.Thread(target=on, args=pair) for pair in zip(streams, orders, strict=True)]
+            for thread in running:
+                thread.start()
+            for thread in running:
+                thread.join(300)
+            assert not any(thread.is_alive() for thread in running)
+    torch.cuda.synchronize()
+    assert not failed, failed[0]
+
+
 def test_gradients_reach_the_weights():
     net = configured()
     given = nm.Gaussian(noise(4).mean.clone().requires_grad_(), std=0.5)

@@ -216,3 +216,29 @@ def test_bad_layers(case):
     call, error, message = BAD_LAYERS[case]
     with pytest.raises(error, match=message):
         call()
+
+
+class Mixed(nn.Module):
+    """Half precision inside, as training in mixed precision leaves a network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.relu(self.second(torch.relu(self.first(x))))
+        return self.last(y.float())
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_cut_in_half_precision_is_in_that_of_the_input(layer):
+    network, x = seeded(Mixed, torch.float32), torch.rand(4, 3)
+    cut = Cut(network, nm.relus(network, x)[layer])
+    z = cut.stem(x)
+    assert z.dtype == torch.float32
+    torch.testing.assert_close(cut.head(x, z.relu()), network(x))
+    noise = nm.Gaussian(x, std=0.2)
+    found, true = nm.output_moments(network, noise, nm.TwoStage(layer)), nm.monte_carlo(network, noise, 4000)
+    off = (found.mean - true.mean).abs()
+    assert bool((off <= 3 * found.error.mean + 5 * true.mean_standard_error).all())

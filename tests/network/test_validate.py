@@ -73,7 +73,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"must be a torch\.nn\.Module or an exported program, got a",
     ),
     "a path": (lambda: nm.relus("network.pt2", POINT), TypeError, r"must be a torch\.nn\.Module .*got a str"),
-    "scripted": (lambda: nm.relus(scripted(), POINT), TypeError, "a scripted network cannot be looked into"),
+    "scripted": (lambda: nm.relus(scripted(), POINT), TypeError, "a scripted or traced network cannot be looked into"),
     "output of images": (
         lambda: nm.relus(returning(lambda y: y), IMAGE),
         ValueError,
@@ -153,3 +153,24 @@ def test_bad_networks_and_inputs(case):
     call, error, message = BAD[case]
     with pytest.raises(error, match=message):
         call()
+
+
+class Rounded(nn.Module):
+    def forward(self, x):
+        return torch.round(3 * x) @ torch.ones(4, 2, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("steep", [1.0, 1e2, 1e4])
+def test_a_network_that_is_saturated_wherever_it_is_looked_at(steep):
+    """It has a derivative all the same, only not at the point, nor at the other image that it is tried with."""
+    net = nn.Sequential(nn.Linear(4, 1), nn.Hardtanh(), nn.Linear(1, 2)).eval()
+    with torch.no_grad():
+        net[0].weight.copy_(steep * torch.tensor([[4.0, -4.0, 4.0, -4.0]]))
+        net[0].bias.fill_(steep)
+    found = nm.output_moments(net, nm.Gaussian(-POINT[0] * 3, std=1e-4), "linear")
+    assert torch.equal(found.variance, torch.zeros(2))
+
+
+def test_a_network_that_rounds_has_no_derivative():
+    with pytest.raises(ValueError, match="their derivative is zero or missing"):
+        nm.output_moments(Rounded().eval(), nm.Gaussian(POINT[0], std=0.1), "linear")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,15 @@ def test_arrays_that_claim_more_than_they_have(tmp_path):
     path = claiming_npz(tmp_path / "w.npz", a=(10_000_000, 1_000_000))
     with pytest.raises(ValueError, match=r"plain arrays.*a claims the shape \(10000000, 1000000\), .* and has 16"):
         read_weights(path)
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.npz"])
+def test_weights_that_are_no_file(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match="no weights at"):
+        read_weights(tmp_path / name)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError, match="is a FIFO, and not a regular file"):
+        read_weights(tmp_path / name)
 
 
 def test_weights_are_never_unpickled(tmp_path):
