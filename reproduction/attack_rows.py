@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from netmoments import data
+from netmoments.affine_relu_affine import AffineReluAffine
+from netmoments.attacks.base import Subjects
 from netmoments.attacks.evaluation import Bounds, Success, noisy_scores
-from netmoments.attacks.margins import fooled_margin
+from netmoments.attacks.margins import Formula, LinearizedScores, fooled_margin
 from netmoments.attacks.result import AttackResult
 from netmoments.attacks.sparse_smooth import SparseSmooth
+from netmoments.linearize.two_stage import two_stage
 from netmoments.precision import full_precision
 from netmoments.report.pictures import INK, ORANGE, SMALL, PictureRow, a_sample, draw_picture, new_figure
 from reproduction.experiment import Panel, Settings
@@ -151,6 +154,38 @@ def answers_of(network: nn.Module, images: Tensor) -> Tensor:
         return torch.cat([network(part).argmax(1) for part in images.split(256)])
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SparseSmoothFrom(SparseSmooth):
+    """The attack with linearizations that are there already: an image has the same ones for every target and attack.
+
+    Args:
+        networks: linearized at images, with all classes.
+        own: for each image that the attack is given, which of the networks is its own.
+    """
+
+    networks: AffineReluAffine
+    own: Tensor
+
+    def _formula(self, subjects: Subjects, free: Tensor | None = None) -> Formula:
+        networks, followed = self.networks.entries(self.own[subjects.places]), subjects.followed(self.rivals)
+        if networks.B.shape[-2] != followed.shape[1]:
+            raise ValueError(
+                f"{type(self).__name__}: linearizations of the {followed.shape[1]} classes that are followed were "
+                f"wanted, got {networks.B.shape[-2]}; use SparseSmooth for networks of many classes"
+            )
+        return Formula(subjects.images, followed, networks, LinearizedScores.of(networks, subjects.images, free))
+
+
+Noise = TypeVar("Noise", bound=SparseSmooth)
+FEW_STEPS = 20
+"""On the network, with few images."""
+
+
+def in_time(attack: Noise, settings: Settings) -> Noise:
+    """The attack, with few images with fewer steps on the network: each takes a second or more on a CPU."""
+    return replace(attack, polish=min(attack.polish, FEW_STEPS)) if settings.few else attack
+
+
 @dataclass(frozen=True, eq=False)
 class TwoWays:
     """The same images attacked in both ways."""
@@ -211,9 +246,12 @@ def both_ways(
 ) -> TwoWays:
     """Every image attacked as the paper does, and with confidence; then sampled again, `SAMPLES` unless told."""
     samples = SAMPLES if samples is None else samples
+    settings.require_time(name, 0, 2, "attacks")
+    networks, own = two_stage(network, images), torch.arange(len(images), device=images.device)
+    attack = SparseSmoothFrom(iterations=ITERATIONS, seed=settings.seed, networks=networks, own=own)
     attacks = (
-        SparseSmooth(gamma=0.0, polish=0, bounds=None, iterations=ITERATIONS, seed=settings.seed),
-        SparseSmooth(confidence=CONFIDENCE, polish=POLISH, iterations=ITERATIONS, samples=samples, seed=settings.seed),
+        replace(attack, gamma=0.0, polish=0, bounds=None),
+        in_time(replace(attack, confidence=CONFIDENCE, polish=POLISH, samples=samples), settings),
     )
     found = []
     for number, attack in enumerate(attacks):

@@ -28,7 +28,7 @@ def reproduce(
     name: str,
     *,
     images: AtLeastTwo | None = None,
-    samples: AtLeastTwo = 10_000,
+    samples: AtLeastTwo | None = None,
     device: str = "auto",
     seed: Seed = 0,
     out: Path = Path("reproduced"),
@@ -39,6 +39,7 @@ def reproduce(
     weights: Path | None = None,
     model: str = "lenet",
     layer: str = "-1",
+    gallery: Path | None = None,
 ) -> None:
     """Make the paper's figures and tables again on real data, beside the published numbers.
 
@@ -55,9 +56,10 @@ def reproduce(
         Which experiment.
     images
         How many test images, evenly spread; by default all 10,000 on a GPU and 25 on a CPU. The attacks take as many as
-        the paper at most.
+        the paper at most. With fewer than 25 a run only shows that everything works, with less of all.
     samples
-        Monte Carlo samples for each image and noise level; the attacks have numbers of their own.
+        Monte Carlo samples for each image and noise level, by default 10,000, and 1,000 with fewer than 25 images; the
+        attacks have numbers of their own.
     device
         cpu, cuda (all GPUs here, or those of the Ray cluster), cuda:N, or auto: a GPU if there is one here.
     seed
@@ -78,6 +80,9 @@ def reproduce(
         The network that figure-1 draws, as for `netmoments report`; for figure-5 alexnet, with --weights.
     layer
         The ReLU that figure-1 keeps: its number from 0 (the paper's l less 1), from the end if negative, or its name.
+    gallery
+        Folder of other networks for frontier: networks.py with NETWORKS, load(name) and images_for(name, images).
+        Its code is run.
     """
     import os
     import time
@@ -87,7 +92,7 @@ def reproduce(
 
     from netmoments.report.arguments import device_named, layer_named
     from netmoments.sweep.run import Unfinished
-    from reproduction.experiment import Settings, engine_named, experiments_named
+    from reproduction.experiment import FEW, FEW_SAMPLES, Settings, engine_named, experiments_named
     from reproduction.writing import draw, reproduce_and_write
 
     console = Console()
@@ -96,18 +101,22 @@ def reproduce(
         raise ValueError(f"--model and --layer are for figure-1; {name} has a network and a cut of its own")
     if weights is not None and name in ("seeds", "readings-2", "moments-training", "all"):
         raise ValueError(f"--weights is for one experiment and its network; {name} trains or uses several")
+    if gallery is not None and "frontier" not in names:
+        raise ValueError(f"--gallery is for frontier; {name} does not use it")
     place = torch.device("cuda") if (engine, device) == ("ray", "cuda") else device_named(device)
+    images = images if images is not None else 10_000 if place.type == "cuda" else 25
     settings = Settings(
         out=out,
         engine=engine_named(engine, place, address),
         device=place,
-        images=images if images is not None else 10_000 if place.type == "cuda" else 25,
-        samples=samples,
+        images=images,
+        samples=samples if samples is not None else 10_000 if images >= FEW else FEW_SAMPLES,
         seed=seed,
         data_dir=data_dir,
         weights=weights,
         model=model,
         layer=layer_named(layer),
+        gallery=gallery,
         deadline=None if minutes is None else time.monotonic() + 60 * minutes,
     )
     try:
@@ -195,6 +204,8 @@ def train(
 def verdicts(*, results: Path = Path("results"), out: Path = Path("reproduction/README.md")) -> None:
     """Write what reproduces and what does not: published beside ours, a line for each table and figure.
 
+    And README.md in the folder of results: which run made which.
+
     Parameters
     ----------
     results
@@ -203,10 +214,12 @@ def verdicts(*, results: Path = Path("results"), out: Path = Path("reproduction/
         The page.
     """
     from netmoments.files import write_text_whole
-    from reproduction.verdicts import read_records, readme
+    from reproduction.verdicts import read_records, readme, runs_page
 
-    write_text_whole(out, readme(read_records(results)))
-    print(f"written: {out}")
+    records = read_records(results)
+    write_text_whole(out, readme(records))
+    write_text_whole(results / "README.md", runs_page(records))
+    print(f"written: {out}, {results / 'README.md'}")
 
 
 @app.command

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from netmoments.report.words import Machine
+from netmoments.report.words import Machine, Provenance
 from netmoments.sweep.item import Engine, Finished, Sweep
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.on_ray import RayEngine
@@ -79,7 +82,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure that is drawn when it is wanted: its name is its file's, without an ending."""
+    """A figure that is drawn when it is wanted: its name is its file's, without an ending.
+
+    What draws it can be pickled, so that it can be drawn on another machine than the one that computed it.
+    """
 
     name: str
     caption: str
@@ -106,6 +112,10 @@ class Outcome:
     """Panels for the files and the page, too long for a terminal."""
 
 
+FEW, FEW_SAMPLES = 25, 1000
+"""Images below which a run only shows that everything works, and its samples unless a number is given."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What every experiment is told: how much of it, where, from which seed, and by which engine."""
@@ -123,11 +133,18 @@ class Settings:
     """The network that figure-1 draws: of the zoo, an exported program, or file.py:factory."""
     layer: int | str = -1
     """The ReLU that figure-1 keeps."""
+    gallery: Path | None = None
+    """A folder of networks that `frontier` measures too."""
     deadline: float | None = None
     """When to stop, on the clock of `time.monotonic`; what is finished by then is kept."""
     started: float = field(default_factory=time.monotonic)
     used: list[str] = field(default_factory=list)
     """The sweeps that were asked for."""
+
+    @property
+    def few(self) -> bool:
+        """Whether there are so few images that a run only shows that everything works, in minutes on a CPU."""
+        return self.images < FEW
 
     @property
     def here(self) -> torch.device:
@@ -202,7 +219,8 @@ class Recorded:
 
     def results(self, sweep: Sweep, items: Sequence[int]) -> Generator[Finished, None, None]:
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        line = json.dumps({"date": date, "device": self.machine.device, "torch": self.machine.torch})
+        facts = {"date": date, "device": self.machine.device, "torch": self.machine.torch, "commit": commit_here()}
+        line = json.dumps(facts)
         path = self.out / sweep.name / RUNS
         try:
             cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a disk that was full, or a kill
@@ -214,14 +232,63 @@ class Recorded:
 
 
 def machines(out: Path, names: Iterable[str]) -> list[Machine]:
-    """Those that computed any rows of these sweeps, each once; a line cut short by a kill is passed over."""
-    found: dict[Machine, None] = {}
+    """Those that computed any rows of these sweeps, each once."""
+    return list(dict.fromkeys(Machine(str(run["device"]), str(run["torch"])) for run in runs(out, names)))
+
+
+def commits(out: Path, names: Iterable[str]) -> list[str]:
+    """Those of the code that computed any rows of these sweeps, each once; runs from before these were noted have
+    `UNKNOWN`."""
+    return list(dict.fromkeys(str(run.get("commit", UNKNOWN)) for run in runs(out, names)))
+
+
+def runs(out: Path, names: Iterable[str]) -> list[dict[str, Any]]:
+    """What was noted of the runs of these sweeps; a line cut short by a kill is passed over."""
+    found = []
     for name in names:
         path = out / name / RUNS
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             try:
                 record = json.loads(line)
-                found[Machine(str(record["device"]), str(record["torch"]))] = None
+                found.append({**record, "device": record["device"], "torch": record["torch"]})
             except (ValueError, KeyError, TypeError):
                 continue
-    return list(found)
+    return found
+
+
+UNKNOWN = "unknown"
+COMMIT = "NETMOMENTS_COMMIT"
+"""The variable that says which commit a copy without git is of."""
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Origin(Provenance):
+    """Where the numbers of an outcome come from, with the commit of the code; results from before it have none."""
+
+    commit: str = UNKNOWN
+
+    @classmethod
+    def of(cls, settings: Settings, command: str) -> Self:
+        """Now, by the machines and the commits that computed the sweeps that were used, or by these here."""
+        made = Provenance.of_this_run(settings.device, settings.seed, command, machines(settings.out, settings.used))
+        return cls(**asdict(made), commit=" and ".join(commits(settings.out, settings.used) or [commit_here()]))
+
+
+@cache
+def commit_here() -> str:
+    """The commit of this checkout, "with changes" where its files are not as they were committed.
+
+    In a copy that is no checkout what $NETMOMENTS_COMMIT says, or `UNKNOWN`.
+    """
+    try:
+        top, commit = _git("rev-parse", "--show-toplevel", "HEAD").stdout.split("\n")[:2]
+        if Path(top).resolve() == ROOT:
+            return commit if _git("diff", "--quiet", "HEAD").returncode == 0 else f"{commit} with changes"
+    except (OSError, ValueError, subprocess.SubprocessError):
+        pass
+    return os.environ.get(COMMIT) or UNKNOWN
+
+
+def _git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=30, check=False)

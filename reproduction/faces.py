@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from netmoments import data
+from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.attacks.result import AttackResult
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages
 from netmoments.gaussian import random_seed
+from netmoments.linearize.two_stage import two_stage
 from netmoments.network import zoo
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.sweep.item import Columns
-from reproduction.attack_rows import answers_of
+from reproduction.attack_rows import SparseSmoothFrom, answers_of
 from reproduction.experiment import Settings
 from reproduction.image_sweeps import blocks, digest_of, same_bits
 
@@ -55,11 +57,14 @@ def faces_network() -> nn.Module:
 
 
 def one_face_a_class(network: nn.Module, settings: Settings) -> tuple[list[int], Tensor, Tensor]:
-    """Places in the private test split, images and labels: one a class, correctly classified, by the seed."""
+    """Places in the private test split, images and labels: one a class, correctly classified, by the seed.
+
+    Of the first classes where fewer images are asked for.
+    """
     everything = data.load("fer2013", split="test", data_dir=settings.data_dir)
     assert everything.labels is not None
     places: list[int] = []
-    for label in range(len(EMOTIONS)):
+    for label in range(min(len(EMOTIONS), settings.images)):
         generator = torch.Generator().manual_seed(random_seed(settings.seed, "figure-9", label))
         mine = (everything.labels == label).nonzero().flatten()
         drawn = mine[torch.randperm(len(mine), generator=generator)][:CANDIDATES]
@@ -155,7 +160,7 @@ def _first_right(network: nn.Module, images: Tensor, places: Tensor, label: int,
 
 @dataclass(frozen=True, eq=False)
 class TargetedSweep:
-    """Every image towards its targets, by each of some attacks. An item is a block of images.
+    """Every image towards its targets, by each of some attacks. An item is a block of images, each linearized once.
 
     Rows: image, source, target, variant (the attack's name here), asked (its γ, or NaN), answer, outside (share of the
     pixels of M + μ beyond [0, 1]), and the columns of `AttackResult.records` that are listed above.
@@ -193,12 +198,18 @@ class TargetedSweep:
         targets = [target for place in places for target in self.targets[int(faces.labels[place])]]
         numbers = faces.numbers[repeated].numpy()
         seed = random_seed(faces.seed, self.name, int(faces.numbers[places.start])) % SEEDS
+        images, labels = faces.images[repeated], faces.labels[repeated]
+        own = torch.tensor(repeated, device=images.device) - places.start
+        networks: dict[int | str, AffineReluAffine] = {}
         found = []
         for name, attack in self.attacks.items():
             with same_bits():
-                result = replace(attack, seed=seed)(
-                    faces.network, faces.images[repeated], faces.labels[repeated], torch.tensor(targets)
-                )
+                if attack.layer not in networks:
+                    here = faces.images[places.start : places.stop]
+                    networks[attack.layer] = two_stage(faces.network, here, attack.layer)
+                settings = {field.name: getattr(attack, field.name) for field in fields(attack)} | {"seed": seed}
+                again = SparseSmoothFrom(**settings, networks=networks[attack.layer], own=own)
+                result = again(faces.network, images, labels, torch.tensor(targets))
             found.append(_columns(name, attack, result, numbers))
         return {column: np.concatenate([part[column] for part in found]) for column in found[0]}
 

@@ -99,7 +99,7 @@ def reproduce(settings: Settings) -> Outcome:
     model = chosen_model(settings)
     natural = natural_images(settings, model.side)
     kind = settings.device.type
-    numbers = evenly_spread(len(natural), min(IMAGES[kind], settings.images, len(natural)))
+    numbers = evenly_spread(len(natural), 1 if settings.few else min(IMAGES[kind], len(natural)))
     studied = StudiedImages(model.network, natural.images[numbers], numbers, settings.seed)
     results = settings.run(FewPixelsSweep(SWEEP, studied, 1, SAMPLES[kind], LAYER))
     found = rows_from(results.columns, studied, [natural.names[k] for k in numbers.tolist()])

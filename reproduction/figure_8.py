@@ -13,6 +13,7 @@ from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.report.pictures import BLUE, GREY, INK, ORANGE, SMALL, dress, new_figure
 from netmoments.sweep.item import Columns
 from reproduction import faces as face_attacks
+from reproduction.attack_rows import in_time
 from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
 from reproduction.faces import (
     POLISH,
@@ -41,6 +42,7 @@ BLOCK = {"cpu": 1, "cuda": 30}
 """Images that make one item, each with all γ by two kinds of attack."""
 GAMMAS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
 """In logits."""
+FEW_GAMMAS = (0.0, 4.0)
 FORMULA, FOLLOWED = "formula", "followed"
 KINDS = {
     FORMULA: SparseSmooth(gamma=0.0, polish=0, bounds=None, samples=SAMPLES),
@@ -61,8 +63,10 @@ FULL = 1.02
 
 def reproduce(settings: Settings) -> Outcome:
     network, everything = face_attacks.network_and_faces(settings)
-    wanted = {SOURCE: max(1, min(MOST, settings.images))}
-    return study(settings, chosen_faces(network, everything, wanted, settings.seed, NAME), KINDS, GAMMAS, TARGET)
+    wanted = {SOURCE: max(1, min(MOST, settings.images // 2 if settings.few else settings.images))}
+    faces = chosen_faces(network, everything, wanted, settings.seed, NAME)
+    kinds = {kind: in_time(attack, settings) for kind, attack in KINDS.items()}
+    return study(settings, faces, kinds, FEW_GAMMAS if settings.few else GAMMAS, TARGET)
 
 
 def study(

@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.baselines import adf, unscented
 from netmoments import data
@@ -41,6 +43,10 @@ NAME = "error-and-time"
 """The folder: the outcome has its own, `frontier`."""
 SIGMA = 0.05
 """Of pixels in [0, 1]."""
+LEVELS = {"cpu": (SIGMA,), "cuda": (SIGMA, 0.005, 0.02, 0.1, 0.3)}
+"""All noise levels; others than `SIGMA` with a quarter of the images."""
+MOST_SCORES = 10
+"""Of a network of a gallery."""
 LARGEST = 5
 """Scores of SqueezeNet that are looked at, of 1000."""
 LONG = {"cpu": 1.0, "cuda": 5.0}
@@ -49,7 +55,7 @@ REPEATS = 3
 PROBES = 64
 """Of the sketch that assists sampling."""
 SEEDS = 2**31
-DONE, NO_ROOM, TOO_LONG = "", "does not fit", "left out"
+DONE, NO_ROOM, TOO_LONG, REFUSED = "", "does not fit", "left out", "not for this network"
 BESIDE = 10_000
 """Samples whose time others are measured by."""
 LEAST = 1e-12
@@ -82,25 +88,40 @@ SIZES = {
     ("SqueezeNet", "cuda"): Size(2, 100_000, left_out=("unscented",)),
 }
 """On one busy CPU core a sample took LeNet 1.3 ms, the network for faces 19 ms, SqueezeNet 150 ms."""
+FEW_SIZES = {
+    "LeNet": Size(2, 10_000, (16, 64), (1_000,)),
+    "faces": Size(1, 500, (16,), (100,), ("unscented", "layerwise")),
+    "SqueezeNet": Size(1, 100, (16,), (100,), ("two-stage", "diagonal", "unscented", "layerwise")),
+}
+"""With few images."""
+GALLERY = {"cpu": Size(1, 10_000, (16, 64), (1_000,)), "cuda": Size(2, 200_000)}
+"""The same for each network of a gallery."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
     """One network with its images, and how much of what is done with it."""
 
-    name: str
+    network: str
     studied: StudiedImages
     size: Size
     random: bool
     """Whether each image has a random covariance, as in Table 2, or independent pixels."""
     largest: int | None = None
     """How many of the largest scores; None for all."""
+    sigma: float = SIGMA
+    in_full: bool = True
+    """Whether it has a table of its own; one line of the table of many else."""
+
+    @property
+    def name(self) -> str:
+        return self.network if self.sigma == SIGMA else f"{self.network}, σ = {self.sigma:g}"
 
     def description(self) -> dict[str, Any]:
         size = self.size
         return {
             **self.studied.description(),
-            "sigmas": [SIGMA],
+            "sigmas": [self.sigma],
             "reference": size.reference,
             "probes": list(size.probes),
             "assisted": list(size.assisted),
@@ -116,17 +137,23 @@ class Case:
         """At one image, as a batch of one."""
         image = self.studied.images[place : place + 1]
         if not self.random:
-            return Gaussian(image, std=SIGMA, event_ndim=image.dim() - 1)
-        factor = SIGMA * self.studied.factor(place).unsqueeze(0)
+            return Gaussian(image, std=self.sigma, event_ndim=image.dim() - 1)
+        factor = self.sigma * self.studied.factor(place).unsqueeze(0)
         return Gaussian(image, LowRank(factor), event_ndim=image.dim() - 1)
 
     @torch.no_grad()
     def outputs(self, place: int) -> Tensor:
         """Indices of the scores that are looked at, (k,)."""
         with full_precision():
-            scores = self.studied.network(self.studied.images[place : place + 1]).squeeze(0)
+            scores = self.studied.network(self.studied.images[place : place + 1]).flatten()
         every = torch.arange(len(scores), device=scores.device)
         return every if self.largest is None else scores.topk(self.largest).indices
+
+    def at(self, sigma: float) -> Case:
+        """At another noise level, with a quarter of the images."""
+        few = max(1, self.size.images // 4)
+        studied = replace(self.studied, images=self.studied.images[:few], numbers=self.studied.numbers[:few])
+        return replace(self, studied=studied, size=replace(self.size, images=few), sigma=sigma, in_full=False)
 
     @property
     def noise_in_words(self) -> str:
@@ -134,8 +161,11 @@ class Case:
 
 
 def cases(settings: Settings) -> list[Case]:
-    """LeNet, the network for faces and SqueezeNet, with as many images as the settings allow, at most those above."""
-    return [made(settings) for made in MADE]
+    """LeNet, the network for faces and SqueezeNet, with as many images as the settings allow, at most those above; then
+    those of the gallery, if one is given. Every one at all noise levels."""
+    made = [make(settings) for make in MADE] + list(_gallery(settings))
+    first, *others = LEVELS[settings.device.type]
+    return [*(replace(case, sigma=first) for case in made), *(case.at(level) for case in made for level in others)]
 
 
 def _lenet(settings: Settings) -> Case:
@@ -163,11 +193,33 @@ def _squeezenet(settings: Settings) -> Case:
     return Case("SqueezeNet", studied, size, random=False, largest=LARGEST)
 
 
+def _gallery(settings: Settings) -> Iterator[Case]:
+    """The networks of a folder with `networks.py` (`NETWORKS`, `load(name)`, `images_for(name, images)`), on MNIST."""
+    if settings.gallery is None:
+        return
+    path = settings.gallery / "networks.py"
+    spec = importlib.util.spec_from_file_location("gallery_networks", path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"{settings.gallery} is no gallery: a folder with networks.py was wanted")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    size = replace(GALLERY[settings.device.type], images=min(GALLERY[settings.device.type].images, settings.images))
+    numbers, chosen = spread_over_test(max(2, size.images), settings.data_dir)
+    numbers = numbers[: size.images]
+    for name in module.NETWORKS:
+        images = module.images_for(name, chosen.images[: size.images])
+        network = nn.Sequential(module.load(name), nn.Flatten()).eval()  # one may return an image
+        with torch.no_grad():
+            scores = network(images[:1]).numel()
+        studied = StudiedImages(network, images, numbers, settings.seed)
+        yield Case(name, studied, size, random=False, largest=min(MOST_SCORES, scores), in_full=False)
+
+
 MADE: tuple[Callable[[Settings], Case], ...] = (_lenet, _faces, _squeezenet)
 
 
 def _size(name: str, settings: Settings) -> Size:
-    size = SIZES[name, settings.device.type]
+    size = FEW_SIZES[name] if settings.few else SIZES[name, settings.device.type]
     return replace(size, images=min(size.images, settings.images))
 
 
@@ -288,7 +340,8 @@ def rows_of(case: Case, place: int) -> Columns:
     """All rows of one image; the case is on the device."""
     image = _Image.of(case, place)
     half = case.size.reference // 2
-    with silence():
+    with silence(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of networks that a method is not made for: its errors say how little
         first, second = (
             _once(image, Way("sampling", half), f"reference, {which} half") for which in ("first", "second")
         )
@@ -316,6 +369,8 @@ def _found(image: _Image, way: Way) -> _Timed:
         again = [_once(image, way).seconds for _ in range(REPEATS)]
     except torch.OutOfMemoryError:
         return _Timed((nothing, nothing), np.nan, NO_ROOM)
+    except (NotImplementedError, TypeError, ValueError):
+        return _Timed((nothing, nothing), np.nan, REFUSED)
     return _Timed(first.moments, statistics.median(again))
 
 
@@ -335,7 +390,8 @@ def _finished(device: torch.device) -> None:
 @torch.no_grad()
 def _warmed(image: _Image) -> None:
     """A network is looked into, and libraries are loaded, before anything is timed."""
-    with silence():
+    with silence(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         image.plan()
         for way in (Way("linear"), Way("sampling", 20)):
             image.moments(way)

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -116,7 +117,7 @@ def reproduce(settings: Settings) -> Outcome:
         panels=tuple(_panel(one) for one in found),
         drawings=tuple(
             Drawing(f"{NAME}-{one.subject.title}", f"{one.subject.title}: test accuracy against the noise level, "
-                    "averaged over seeds; dotted: the noise that was trained against.", _drawer(one))
+                    "averaged over seeds; dotted: the noise that was trained against.", partial(draw_accuracy, one))
             for one in found
         ),
         numbers={one.subject.title: _numbers(one) for one in found},
@@ -140,7 +141,7 @@ def study(settings: Settings, subject: Subject) -> Trained:
                 float(asked.columns["right"][asked.columns["sigma"] == level].mean()) for level in (0, *subject.levels)
             )
             trials.append(Trial(kind, seed, right, seconds + asked.seconds))
-    times = relative_times(subject.kinds(), images[0], settings.here)
+    times = relative_times(subject.kinds(), images[0], settings.here, 1 if settings.few else STEPS[settings.here.type])
     return Trained(subject, trials, times, len(images[0]), len(test))
 
 
@@ -196,7 +197,9 @@ class UnderNoise:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def relative_times(kinds: Mapping[str, Recipe], training: LabelledImages, device: torch.device) -> dict[str, float]:
+def relative_times(
+    kinds: Mapping[str, Recipe], training: LabelledImages, device: torch.device, steps: int
+) -> dict[str, float]:
     """What a step of each kind takes, as a multiple of a plain one: medians of interleaved steps on one batch."""
     assert training.labels is not None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -204,7 +207,7 @@ def relative_times(kinds: Mapping[str, Recipe], training: LabelledImages, device
         batch = next(iter(kinds.values())).batch
         images, labels = training.images[:batch].to(device), training.labels[:batch].to(device)
         took: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for step in range(WARM + STEPS[device.type]):
+        for step in range(WARM + steps):
             for kind, recipe in kinds.items():
                 states[kind].network.train()
                 _settle(device)
@@ -287,10 +290,6 @@ def _reading(found: Sequence[Trained]) -> list[str]:
             f"times a plain step; {most} take {one.times[most]:.1f} times."
         )
     return words
-
-
-def _drawer(one: Trained) -> Callable[[], Figure]:
-    return lambda: draw_accuracy(one)
 
 
 def draw_accuracy(one: Trained) -> Figure:

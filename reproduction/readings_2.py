@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settin
 from reproduction.image_sweeps import SIGMAS, BlocksOfImages, StudiedImages, cube, rows, same_bits
 from reproduction.lenet_on_mnist import Errors
 from reproduction.published import TABLE_2
-from reproduction.trained import network_as_trained, samples_each, splits, trained_once
+from reproduction.trained import network_as_trained, splits, trained_once
 from reproduction.training import RECIPES, Recipe, accuracy
 
 if TYPE_CHECKING:
@@ -98,12 +99,12 @@ def reproduce(settings: Settings) -> Outcome:
     return Outcome(
         name=NAME,
         title="Readings of Table 2",
-        reading=tuple(_reading(groups, len(images[0]), samples_each(settings))),
+        reading=tuple(_reading(groups, len(images[0]), settings.samples)),
         comparisons=tuple(_comparisons(groups)),
         panels=(_by_recipe(groups), _old_variance(groups), _every(trials)),
         drawings=(
             Drawing(NAME, "Errors of the mean and of the new variance by training recipe, each seed a mark; the lines "
-                    "are the published errors.", lambda: draw_recipes(groups)),
+                    "are the published errors.", partial(draw_recipes, groups)),
         ),
         numbers={
             "training_images": len(images[0]),
@@ -127,7 +128,7 @@ def _trial(settings: Settings, recipe: str, seed: int, images: tuple[LabelledIma
     """Train if that was not done before, then sample, compute, and, for some, the readings of the old variance."""
     words = f"lenet-{list(TRAINED).index(recipe)}"
     weights, seconds = trained_once(settings, words, TRAINED[recipe], seed, images)
-    own = replace(settings, images=min(settings.images, MOST_IMAGES), samples=samples_each(settings))
+    own = replace(settings, images=min(settings.images, MOST_IMAGES))
     numbers, pixels = lenet_on_mnist.chosen_images(own)
     network = network_as_trained(TRAINED[recipe], weights)
     right = accuracy(network, images[1], device=settings.here)

@@ -96,7 +96,8 @@ class Studied:
 
 
 def reproduce(settings: Settings) -> Outcome:
-    found = [digits(settings), *faces(settings)]
+    of_faces = faces(settings)
+    found = [digits(settings), *of_faces]
     return Outcome(
         name=NAME,
         title="Readings of Table 5 and Figures 6 to 9",

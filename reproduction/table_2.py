@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from netmoments.report.pictures import AMBER, BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, SMALL, dress, new_figure
@@ -67,7 +68,7 @@ def reproduce(settings: Settings) -> Outcome:
             Drawing(
                 "table-2",
                 f"Errors averaged over images and logits. Shaded: what {settings.samples:,} samples cannot tell apart.",
-                lambda: draw_errors(errors, floor),
+                partial(draw_errors, errors, floor),
             ),
             *(() if others is None else (_drawing(others),)),
         ),
@@ -88,7 +89,7 @@ def _drawing(found: every_method.EveryMethod) -> Drawing:
         "table-2-methods",
         f"Errors of every method on {found.images} of the images, against {found.reference:,} samples. Shaded: below "
         "what 10,000 samples are off.",
-        lambda: every_method.draw_methods(found),
+        partial(every_method.draw_methods, found),
     )
 
 

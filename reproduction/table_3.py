@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,7 +100,7 @@ def _histograms(sampled: SampledScores, found: ComputedScores) -> list[dict[str,
 def _drawing(level: int, sampled: SampledScores, found: ComputedScores) -> Drawing:
     sigma = SIGMAS[level]
     return Drawing(
-        f"table-3-sigma-{sigma}", f"Variances of the ten outputs at σ = {sigma}.", lambda: draw(level, sampled, found)
+        f"table-3-sigma-{sigma}", f"Variances of the ten outputs at σ = {sigma}.", partial(draw, level, sampled, found)
     )
 
 

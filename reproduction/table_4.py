@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,7 +82,7 @@ def reproduce(settings: Settings) -> Outcome:
             Drawing(
                 "table-4",
                 "Errors over the number of points; crosses: farthest members; hollow: the paper's.",
-                lambda: draw(found),
+                partial(draw, found),
             ),
         ),
         numbers={

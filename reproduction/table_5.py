@@ -13,6 +13,7 @@ from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.report.pictures import GREY, INK, PALE, SMALL, new_figure
 from netmoments.sweep.item import Columns
 from reproduction import faces as face_attacks
+from reproduction.attack_rows import in_time
 from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
 from reproduction.faces import (
     POLISH,
@@ -55,13 +56,15 @@ def reproduce(settings: Settings) -> Outcome:
     classes = range(len(everything.classes))
     count = min(PER_CLASS, settings.images // len(classes))
     wanted = dict.fromkeys(classes, count) if count else dict.fromkeys(classes[: settings.images], 1)
-    return study(settings, chosen_faces(network, everything, wanted, settings.seed, NAME), ATTACKS)
+    attacks = {name: in_time(attack, settings) for name, attack in ATTACKS.items()}
+    return study(settings, chosen_faces(network, everything, wanted, settings.seed, NAME), attacks)
 
 
 def study(settings: Settings, faces: Faces, attacks: Mapping[str, SparseSmooth]) -> Outcome:
-    """The table for these faces, by two attacks called `PAPER` and `CONFIDENT`."""
-    classes = range(len(faces.classes))
-    targets = {source: [target for target in classes if target != source] for source in classes}
+    """The table for these faces, by two attacks called `PAPER` and `CONFIDENT`, between the classes that they have."""
+    classes, there = range(len(faces.classes)), sorted(set(faces.labels.tolist()))
+    among = there if len(there) > 1 else classes
+    targets = {source: [target for target in among if target != source] for source in there}
     results = settings.run(TargetedSweep(NAME, faces, targets, attacks, BLOCK[settings.device.type]))
     found = {name: chosen_rows(results.columns, results.columns["variant"] == name) for name in attacks}
     overall = {name: summarized(columns) for name, columns in found.items()}

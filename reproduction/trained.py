@@ -18,24 +18,17 @@ TRAINED = "trained"
 """The folder in the output folder."""
 
 
-FEW = 25
-"""Images, below which a run only shows that everything works: networks are trained on `EACH` images for each of them,
-and sampled `MODEST` times at most."""
-EACH, MODEST = 250, 1000
+EACH = 100
+"""Images that networks are trained on for each that is studied, where these are few."""
 
 
 def splits(settings: Settings, name: str) -> tuple[LabelledImages, LabelledImages]:
     """The training and the test images of a dataset; only some of both where few images are studied."""
     training, held_out = (data.load(name, split=split, data_dir=settings.data_dir) for split in ("train", "test"))
-    if settings.images >= FEW:
+    if not settings.few:
         return training, held_out
     most = EACH * settings.images
     return training.first(min(most, len(training))), held_out.first(min(most, len(held_out)))
-
-
-def samples_each(settings: Settings) -> int:
-    """Monte Carlo samples for each image of each of many networks."""
-    return settings.samples if settings.images >= FEW else min(settings.samples, MODEST)
 
 
 def trained_once(

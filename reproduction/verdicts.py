@@ -1,4 +1,7 @@
-"""Published beside ours for every table and figure, with a verdict, from the summaries of full runs: README.md here."""
+"""Published beside ours for every table and figure, with a verdict, and which run made it: pages from the summaries.
+
+`readme` is README.md here, `runs_page` that of the results.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from netmoments.report.words import seconds_in_words
+from reproduction.experiment import MODULES, UNKNOWN
 
 Record = Mapping[str, Any]
 """A summary.json."""
@@ -230,7 +236,7 @@ def readme(records: Mapping[str, Record], link: str = "../results") -> str:
         "",
         "Written by `python -m reproduction verdicts` from the summaries of full runs. Errors and rates within the "
         "tolerance of the column count as reproduced; a count must be reached. How each is read: "
-        "[docs/experiments.md](../docs/experiments.md).",
+        f"[docs/experiments.md](../docs/experiments.md); which run made what: [results]({link}/README.md).",
         "",
         "| | what it shows | published | ours | within | verdict |",
         "|---|---|---|---|---|---|",
@@ -261,5 +267,49 @@ def _line(claim: Claim, records: Mapping[str, Record], link: str) -> str:
         in_short([pair.ours for pair in pairs]) if pairs else "",
         within,
         f"**{verdict(claim, records)}**",
+    )
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def runs_page(records: Mapping[str, Record]) -> str:
+    """The page of the folder of results: a line for each, with the run that made it."""
+    lines = [
+        "# Results",
+        "",
+        "The paper's figures and tables, reproduced; this page is written by `verdicts` of `reproduction`. Each "
+        "folder has `table.md` (to read), `summary.json` (every number, with command, versions, commit, seed, date, "
+        "device and time) and the figures as PNG and PDF. What they say of the paper: "
+        "[reproduction](../reproduction/README.md). How they are made and read: "
+        "[docs/experiments.md](../docs/experiments.md). Run the commands in a checkout.",
+        "",
+        "| folder | command | images | version, commit | date | device | work |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    names = [name for name in MODULES if name in records]
+    for name in [*names, *(name for name in records if name not in names)]:
+        lines.append(_run(name, records[name]))
+    lines += [
+        "",
+        "Commands as they are today (that of version 0.1.0 was `netmoments reproduce NAME`); runs from before commits "
+        f"were noted have the commit “{UNKNOWN}”. The raw rows (Parquet, 23 MB for Table 2) are not kept here; the "
+        "commands make them again.",
+        "",
+        "Photographs in Figure 5: the Kodak suite (released for unrestricted use) and *chelsea* by Stefan van der Walt "
+        "(CC0). The faces of FER2013 have no stated licence: pictures that show them are not kept here.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _run(name: str, record: Record) -> str:
+    origin, images = record["provenance"], record["numbers"].get("images")
+    commit = re.sub("([0-9a-f]{7})[0-9a-f]{33}", r"\1", str(origin.get("commit", UNKNOWN)))
+    cells = (
+        f"[{name}]({name}/table.md)",
+        f"`{re.sub('^netmoments reproduce ', 'python -m reproduction ', origin['command'])}`",
+        f"{images:,}" if isinstance(images, int) else "",
+        f"{origin['netmoments']}, {commit}",
+        origin["date"].split(" ")[0],
+        origin["device"],
+        seconds_in_words(float(record["seconds"])),
     )
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"

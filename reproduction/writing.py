@@ -26,8 +26,8 @@ from rich.text import Text
 from netmoments.files import require_writable_folder, write_files_whole, write_text_whole
 from netmoments.report.page import shown
 from netmoments.report.pictures import DPI, figure_png, require_matplotlib, saved_figure
-from netmoments.report.words import NOTHING, Provenance, difference_in_words, in_words, number_columns, seconds_in_words
-from reproduction.experiment import NAMES, BesidePaper, Drawing, Outcome, Panel, Settings, machines, reproduce
+from netmoments.report.words import NOTHING, difference_in_words, in_words, number_columns, seconds_in_words
+from reproduction.experiment import NAMES, BesidePaper, Drawing, Origin, Outcome, Panel, Settings, reproduce
 
 SUMMARY = "summary.json"
 COMPARISON_COLUMNS = ("what", "ours", "paper", "difference")
@@ -61,7 +61,7 @@ class Summary:
     pictures: tuple[Picture, ...]
     numbers: dict[str, Any]
     seconds: float
-    provenance: Provenance
+    provenance: Origin
 
     def __post_init__(self) -> None:
         names = [picture.name for picture in self.pictures]
@@ -73,7 +73,7 @@ class Summary:
             _require_rectangle(panel)
 
 
-def summary_of(outcome: Outcome, provenance: Provenance) -> Summary:
+def summary_of(outcome: Outcome, provenance: Origin) -> Summary:
     return Summary(
         outcome.name,
         outcome.title,
@@ -150,7 +150,7 @@ def _summary_from(record: dict[str, Any]) -> Summary:
         tuple(Picture(str(item["name"]), str(item["caption"])) for item in record["drawings"]),
         dict(record["numbers"]),
         float(record["seconds"]),
-        Provenance(**record["provenance"]),
+        Origin(**record["provenance"]),
     )
 
 
@@ -237,10 +237,10 @@ def _markdown_panel(panel: Panel) -> list[str]:
 
 
 def _markdown_origin(summary: Summary) -> str:
-    """Command, versions, seed, date, device and time on one line."""
+    """Command, versions, commit, seed, date, device and time on one line."""
     origin = summary.provenance
     facts = (
-        f"netmoments {origin.netmoments}, torch {origin.torch}, Python {origin.python}",
+        f"netmoments {origin.netmoments}, commit {origin.commit}, torch {origin.torch}, Python {origin.python}",
         f"seed {origin.seed}",
         origin.date,
         origin.device,
@@ -331,6 +331,7 @@ def _origin(summary: Summary) -> list[tuple[str, str]]:
     origin = summary.provenance
     return [
         ("netmoments", origin.netmoments),
+        ("commit", origin.commit),
         ("torch", origin.torch),
         ("Python", origin.python),
         ("seed", str(origin.seed)),
@@ -343,7 +344,7 @@ def _origin(summary: Summary) -> list[tuple[str, str]]:
 PAGE = "report.html"
 
 
-def write_outcome(outcome: Outcome, provenance: Provenance, folder: Path) -> list[Path]:
+def write_outcome(outcome: Outcome, provenance: Origin, folder: Path) -> list[Path]:
     """The pictures, `table.md` and `summary.json` in `folder/<name>/`, which is made if need be.
 
     Everything is made before anything is written, and on the disk before anything takes its name, the summary last:
@@ -471,9 +472,7 @@ def reproduce_and_write(
         settings.used.clear()
         outcome = reproduce(name, settings)
         show(outcome)
-        made_on = machines(settings.out, settings.used)
-        provenance = Provenance.of_this_run(settings.device, settings.seed, command or command_line(), made_on)
-        write_outcome(outcome, provenance, settings.out)
+        write_outcome(outcome, Origin.of(settings, command or command_line()), settings.out)
         page = write_page(settings.out, NAMES)
     return page
 

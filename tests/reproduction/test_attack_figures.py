@@ -19,11 +19,10 @@ from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages
 from netmoments.report import pictures as figures
 from netmoments.report.pictures import PictureRow
-from netmoments.report.words import Provenance
 from netmoments.sweep.run import Unfinished
 from reproduction import attack_rows, faces, figure_3, figure_4, figure_5, figure_6, figure_7, figure_9
 from reproduction.attack_rows import COLUMNS, Attacked, asked_again, grey, listed, right_images, share, taken
-from reproduction.experiment import Outcome, Settings
+from reproduction.experiment import Origin, Outcome, Settings
 from reproduction.figure_5 import FewPixelsSweep
 from reproduction.image_sweeps import StudiedImages
 from reproduction.writing import write_outcome
@@ -34,7 +33,7 @@ def written(outcome: Outcome, folder: Path) -> dict:
     """The summary of an outcome with its first drawing, written and read again; the others are drawn, not written."""
     assert all(one.draw().axes for one in outcome.drawings[1:])
     outcome = replace(outcome, drawings=outcome.drawings[:1])
-    paths = write_outcome(outcome, Provenance.of_this_run(torch.device("cpu"), 0, "test"), folder)
+    paths = write_outcome(outcome, Origin.of_this_run(torch.device("cpu"), 0, "test"), folder)
     assert all(path.stat().st_size > 500 for path in paths)
     assert {path.name for path in paths} == {
         "table.md", "summary.json", *(f"{one.name}.{end}" for one in outcome.drawings for end in ("png", "pdf"))
@@ -244,8 +243,13 @@ def test_figure_4(small, tmp_path):
     assert {support["seed"] for support in numbers["supports"]} == {0, 1, 2, 3}
 
 
+def test_figure_6_of_few_images_has_the_digit_that_the_paper_names(small):
+    numbers = figure_6.reproduce(replace(small, images=2)).numbers
+    assert [record["label"] for record in numbers["as_the_paper"]] == numbers["shown"] == [0, 3]
+
+
 def test_figure_6(small, tmp_path):
-    outcome = figure_6.reproduce(small)
+    outcome = figure_6.reproduce(replace(small, images=10))
     numbers = written(outcome, tmp_path)["numbers"]
     assert [record["label"] for record in numbers["as_the_paper"]] == list(range(10))
     assert numbers["skipped"] == []
@@ -265,6 +269,17 @@ def test_figure_7(small, tmp_path):
             (4, 8, 8),
             (4, 9, 9),
         ]
+
+
+def test_linearizations_of_other_classes_are_refused():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).eval()
+    images = torch.rand(1, 1, 2, 2)
+    attack = attack_rows.SparseSmoothFrom(
+        networks=nm.two_stage(network, images, outputs=[0, 1]), own=torch.zeros(1, dtype=torch.int64)
+    )
+    with pytest.raises(ValueError, match="of the 3 classes that are followed were wanted, got 2"):
+        attack(network, images, network(images).argmax(1))
 
 
 def test_a_class_without_images_has_no_mean(tmp_path):
@@ -323,6 +338,7 @@ def test_figure_9(strangers, tmp_path, hurried, monkeypatch):
     assert 7 not in numbers["places"]
     assert [drawing.name for drawing in outcome.drawings] == ["figure-9", "figure-9-paper", "figure-9-faces"]
     assert faces.one_face_a_class(ByLabel(), settings)[0] == numbers["places"]
+    assert faces.one_face_a_class(ByLabel(), replace(settings, images=2))[0] == numbers["places"][:2]
 
 
 def test_faces_that_are_all_wrong_are_said(strangers, tmp_path, monkeypatch):

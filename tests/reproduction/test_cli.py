@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import netmoments as nm
-from reproduction import cli, figure_2, table_1, training
+from reproduction import cli, figure_2, table_1, training, writing
 from reproduction.experiment import MODULES, NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -176,6 +176,7 @@ WRONG = {
     "no data": (["table-2"], "netmoments download mnist"),
     "no folder": (["table-2", "--data-dir", "nowhere"], "there is no folder nowhere to look for mnist in"),
     "one image": (["table-2", "--images", "1"], "Must be >= 2"),
+    "a gallery for another": (["table-2", "--gallery", "here"], "--gallery is for frontier; table-2 does not use it"),
     "one sample": (["table-2", "--samples", "1"], "Must be >= 2"),
     "engine": (["table-2", "--engine", "dask"], "no engine 'dask'; there are local and ray"),
     "address": (["table-2", "--address", "10.0.0.1:6379"], "give --engine ray too"),
@@ -211,6 +212,14 @@ def test_a_gpu_that_is_not_there(run):
     said = run("figure-2", "--device", "cuda", "--out", "made")
     assert said.status == 1
     assert "no CUDA device is available here" in said.err
+
+
+def test_few_images_have_fewer_samples_unless_told(run, monkeypatch):
+    told = []
+    monkeypatch.setattr(writing, "reproduce_and_write", lambda _, settings, **__: told.append(settings) or Path("x"))
+    for options in (["--images", "2"], ["--images", "25"], ["--images", "2", "--samples", "50"]):
+        assert run("table-2", "--device", "cpu", *options).status == 0
+    assert [(settings.samples, settings.few) for settings in told] == [(1000, True), (10_000, False), (50, True)]
 
 
 def test_more_images_than_there_are(run, few):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -10,11 +11,10 @@ import torch
 from torch import nn
 
 from netmoments.report.pictures import figure_png
-from netmoments.report.words import Provenance
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.run import Unfinished, run_sweep
 from reproduction import frontier, frontier_sweep
-from reproduction.experiment import Settings
+from reproduction.experiment import Origin, Settings
 from reproduction.frontier import draw_frontiers
 from reproduction.frontier_sweep import SIGMA, Case, Frontier, FrontierSweep, Point, Size, Way, frontiers, ways
 from reproduction.image_sweeps import StudiedImages
@@ -102,6 +102,53 @@ class TestSweep:
         assert FrontierSweep("frontier", cases).configuration != FrontierSweep("frontier", other).configuration
 
 
+GALLERY = """
+import torch
+from torch import nn
+
+def dense():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(256, 8), nn.ReLU(), nn.Linear(8, 12)).eval()
+
+def smooth():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(256, 8), nn.Tanh(), nn.Linear(8, 4)).eval()
+
+NETWORKS = {"dense": dense, "smooth": smooth}
+
+def load(name):
+    return NETWORKS[name]()
+
+def images_for(name, images):
+    return images
+"""
+
+
+class TestGallery:
+    @pytest.fixture
+    def told(self, settings, few, tmp_path, monkeypatch) -> Settings:
+        (tmp_path / "networks.py").write_text(GALLERY)
+        monkeypatch.setattr(frontier_sweep, "MADE", ())
+        monkeypatch.setattr(frontier_sweep, "LEVELS", {"cpu": (0.05, 0.3)})
+        monkeypatch.setattr(frontier_sweep, "GALLERY", {"cpu": SIZE})
+        return replace(settings, gallery=tmp_path, data_dir=few, out=tmp_path / "out")
+
+    def test_its_networks_are_measured_at_every_level(self, told):
+        made = frontier_sweep.cases(told)
+        assert [case.name for case in made] == ["dense", "smooth", "dense, σ = 0.3", "smooth, σ = 0.3"]
+        assert [len(case.outputs(0)) for case in made[:2]] == [10, 4]
+        columns = told.run(FrontierSweep("frontier", made)).columns
+        refused = columns["status"] == frontier_sweep.REFUSED
+        assert set(zip(columns["network"][refused], columns["method"][refused], strict=True)) == {
+            ("smooth", "two-stage"), ("smooth, σ = 0.3", "two-stage"),
+        }  # fmt: skip
+        assert np.isfinite(columns["variance"][~refused]).all()
+
+    def test_a_folder_without_networks_is_named(self, told, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"no gallery: a folder with networks\.py"):
+            frontier_sweep.cases(replace(told, gallery=tmp_path / "out"))
+
+
 class TestErrors:
     def test_the_floor_is_half_of_what_the_halves_are_apart(self, columns, found):
         one = (columns["network"] == "first") & (columns["method"] == "linear")
@@ -137,8 +184,21 @@ class TestOutcome:
         assert outcome.numbers["networks"][1]["methods"][3] == {
             "method": "unscented", "size": 0, "status": "left out",
         }  # fmt: skip
-        assert as_json(summary_of(outcome, Provenance.of_this_run(torch.device("cpu"), 0, "x", [])))
+        assert as_json(summary_of(outcome, Origin.of_this_run(torch.device("cpu"), 0, "x", [])))
         assert "One image" in outcome.reading[-1]
+
+    def test_many_networks_and_levels_are_a_line_each(self, cases, settings, tmp_path, monkeypatch):
+        few = [cases[0], cases[0].at(0.2), replace(cases[1], in_full=False)]
+        assert [len(case.studied.images) for case in few] == [2, 1, 1]
+        monkeypatch.setattr(frontier, "cases", lambda settings: few)
+        outcome = frontier.reproduce(replace(settings, out=tmp_path))
+        assert len(outcome.panels) == 2
+        assert [row[:2] for row in outcome.panels[1].rows] == [("first", "0.05"), ("first", "0.2"), ("second", "0.05")]
+        assert outcome.panels[1].breaks == (2,)
+        assert [(one["network"], one["sigma"]) for one in outcome.numbers["networks"]] == [
+            ("first", 0.05), ("first", 0.2), ("second", 0.05),
+        ]  # fmt: skip
+        assert len(pickle.loads(pickle.dumps(outcome.drawings[0])).draw().axes) == 1  # on another machine
 
     def test_it_is_drawn(self, found):
         figure = draw_frontiers(found)

@@ -60,6 +60,6 @@ def test_all_networks_see_the_same_noise():
 def test_the_time_is_the_relative_one():
     digits = nm.data.load("digits", split="train")
     state = torch.random.get_rng_state()
-    times = moments_training.relative_times({PLAIN: SMALL.recipe}, digits, torch.device("cpu"))
+    times = moments_training.relative_times({PLAIN: SMALL.recipe}, digits, torch.device("cpu"), 2)
     assert times == {PLAIN: 1.0}
     assert torch.equal(torch.random.get_rng_state(), state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -12,15 +13,16 @@ import pytest
 import torch
 from torch import nn
 
+from netmoments.attacks import base
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages
-from netmoments.report.words import Provenance
+from netmoments.gaussian import random_seed
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.run import Unfinished
+from reproduction import attack_rows, figure_8, published, table_5
 from reproduction import faces as face_attacks
-from reproduction import figure_8, published, table_5
-from reproduction.experiment import Settings
-from reproduction.faces import Faces, TargetedSweep, chosen_faces, chosen_rows, most_fooled
+from reproduction.experiment import Origin, Settings
+from reproduction.faces import POLISH, Faces, TargetedSweep, chosen_faces, chosen_rows, most_fooled
 from reproduction.writing import summary_of
 
 ROOT = Path(__file__).parents[2]
@@ -180,6 +182,25 @@ class TestRows:
         for name, values in found.items():
             np.testing.assert_array_equal(values, there[name], err_msg=name)
 
+    def test_an_image_is_linearized_once_and_the_rows_are_those_of_the_attacks(self, three, monkeypatch):
+        """In float64: the iterations enlarge a difference in rounding."""
+        faces = replace(three, network=copy.deepcopy(three.network).double(), images=three.images.double())
+        points, original = [], face_attacks.two_stage
+        monkeypatch.setattr(face_attacks, "two_stage", lambda *given: points.append(len(given[1])) or original(*given))
+        with monkeypatch.context() as inside:
+            inside.setattr(base, "linearized_at", lambda *given: pytest.fail("linearized again"))
+            rows = TargetedSweep("table-5", faces, TARGETS, ATTACKS, 3).prepare("cpu")(0)
+        assert points == [3]
+        seed = random_seed(faces.seed, "table-5", int(faces.numbers[0])) % face_attacks.SEEDS
+        sources = [place for place, label in enumerate(faces.labels.tolist()) for _ in TARGETS[label]]
+        targets = torch.tensor([target for label in faces.labels.tolist() for target in TARGETS[label]])
+        for name, attack in ATTACKS.items():
+            plain = replace(attack, seed=seed)(faces.network, faces.images[sources], faces.labels[sources], targets)
+            own = chosen_rows(rows, rows["variant"] == name)
+            np.testing.assert_allclose(own["l1"], plain.l1, rtol=1e-6)
+            np.testing.assert_allclose(own["margin"], plain.margin, rtol=1e-6, atol=1e-9)
+            np.testing.assert_allclose(own["success"], plain.success.rate)
+
     def test_the_configuration_tells_attacks_apart(self, three):
         here = TargetedSweep("table-5", three, TARGETS, ATTACKS, 1).configuration
         require_plain(here)
@@ -215,7 +236,7 @@ class TestTable5:
         require_plain(outcome.numbers)
         assert outcome.numbers["images"] == 2
         attacked = [pair for pair in outcome.numbers["pairs"] if pair[table_5.PAPER]["attacks"]]
-        assert {pair["source"] for pair in attacked} == {0, 1}
+        assert [(pair["source"], pair["target"]) for pair in attacked] == [(0, 1), (1, 0)]
         assert not any("nan" in cell for panel in outcome.panels for row in panel.rows for cell in row)
         assert outcome.drawings[0].draw().axes
 
@@ -233,7 +254,7 @@ class TestTable5:
         assert "ReLU 2 of 2, 4, 12 units" in outcome.reading[0]
         assert not any("nan" in cell for panel in outcome.panels for row in panel.rows for cell in row)
         assert len(outcome.details[0].rows) == 6
-        summary_of(outcome, Provenance.of_this_run(torch.device("cpu"), 0, "x"))
+        summary_of(outcome, Origin.of_this_run(torch.device("cpu"), 0, "x"))
         assert len(outcome.drawings[0].draw().axes) == 4
 
     def test_the_matrix_has_sources_in_rows(self):
@@ -250,7 +271,14 @@ class TestTable5:
         for images in (2, 7, 10_000):
             table_5.reproduce(settings(tmp_path, images=images))
             figure_8.reproduce(settings(tmp_path, images=images))
-        assert asked == [2, 2, 6, 7, 30, 30]
+        assert asked == [2, 1, 6, 3, 30, 30]
+
+
+@pytest.mark.parametrize(("images", "steps"), [(2, attack_rows.FEW_STEPS), (25, POLISH)])
+def test_few_images_are_followed_for_fewer_steps(images, steps, tmp_path):
+    attacks = [SparseSmooth(polish=POLISH), SparseSmooth(gamma=0.0, polish=0)]
+    asked = [attack_rows.in_time(attack, settings(tmp_path, images=images)).polish for attack in attacks]
+    assert asked == [steps, 0]
 
 
 class TestFigure8:
@@ -267,7 +295,7 @@ class TestFigure8:
         assert followed[-1]["samples_fooled"] > followed[0]["samples_fooled"]
         assert "5 → 4 is the lowest, 0.6" in outcome.reading[1]
         assert not any("nan" in cell for panel in outcome.panels for row in panel.rows for cell in row)
-        summary_of(outcome, Provenance.of_this_run(torch.device("cpu"), 0, "x"))
+        summary_of(outcome, Origin.of_this_run(torch.device("cpu"), 0, "x"))
         assert len(outcome.drawings[0].draw().axes) == 2
 
     @pytest.mark.parametrize(("last", "words"), [(0.9, "rises from 50.0 %"), (0.505, "stays at"), (0.1, "falls from")])

@@ -63,8 +63,5 @@ def test_a_network_of_images_sees_them_as_its_recipe_says(digits, tmp_path):
 
 def test_few_images_are_trained_on_few(tmp_path):
     training, held_out = trained.splits(settings_for(tmp_path, images=2), "digits")
-    assert (len(training), len(held_out)) == (500, min(500, len(nm.data.load("digits"))))
+    assert (len(training), len(held_out)) == (200, 200)
     assert len(trained.splits(settings_for(tmp_path, images=25), "digits")[0]) > 1000
-    assert trained.samples_each(settings_for(tmp_path, images=2)) == 1000
-    assert trained.samples_each(settings_for(tmp_path, images=2, samples=20)) == 20
-    assert trained.samples_each(settings_for(tmp_path, images=25)) == 10_000

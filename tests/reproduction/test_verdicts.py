@@ -20,6 +20,7 @@ from reproduction.verdicts import (
     pairs_of,
     read_records,
     readme,
+    runs_page,
     verdict,
 )
 
@@ -97,8 +98,23 @@ def test_every_claim_finds_its_numbers_in_the_results():
 
 def test_the_page_is_what_the_results_say():
     """`python -m reproduction verdicts` writes it."""
-    written = (ROOT / "reproduction" / "README.md").read_text(encoding="utf-8")
-    assert written == readme(read_records(ROOT / "results"))
+    records = read_records(ROOT / "results")
+    assert (ROOT / "reproduction" / "README.md").read_text(encoding="utf-8") == readme(records)
+    assert (ROOT / "results" / "README.md").read_text(encoding="utf-8") == runs_page(records)
+
+
+def test_every_run_is_named_with_its_commit():
+    origin = {"command": "python -m reproduction table-1 | tee", "date": "2026-11-16 10:00 UTC", "netmoments": "0.2.0",
+              "torch": "2", "python": "3", "device": "CPU, 2 threads", "seed": 0}  # fmt: skip
+    old = {**record(images=12_000), "provenance": origin, "seconds": 61.0}
+    new = {**old, "provenance": {**origin, "commit": f"{'0123456789' * 4} with changes"}, "numbers": {"images": [1]}}
+    lines = runs_page({"another": new, "table-1": old}).splitlines()
+    rows = [line for line in lines if line.startswith("| [")]
+    assert rows[0] == (
+        "| [table-1](table-1/table.md) | `python -m reproduction table-1 \\| tee` | 12,000 | 0.2.0, unknown "
+        "| 2026-11-16 | CPU, 2 threads | 1 min 1 s |"
+    )
+    assert "|  | 0.2.0, 0123456 with changes |" in rows[1]
 
 
 def test_a_folder_without_summaries_is_refused(tmp_path):

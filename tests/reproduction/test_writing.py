@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,23 @@ from netmoments.report.words import (
     number_columns,
     seconds_in_words,
 )
-from reproduction.experiment import RUNS, BesidePaper, Drawing, Outcome, Panel, Recorded, machines
+from netmoments.sweep.local import LocalEngine
+from reproduction import experiment
+from reproduction.experiment import (
+    COMMIT,
+    RUNS,
+    UNKNOWN,
+    BesidePaper,
+    Drawing,
+    Origin,
+    Outcome,
+    Panel,
+    Recorded,
+    Settings,
+    commit_here,
+    commits,
+    machines,
+)
 from reproduction.writing import as_markdown, draw, plain, read_summary, summary_of, write_outcome, write_page
 
 EVIL = "<script>alert('[red]')</script>"
@@ -68,7 +85,8 @@ PLAIN = dataclasses.replace(TOY, name="figure-1", title="Figure 1: another", com
 
 @pytest.fixture(scope="module")
 def provenance():
-    return Provenance.of_this_run(torch.device("cpu"), 3, "python -m reproduction `table-9` | tee")
+    settings = Settings(Path("nowhere"), LocalEngine(["cpu"]), torch.device("cpu"), seed=3)
+    return Origin.of(settings, "python -m reproduction `table-9` | tee")
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +118,70 @@ def test_the_summary_can_be_read_again(folder, provenance):
     assert record["numbers"] == TOY.numbers
     assert record["provenance"]["command"] == provenance.command
     assert read_summary(folder / "table-9" / "summary.json") == summary_of(TOY, provenance)
+
+
+def test_a_summary_from_before_commits_were_noted_is_read(folder, provenance, tmp_path):
+    record = json.loads((folder / "table-9" / "summary.json").read_text())
+    assert record["provenance"].pop("commit") == provenance.commit
+    old = tmp_path / "table-9" / "summary.json"
+    old.parent.mkdir()
+    old.write_text(json.dumps(record))
+    found = read_summary(old)
+    assert found.provenance == dataclasses.replace(provenance, commit=UNKNOWN)
+    assert f"commit {UNKNOWN}, torch " in as_markdown(found)
+
+
+class TestCommit:
+    @pytest.fixture(autouse=True)
+    def _asked_anew(self, monkeypatch):
+        monkeypatch.delenv(COMMIT, raising=False)
+        commit_here.cache_clear()
+        yield
+        commit_here.cache_clear()
+
+    def copy(self, monkeypatch, folder: Path) -> Path:
+        monkeypatch.setattr(experiment, "ROOT", folder)
+        return folder
+
+    def git(self, folder: Path, *words: str) -> str:
+        named = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", "-C", str(folder), *named, *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    def test_of_a_checkout(self, monkeypatch, tmp_path):
+        here = self.copy(monkeypatch, tmp_path.resolve())
+        self.git(here, "init", "--quiet")
+        (here / "file").write_text("1")
+        self.git(here, "add", "file")
+        self.git(here, "commit", "--quiet", "-m", "first")
+        commit = self.git(here, "rev-parse", "HEAD")
+        assert commit_here() == commit
+        (here / "file").write_text("2")
+        commit_here.cache_clear()
+        assert commit_here() == f"{commit} with changes"
+
+    def test_of_a_copy_inside_another_checkout_what_the_variable_says(self, monkeypatch, tmp_path):
+        self.git(tmp_path, "init", "--quiet")
+        (tmp_path / "copy").mkdir()
+        self.copy(monkeypatch, tmp_path.resolve() / "copy")
+        assert commit_here() == UNKNOWN
+        commit_here.cache_clear()
+        monkeypatch.setenv(COMMIT, "abc")
+        assert commit_here() == "abc"
+
+    def test_without_git(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert commit_here() == UNKNOWN
+
+    def test_of_what_earlier_runs_computed(self, tmp_path):
+        folder = tmp_path / "a"
+        folder.mkdir()
+        lines = [{"device": "x", "torch": "2", "commit": "abc"}, {"device": "x", "torch": "2"}]
+        (folder / RUNS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        settings = Settings(tmp_path, LocalEngine(["cpu"]), torch.device("cpu"), used=["a"])
+        assert commits(tmp_path, ["a"]) == ["abc", UNKNOWN]
+        assert Origin.of(settings, "x").commit == f"abc and {UNKNOWN}"
+        assert Origin.of(dataclasses.replace(settings, used=[]), "x").commit == commit_here()
 
 
 def test_pictures_show_something_and_repeat_to_the_byte(folder, provenance, tmp_path):
@@ -138,6 +220,7 @@ def test_markdown_is_shown_as_it_was_meant(folder, provenance):
     assert "<script" not in text
     assert any(line.startswith("\\- not a list") for line in lines)
     assert lines[-1].startswith("`` python -m reproduction `table-9` | tee `` · netmoments ")
+    assert f", commit {provenance.commit}, torch " in lines[-1]
     assert lines[-1].endswith(f"seed 3 · {provenance.date} · {provenance.device} · 1 min 23 s of work")
     for line in lines[:-1]:
         if line.startswith("|"):
