@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ mpl.use("agg")
 
 import matplotlib.pyplot as plt
 import records
+from matplotlib.axes import Axes
+from matplotlib.transforms import Bbox
 
 GREY = "#7d7d7d"
 COLOURS = ["#3b82c4", "#d9822b", "#3f9b6c", "#c4507b", "#8a6fc7", "#9a8f2c"]
@@ -36,27 +38,66 @@ def readable_in_light_and_dark(_gallery_conf: Mapping[str, Any] | None = None, _
     })  # fmt: skip
 
 
+BESIDE = [
+    ((6, 3), "left"),
+    ((6, -9), "left"),
+    ((-6, 3), "right"),
+    ((-6, -9), "right"),
+    ((0, 7), "center"),
+    ((0, -13), "center"),
+]
+"""Places of a name beside its point, the best first: points to the right and up, and how it is aligned."""
+
+
+def name_points(panel: Axes, names: Mapping[str, tuple[float, float]]) -> None:
+    """Each point's name where it covers least of the other points and names, and is inside the panel."""
+    centres = panel.transData.transform(list(names.values()))
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centres]
+    for words, point in names.items():
+        notes = [
+            panel.annotate(words, point, place, textcoords="offset points", ha=side, fontsize=7.5, in_layout=False)
+            for place, side in BESIDE
+        ]
+        boxes = [note.get_window_extent() for note in notes]
+        costs = [covered(box, taken) + box.width * box.height - covered(box, [panel.bbox]) for box in boxes]
+        best = costs.index(min(costs))
+        taken.append(boxes[best])
+        for place, note in enumerate(notes):
+            if place != best:
+                note.remove()
+
+
+def covered(box: Bbox, others: Iterable[Bbox]) -> float:
+    """The area that a box has in common with others."""
+    shared = (Bbox.intersection(box, other) for other in others)
+    return sum(part.width * part.height for part in shared if part is not None)
+
+
 def error_against_time(target: Path) -> None:
     """Relative error of the variance against time by 10⁴ plain samples', on three networks; lower left is better."""
     networks = {"LeNet": "LeNet", "faces": "AlexNet on faces", "SqueezeNet": "SqueezeNet, 5 scores"}
     figure, panels = plt.subplots(1, 3, figsize=(10.5, 4.8), sharey=True)
+    every: list[dict[str, tuple[float, float]]] = []
     for panel, (name, words) in zip(panels, networks.items(), strict=True):
         table = records.result_table("frontier", name)
         measured = {method: cells for method, cells in table.items() if cells["by 10⁴ samples"] != "—"}
         in_order = sorted(measured.items(), key=lambda each: float(each[1]["by 10⁴ samples"]))
-        for number, (method, cells) in enumerate(in_order):
+        names = {}
+        for method, cells in in_order:
             time, error = float(cells["by 10⁴ samples"]), float(cells["error of the variance"])
             plain = method.endswith("samples") and "assisted" not in method
             rival = method in ("diagonal (ADF)", "unscented transform")
             colour = GREY if plain else COLOURS[1] if rival else COLOURS[0]
             panel.plot(time, error, "s" if plain else "x" if rival else "o", color=colour)
             short = method.replace("assisted samples", "assisted").replace(" samples", " plain").replace(" probes", "")
-            place, side = (((5, 4), "left"), ((5, -10), "left"), ((-5, 5), "right"))[number % 3]
-            beside = {"xytext": place, "ha": side, "textcoords": "offset points", "fontsize": 7.5}
-            panel.annotate(short, (time, error), **beside)
+            names[short] = (time, error)
         panel.set(xscale="log", yscale="log", title=words, xlabel="time by that of 10⁴ samples")
         panel.margins(x=0.35)
+        every.append(names)
     panels[0].set_ylabel("relative error of the variance")
+    figure.canvas.draw()  # where everything is, is known now
+    for panel, names in zip(panels, every, strict=True):
+        name_points(panel, names)
     figure.savefig(target, transparent=True)
     plt.close(figure)
 

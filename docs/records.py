@@ -46,6 +46,20 @@ class DefaultRow(NamedTuple):
     """The same for 16 images together, where that was measured."""
 
 
+class GalleryRow(NamedTuple):
+    """One method on one network at one noise level, against a million samples."""
+
+    network: str
+    sigma: float
+    method: str
+    mean: float
+    """Error of the means, in standard deviations of the outputs."""
+    variance: float
+    """Relative error of the variances."""
+    time: float
+    """Processor seconds by those of 10,000 plain samples in the same process."""
+
+
 class Flip(NamedTuple):
     """One flip probability to 10 %: of which network, how rare, our runs, and those of plain sampling."""
 
@@ -75,6 +89,17 @@ def default_rows(path: Path) -> list[DefaultRow]:
     return found
 
 
+def gallery_rows(path: Path) -> list[GalleryRow]:
+    """Of a record of `python -m benchmarks.gallery`, what has an answer."""
+    pattern = r"^(\w+) +([\d.]+) +([\w-]+) +mean (\S+) +variance (\S+) +time (\S+)$"
+    rows = re.findall(pattern, path.read_text(), re.M)
+    return [
+        GalleryRow(name, float(sigma), method, *map(float, numbers))
+        for name, sigma, method, *numbers in rows
+        if name in KINDS
+    ]
+
+
 def flips(path: Path) -> list[Flip]:
     """The rows of rare flips in a record of `python -m benchmarks.flips`."""
     pattern = r"^(\w+) +\d+ σ [\d.]+ +(\S+) [\d.]+ \S+ +(\d+) +\d+ .*?(\S+)$"
@@ -100,6 +125,11 @@ def comparisons(name: str) -> dict[str, tuple[float, float]]:
     """Of results/NAME: ours and the paper's number by what it is of, where the paper has one."""
     rows = json.loads((RESULTS / name / "summary.json").read_text())["comparisons"]
     return {row["what"]: (row["ours"], row["paper"]) for row in rows if row["paper"] is not None}
+
+
+def startup(path: Path) -> list[tuple[str, str, str]]:
+    """Of a record of `python -m benchmarks.startup`: commands, seconds on the clock, of the processor."""
+    return re.findall(r"^(.+?) +(\S+) s, processor (\S+) s", path.read_text(), re.M)
 
 
 def verdicts() -> list[list[str]]:

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import records
 
 Cells = Sequence[str]
-LEVEL = "σ\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}0.05"
-"""With spaces that do not break."""
 
 
 def markdown(head: Cells, rows: Iterable[Cells]) -> str:
@@ -33,64 +30,87 @@ def three_digits(number: float) -> str:
 
 def span(numbers: Iterable[float]) -> str:
     found = sorted(numbers)
-    return f"{digits(found[0])} to {digits(found[-1])}"
+    return digits(found[0]) if len(found) == 1 else f"{digits(found[0])} to {digits(found[-1])}"
 
 
-def middle(numbers: Iterable[float]) -> str:
-    return digits(statistics.median(numbers))
+def in_words(networks: Sequence[str]) -> str:
+    """Networks of the gallery; of more than half of them, all but the others."""
+    others = [name for name in records.KINDS if name not in networks]
+    if not others:
+        return "any"
+    named, before = (networks, "") if len(networks) <= len(others) else (others, "all but ")
+    return before + ", ".join(records.KINDS[name] for name in named)
+
+
+def worth_its_time(formula: records.GalleryRow, samples: records.GalleryRow) -> bool:
+    """Whether both errors are smaller than samples would have in the same time, theirs falling as 1/√time."""
+    scale = (samples.time / formula.time) ** 0.5
+    return formula.mean < scale * samples.mean and formula.variance < scale * samples.variance
 
 
 def decisions() -> str:
-    """What you have, what you need, what to call, and what that was measured to be worth."""
-    default = records.default_rows(records.newest("*-cpu-sampler.txt"))
-    levels = {sigma: [row for row in default if row.sigma == sigma] for sigma in sorted({row.sigma for row in default})}
-    small, large = levels[0.01], levels[0.3]
+    """Which network, which noise, what you need: what to call, and what that was worth on the gallery."""
+    rows = records.gallery_rows(records.newest("*-cpu-gallery.txt"))
+    exact = records.of_words(records.newest("*-cpu.txt"), "covariance, float64, 300 reference points")
+
+    def cells(found: list[records.GalleryRow]) -> Cells:
+        return [span(getattr(row, field) for row in found) for field in ("mean", "variance", "time")]
+
+    def lines() -> Iterable[Cells]:
+        yield "one hidden ReLU layer", "any", "anything", "the default, which is exact", "rounding", exact, "—"
+        for sigma in sorted({row.sigma for row in rows}):
+            level = f"σ\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{sigma:g}"
+            here = {(row.network, row.method): row for row in rows if row.sigma == sigma}
+            default, formula, sketch = (
+                [here[name, method] for name in records.KINDS if (name, method) in here]
+                for method in ("auto", "layerwise", "sketch")
+            )
+            yield "any", level, "mean, variance, how exact", "the default, `nm.Auto()`", *cells(default)
+            tight = [row for row in formula if worth_its_time(row, here[row.network, "auto"])]
+            loose = [row for row in formula if row not in tight]
+            for found, need in ((tight, "more digits; derivatives"), (loose, "derivatives")):
+                if found:
+                    names = in_words([row.network for row in found])
+                    yield names, level, need, "`nm.Layerwise()`", *cells(found)
+            yield "any", level, "an idea, at once; derivatives", "`nm.Sketch()`", *cells(sketch)
+
+    return markdown(("network", "noise", "you need", "use", "mean off by", "variance off by", "time"), lines())
+
+
+def decisions_beyond() -> str:
+    """The same for larger networks, few samples, many levels: errors 2|x − y|/(|x| + |y|)."""
     mean, variance = (
         records.result_table("table-2-methods", f"Every method: error of the {what}")["0.05"]
         for what in ("mean", "variance")
     )
     faces, lenet = records.result_table("frontier", "faces"), records.result_table("frontier", "LeNet")
-    photo = records.result_table("frontier", "SqueezeNet")
-    times, exact = records.ratios("cpu"), records.newest("*-cpu.txt")
+    photo, times = records.result_table("frontier", "SqueezeNet"), records.ratios("cpu")
+    control = "`nm.Sampling(1000, control=nm.Sketch())`"
+
+    def frontier(table: dict[str, dict[str, str]], row: str) -> Cells:
+        return [table[row][column] for column in ("error of the mean", "error of the variance", "by 10⁴ samples")]
+
+    def paper(method: str, time: str) -> Cells:
+        return mean[method], variance[method], digits(times[time])
+
+    rows = [
+        ("LeNet, 28×28", "digits, derivatives", "`nm.Layerwise()`",
+         *paper("layerwise", "LeNet layerwise / 10⁴ samples")),
+        ("LeNet, 28×28", "an idea, at once", "`nm.Sketch()`",
+         *paper("sketch, 64 probes", "LeNet sketch, K = 64 / 10⁴ samples")),
+        ("LeNet, 28×28", "the next σ of the same image", "`nm.TwoStage()`",
+         *paper("two-stage", "each further σ of σ²I / 10⁴ samples")),
+        ("LeNet, 28×28", "a first look", "`nm.Linear()`", *frontier(lenet, "delta method")),
+        ("AlexNet on faces", "a fixed number of samples", control, *frontier(faces, "1,000 assisted samples")),
+        ("SqueezeNet, 5 scores", "a fixed number of samples", control, *frontier(photo, "1,000 assisted samples")),
+    ]  # fmt: skip
+    return markdown(("network", "you need", "use", "mean off by", "variance off by", "time"), rows)
+
+
+def decisions_of_flips() -> str:
+    """Who wins: runs of the network that rare flips take."""
     rare = records.flips(records.newest("*-cpu-flips.txt"))
-    assisted = "1,000 assisted samples"
-
-    def frontier(table: dict[str, dict[str, str]], row: str) -> tuple[str, str, str]:
-        cells = table[row]
-        return cells["error of the mean"], cells["error of the variance"], cells["by 10⁴ samples"]
-
-    def rows() -> Iterable[Cells]:
-        error = records.of_words(exact, "covariance, float64, 300 reference points")
-        yield "one hidden ReLU layer", "any", "everything", "the default, which is exact", "rounding", error, "—"
-        for level, found in (
-            ("σ\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}0.01", small),
-            ("σ\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}0.3", large),
-        ):
-            yield (
-                "any network (13 kinds)", level, "mean, variance, their errors", "the default, `nm.Auto()`",
-                f"{middle(row.mean for row in found)} deviations", middle(row.variance for row in found),
-                middle(row.time for row in found),
-            )  # fmt: skip
-        yield (
-            "LeNet, 28×28", LEVEL, "digits, or derivatives of moments", "`nm.Layerwise()`",
-            mean["layerwise"], variance["layerwise"], digits(times["LeNet layerwise / 10⁴ samples"]),
-        )  # fmt: skip
-        yield (
-            "LeNet, 28×28", LEVEL, "an idea, at once", "`nm.Sketch()`",
-            mean["sketch, 64 probes"], variance["sketch, 64 probes"],
-            digits(times["LeNet sketch, K = 64 / 10⁴ samples"]),
-        )  # fmt: skip
-        yield (
-            "LeNet, 28×28", "many levels", "the next σ of the same image", "`nm.TwoStage()`",
-            mean["two-stage"], variance["two-stage"], digits(times["each further σ of σ²I / 10⁴ samples"]),
-        )  # fmt: skip
-        yield "LeNet, 28×28", LEVEL, "a first look", "`nm.Linear()`", *frontier(lenet, "delta method")
-        control = "`nm.Sampling(1000, control=nm.Sketch())`"
-        yield "AlexNet on faces", LEVEL, "a fixed number of samples", control, *frontier(faces, assisted)
-        yield "SqueezeNet, 5 scores", LEVEL, "a fixed number of samples", control, *frontier(photo, assisted)
-
-    table = markdown(("network", "noise", "you need", "use", "mean off by", "variance off by", "time"), rows())
-    flips = markdown(
+    return markdown(
         ("network", "flip probabilities", "runs for ±10 %", "plain samples would take"),
         (
             (f"`{name}`", span(row.probability for row in found), span(row.runs for row in found),
@@ -99,7 +119,22 @@ def decisions() -> str:
             if (found := [row for row in rare if row.network == name])
         ),
     )  # fmt: skip
-    return f"{table}\n{flips}"
+
+
+def formulas_by_network() -> str:
+    """Every network: errors and time of layerwise and sketch at two noise levels."""
+    rows = records.gallery_rows(records.newest("*-cpu-gallery.txt"))
+    here = {(row.network, row.method, row.sigma): row for row in rows}
+    columns = [(method, sigma) for method in ("layerwise", "sketch") for sigma in sorted({row.sigma for row in rows})]
+
+    def cell(row: records.GalleryRow | None) -> str:
+        return "—" if row is None else f"{digits(row.mean)} / {digits(row.variance)} · {digits(row.time)}"
+
+    body = (
+        [words, *(cell(here.get((name, method, sigma))) for method, sigma in columns)]
+        for name, words in records.KINDS.items()
+    )
+    return markdown(["", *(f"{method}, σ = {sigma:g}" for method, sigma in columns)], body)
 
 
 def default_by_network(path: Path, *, together: bool) -> str:
@@ -159,9 +194,20 @@ def verdicts() -> str:
     )
 
 
+def startup() -> str:
+    """How long commands take to begin."""
+    rows = records.startup(records.newest("*-cpu-startup.txt"))
+    return markdown(
+        ("command", "seconds", "of the processor"), ((f"`{name}`", clock, own) for name, clock, own in rows)
+    )
+
+
 def every_table() -> dict[str, str]:
     return {
         "decisions": decisions(),
+        "decisions-beyond": decisions_beyond(),
+        "decisions-flips": decisions_of_flips(),
+        "formulas-cpu": formulas_by_network(),
         "default-cpu": default_by_network(records.newest("*-cpu-sampler.txt"), together=False),
         "default-h200": default_by_network(records.newest("*-h200-sampler.txt"), together=True),
         "paper-moments": beside_the_paper(),
@@ -169,6 +215,7 @@ def every_table() -> dict[str, str]:
         "frontier-lenet": frontier("LeNet"),
         "frontier-faces": frontier("faces"),
         "frontier-squeezenet": frontier("SqueezeNet"),
+        "startup": startup(),
     }
 
 

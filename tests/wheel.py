@@ -2,16 +2,23 @@
 
 python tests/wheel.py files build/dist      the archives, with packaging installed
 python -I tests/wheel.py moments            in a fresh environment, without extras
-python -I tests/wheel.py report             the same with the extras `data` and `report`
+python -I tests/wheel.py report             the same with the extras `data` and `report`: the demo, and docs/start.md
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import zipfile
 from pathlib import Path
+
+START = Path(__file__).parent.parent / "docs" / "start.md"
+MOST_LINES = 10
+"""Of *Start*, from the installation to the report of a network of one's own."""
 
 
 def files(folder: str) -> None:
@@ -54,20 +61,60 @@ def moments() -> None:
     digits, image = nm.zoo.pretrained("digits"), torch.rand(1, 1, 8, 8)
     attack = nm.attacks.SparseSmooth(samples=100, polish=4)
     assert attack(digits, image, digits(image).argmax(1)).mu.isfinite().all()
-    print(f"netmoments {nm.__version__}: moments, flips and attacks, without extras")
+    with tempfile.TemporaryDirectory() as folder:
+        for command in ("report", "attack"):
+            done = netmoments([command, "digits", "digits"], folder)
+            assert done.returncode == 1, done.stdout
+            assert 'pip install "netmoments[report]"' in done.stderr, done.stderr
+        for command in ("--help", "doctor"):
+            done = netmoments([command], folder)
+            assert done.returncode == 0, done.stderr
+    print(f"netmoments {nm.__version__}: moments, flips and attacks, without extras; commands say which they need")
+
+
+def netmoments(words: list[str], folder: str) -> subprocess.CompletedProcess[str]:
+    """The installed command, in a folder."""
+    program = Path(sys.executable).with_name("netmoments")
+    return subprocess.run([program, *words], check=False, cwd=folder, capture_output=True, text=True)
 
 
 def report() -> None:
-    """The demo, as a command."""
-    import subprocess
-
-    program = Path(sys.executable).with_name("netmoments")
+    """The demo, as a command; and *Start*, to the letter."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(program), "report", "digits", "digits", "--images", "8", "--attacks", "1", "--out", folder]
-        subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
+        done = netmoments(["report", "digits", "digits", "--images", "8", "--attacks", "1", "--out", folder], folder)
+        assert done.returncode == 0, done.stderr
         page = Path(folder) / "report.html"
         assert page.stat().st_size > 10_000
         print(f"netmoments report digits digits --images 8: {page.stat().st_size / 1e3:.0f} kB")
+    with tempfile.TemporaryDirectory() as folder:
+        start(folder)
+
+
+def start(folder: str) -> None:
+    """Its programs and commands in their order, with a folder of photographs, up to the report of that network."""
+    from PIL import Image
+
+    photos = Path(folder) / "photos"
+    photos.mkdir()
+    for number in range(6):
+        grey = Image.new("L", (8, 8))
+        grey.putdata([(37 * number + 11 * place) % 256 for place in range(64)])
+        grey.save(photos / f"{number}.png")
+    blocks = re.findall(r"^```(python|console)\n(.*?)^```$", START.read_text(), re.M | re.S)
+    lines, program, begun = 0, "", time.perf_counter()
+    for language, text in blocks:
+        lines += sum(bool(line.strip()) for line in text.splitlines())
+        program += text if language == "python" else ""
+        words = text.removeprefix("$ ").split()
+        if language == "console" and words[0] == "netmoments":
+            subprocess.run([sys.executable, "-I", "-c", program], check=True, cwd=folder, stdout=subprocess.DEVNULL)
+            done = netmoments(words[1:], folder)
+            assert done.returncode == 0, done.stderr
+            break
+    seconds = time.perf_counter() - begun
+    assert (Path(folder) / "noise-report" / "report.html").exists(), blocks
+    assert lines <= MOST_LINES, lines
+    print(f"docs/start.md: {lines} lines and {seconds:.0f} s from an installed wheel to a report of its network")
 
 
 if __name__ == "__main__":

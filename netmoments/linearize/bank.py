@@ -98,7 +98,14 @@ class LinearizationBank:
     """Two-stage linearizations of one network at k points, (k, *event).
 
     Make one with `at` (points of your own), `k_means` (centres of clusters of images) or `farthest` (the member of each
-    cluster farthest from its centre: the paper's baseline), keep it with `save` and `load`.
+    cluster farthest from its centre: the paper's baseline), keep it with `save` and `load`. `TwoStage(bank=…)` answers
+    from the nearest point, and the result's `distance` says how far that was: the Taylor step is that much longer.
+
+    >>> network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).eval()
+    >>> bank = LinearizationBank.at(network, torch.eye(2))
+    >>> number, distance = bank.nearest(torch.tensor([[1.0, 0.5]]))
+    >>> number, distance
+    (tensor([0]), tensor([0.5000], dtype=torch.float64))
     """
 
     points: Tensor

@@ -45,6 +45,14 @@ def two_stage_maps(
     The variances of the pre-activations take as many passes through the part before the ReLU as there are inputs, or
     units with influence on the chosen outputs if those are fewer; the covariance two more for every unit that the noise
     takes across zero. Choose few `outputs`. Memory stays within `memory_budget`, by default half of what is free.
+    Arguments, shapes and accuracy are those of `two_stage`; `at` is one point.
+
+    >>> from netmoments import Gaussian, two_stage
+    >>> network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).eval()
+    >>> point, noise = torch.zeros(2), Gaussian(torch.zeros(2), std=0.1)
+    >>> stored, maps = two_stage(network, point), two_stage_maps(network, point)
+    >>> bool(torch.allclose(maps.variance(noise), stored.variance(noise)))
+    True
     """
     points, batch = points_of(CALLER, at, event_ndim)
     if batch.numel() != 1:

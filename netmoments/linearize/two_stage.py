@@ -50,7 +50,14 @@ def two_stage(
     Units of the ReLU without influence on any output (behind a max-pool, or a dead ReLU) are dropped and their rows of
     A never computed. D is there only if the output depends on the input by a path around the ReLU (a skip connection).
     The result carries no gradient to the network's weights. A network with other nonlinear functions on the way is
-    linearized at the point, smooth ones with a warning.
+    linearized at the point, smooth ones with a warning. For n inputs, q units with influence and k outputs A is (q, n),
+    B (k, q), D (k, n), each after the batch of points. At the point it equals the network to rounding, away from it to
+    first order; for (Affine, ReLU, Affine) everywhere.
+
+    >>> network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).eval()
+    >>> g = two_stage(network, at=torch.zeros(2))
+    >>> bool(torch.allclose(g(torch.ones(1, 2)), network(torch.ones(1, 2)), atol=1e-6))
+    True
     """
     points, batch = points_of(CALLER, at, event_ndim)
     model = NetworkModel.of(network, points, CALLER).refreshed()

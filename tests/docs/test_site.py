@@ -6,6 +6,7 @@ Where the site has been built (`make docs`), its links lead somewhere, and nothi
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from tests.test_readme import links, prose, run
 ROOT = Path(__file__).parent.parent.parent
 DOCS, BUILT = ROOT / "docs", ROOT / "build" / "docs"
 PAGES = sorted(path for folder in ("", "theory", "api") for path in (DOCS / folder).glob("*.md"))
-THEORY = [*(DOCS / "theory").glob("*.md"), DOCS / "methods.md", DOCS / "propagation.md"]
+THEORY = [*(DOCS / "theory").glob("*.md"), DOCS / "propagation.md"]
 GALLERY = sorted((DOCS / "gallery").glob("*.py"))
 MOST_WORDS = 1500
 
@@ -47,6 +48,14 @@ def site_module(monkeypatch) -> Iterator[dict[str, ModuleType]]:
 @named([path for path in PAGES if path not in THEORY])
 def test_pages_are_short(path):
     assert len(path.read_text().split()) <= MOST_WORDS
+
+
+@named(PAGES)
+def test_pages_begin_with_what_the_reader_gets(path):
+    title, _, rest = path.read_text().partition("\n\n")
+    assert title.startswith("# "), title
+    if path.name != "flips.md" or path.parent != DOCS:
+        assert re.match(r"[*`\[$\w]", rest), "words in front of code, tables and headings"
 
 
 def test_every_page_is_in_a_table_of_contents():
@@ -80,6 +89,14 @@ def test_every_public_name_is_in_the_api():
     listed = set(re.findall(r"auto\w+:: netmoments\.(\w+)", text))
     inside = {"propagate"}  # the doors to rules, whose names are those of `rules`
     assert set(netmoments.__all__) - inside <= listed
+
+
+@pytest.mark.parametrize("name", netmoments.__all__)
+def test_public_names_have_an_example_that_runs(name):
+    """pytest runs what is there (`--doctest-modules`)."""
+    thing = getattr(netmoments, name)
+    if not inspect.ismodule(thing):
+        assert ">>> " in inspect.getdoc(thing)
 
 
 # The gallery
@@ -116,6 +133,39 @@ def test_a_row_of_a_record_is_read_as_it_stands(site_module, tmp_path):
     )
     (row,) = site_module["records"].default_rows(record)
     assert row == ("mlp", 0.01, 0.00177, 0.00598, 0.988, 0.0931, 1180.0, None)
+
+
+def test_methods_of_a_record_are_read_as_they_stand(site_module, tmp_path):
+    record = tmp_path / "gallery.txt"
+    record.write_text(
+        "AMD EPYC, 1 threads\n"
+        "vgg             0.05  layerwise   mean 0.0206  variance 0.012  time 0.845\n"
+        "unet            0.30  two-stage   refused: one row of scores is needed\n"
+    )
+    (row,) = site_module["records"].gallery_rows(record)
+    assert row == ("vgg", 0.05, "layerwise", 0.0206, 0.012, 0.845)
+
+
+def test_layerwise_is_advised_for_digits_where_samples_would_take_longer(site_module):
+    tables, records = site_module["tables"], site_module["records"]
+    rows = records.gallery_rows(records.newest("*-cpu-gallery.txt"))
+    assert {row.network for row in rows} == set(records.KINDS)
+    here = {(row.network, row.method): row for row in rows if row.sigma == 0.05}
+    better = []
+    for name in records.KINDS:
+        formula, sampled = here[name, "layerwise"], here[name, "auto"]
+        share = sampled.time / formula.time  # errors of samples fall with its root
+        if formula.mean**2 < share * sampled.mean**2 and formula.variance**2 < share * sampled.variance**2:
+            better.append(name)
+    (line,) = [line for line in tables.decisions().splitlines() if "more digits" in line and "0.05" in line]
+    assert line.split(" | ")[0] == f"| {tables.in_words(better)}"
+
+
+def test_networks_are_named_by_the_shorter_list(site_module):
+    in_words, kinds = site_module["tables"].in_words, list(site_module["records"].KINDS)
+    assert in_words(kinds) == "any"
+    assert in_words(["mlp", "vit"]) == "MLP, ViT"
+    assert in_words(kinds[1:]) == "all but MLP"
 
 
 def test_flips_of_a_record_are_read_as_they_stand(site_module, tmp_path):
