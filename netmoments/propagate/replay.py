@@ -77,6 +77,8 @@ class _Shapes:
 
     recording: _Recording | None = None
     refused: bool = False
+    done: bool = False
+    """Whether the work was done once, by whichever thread: what it keeps for later must not be made in a recording."""
 
     def record(self, work: Work, inputs: tuple[Tensor, ...]) -> None:
         """Unless that was tried before."""
@@ -103,22 +105,23 @@ def replayed(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[T
     """`work(*inputs)`, which must depend on nothing but these and the owner of `recordings`, and never make the host
     wait.
 
-    It is done as it is the first time that inputs of these shapes come, recorded the second time, and replayed from
+    It is done as it is the first time that inputs of these shapes come, recorded once that is over, and replayed from
     then on. A recording lives as long as its owner, or until others have come.
     """
     if torch.cuda.is_current_stream_capturing():
         return work(*inputs)
     key = _key(work, inputs)
     with _lock, torch.cuda.device_of(inputs[0]):
-        known = recordings.pop(key, None)
-        found = recordings[key] = known or _Shapes()  # the latest last
+        found = recordings[key] = recordings.pop(key, None) or _Shapes()  # the latest last
         if len(recordings) > KEPT:
             del recordings[next(iter(recordings))]
-        if known is not None:
+        if found.done:
             found.record(work, inputs)
         if found.recording is not None:
             return found.recording.replay(inputs)
-    return work(*inputs)
+    result = work(*inputs)
+    found.done = True
+    return result
 
 
 def recorded(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:

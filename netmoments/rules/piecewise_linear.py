@@ -25,7 +25,7 @@ class PiecewiseLinear(OneInput):
     """f(z) = offset + slope·z + Σₖ bendₖ relu(z − kinkₖ), elementwise over n units.
 
     `offset` and `slope` are (n,), `bends` and `kinks` (K, n): one kink for ReLU, LeakyReLU, PReLU and |z|, two for
-    HardTanh and ReLU6.
+    HardTanh and ReLU6. Kinks are kept in their order, whichever they are given in.
     """
 
     is_exact = True
@@ -34,6 +34,12 @@ class PiecewiseLinear(OneInput):
     slope: Tensor
     bends: Tensor
     kinks: Tensor
+
+    def __post_init__(self) -> None:
+        if len(self.kinks) > 1:
+            kinks, order = self.kinks.sort(0)
+            object.__setattr__(self, "kinks", kinks)
+            object.__setattr__(self, "bends", self.bends.gather(0, order))
 
     @cached_property
     def windows(self) -> Tensor:  # type: ignore[override]
@@ -129,11 +135,10 @@ class PiecewiseLinear(OneInput):
         """
         own = (self.offset, self.slope, self.bends, self.kinks)
         if len(self.kinks) <= MOST_KINKS and sketch_launch.available(mean.unsqueeze(1), variance, *own):
-            return sketch_launch.power_moments(self._in_order, mean, variance)
+            return sketch_launch.power_moments(own, mean, variance)
         s, centre = standard_deviation(variance), self.values(mean.unsqueeze(-1))
-        kinks, order = self.kinks.sort(0)
-        bends = self._beside(self.bends.gather(0, order), mean)
-        away = mean - self._beside(kinks, mean)
+        bends = self._beside(self.bends, mean)
+        away = mean - self._beside(self.kinks, mean)
         step = bends * away
         right, left = (
             torch.where(away < 0, step, 0.0).cumsum(0),
@@ -154,12 +159,6 @@ class PiecewiseLinear(OneInput):
             (powers[3], 3 * slopes[2], 6 * slopes[4] + cubes[0], 6 * slopes[5] + cubes[1], cubes[2]),
             powers[4],
         )
-
-    @cached_property
-    def _in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Offset, slope, bends and kinks, these sorted, for the GPU's kernels."""
-        kinks, order = self.kinks.detach().sort(0)
-        return self.offset.detach(), self.slope.detach(), self.bends.detach().gather(0, order), kinks
 
     @property
     def is_relu(self) -> bool:

@@ -112,7 +112,7 @@ def test_four_threads_on_one_fresh_network():
 def convolutional() -> nn.Module:
     torch.manual_seed(1)
     features = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    return nn.Sequential(*features, nn.Linear(36, 16), nn.GELU(), nn.Linear(16, 3)).double().cuda().eval()
+    return nn.Sequential(*features, nn.Linear(36, 16), nn.Hardtanh(), nn.Linear(16, 3)).double().cuda().eval()
 
 
 def image_noise() -> nm.Gaussian:

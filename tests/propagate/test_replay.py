@@ -76,3 +76,25 @@ def test_what_cannot_be_recorded_is_done_as_it_is(asked):
     assert all(bool(asked(3, value=torch.nan).isnan()) for _ in range(3))
     assert float(asked(3)) == 2
     assert Recorded.made == 0
+
+
+def test_nothing_is_recorded_while_it_is_done_for_the_first_time(monkeypatch):
+    """Another thread may come while the first still makes what the work keeps, which a recording would spoil."""
+    monkeypatch.setattr(module, "_Recording", Recorded)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Recorded, "made", 0)
+    recordings: dict = {}
+    seen: list[int] = []
+
+    def work(x: Tensor) -> tuple[Tensor, ...]:
+        if not seen:
+            seen.append(1)
+            replayed(recordings, work, x)  # as another thread would
+            seen.append(Recorded.made)
+        return (x,)
+
+    replayed(recordings, work, torch.ones(2))
+    assert seen == [1, 0]
+    assert Recorded.made == 0
+    replayed(recordings, work, torch.ones(2))
+    assert Recorded.made == 1

@@ -311,7 +311,7 @@ def _strong(side: int, group: int, dtype: torch.dtype, device: torch.device) -> 
 def tail_points(device: torch.device) -> Tensor:
     """The nodes of `tiles.tail_rule` as `tail_kernel` reads them, (nodes, 2)."""
     with torch.inference_mode(False):
-        return torch.stack(tail_rule(device), 1)
+        return torch.stack(tail_rule(torch.device("cpu")), 1).to(device)
 
 
 WIDE = 1024
