@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -119,15 +120,30 @@ def _shown(value: Any) -> str:
     return describe(value) if isinstance(value, int | Tensor) else f"{value!r}"
 
 
-def require_count(caller: str, name: str, value: Any, *, least: int) -> None:
+MOST_COUNTED = 2**53
+"""Of anything that is counted: sums of more would not be whole numbers."""
+
+
+def require_count(caller: str, name: str, value: Any, *, least: int, most: int | None = MOST_COUNTED) -> None:
     """A whole number of at least `least`, else a ValueError naming the argument."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{caller}: {name} must be an integer of at least {least}, got {_shown(value)}")
+    if most is not None and value > most:
+        raise ValueError(f"{caller}: {name} must be an integer of at most {most}, got {_shown(value)}")
+
+
+def require_positive(caller: str, name: str, value: Any, example: str) -> None:
+    """A number above 0 that floats can hold, with its square and the square's inverse; else a ValueError."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise ValueError(f"{caller}: {name} must be a number above 0, such as {example}, got {_shown(value)}")
+    if not 1e-150 < value < 1e150:
+        raise ValueError(f"{caller}: {name} must be between 1e-150 and 1e150, such as {example}, got {_shown(value)}")
 
 
 def require_seed(caller: str, value: Any) -> int:
     """A whole number of at least 0, of any size, else a ValueError."""
-    require_count(caller, "seed", value, least=0)
+    require_count(caller, "seed", value, least=0, most=None)
     return int(value)
 
 

@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 from netmoments.checks import (
     describe,
     require_broadcastable,
+    require_count,
     require_finite,
     require_float_tensor,
     require_float_tensors,
@@ -235,7 +236,8 @@ def _square(name: str, std: Tensor) -> Tensor:
     if not values_hold(torch.isfinite(square) & ((square > 0) | (std == 0))):
         raise ValueError(
             f"{CALLER}: {name} is too small or too large for its square in {str(std.dtype).removeprefix('torch.')}, "
-            f"got values from {float(std.min()):g} to {float(std.max()):g}; use float64"
+            f"got values from {float(std.min()):g} to {float(std.max()):g}"
+            f"{'' if std.dtype == torch.float64 else '; use float64'}"
         )
     return square
 
@@ -370,8 +372,7 @@ class Gaussian:
     @torch.no_grad()
     def sample(self, count: int, *, generator: Generator | None = None) -> Tensor:
         """`count` independent samples, (count, *batch_shape, *event_shape). They carry no gradient."""
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"Gaussian.sample: count must be a positive integer, got {count!r}")
+        require_count("Gaussian.sample", "count", count, least=1)
         deviation = self.covariance.draw((count, *self.batch_shape), generator)
         return (self.flat_mean + deviation).reshape(count, *self.batch_shape, *self.event_shape)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 
 import netmoments as nm
 from netmoments.checks import (
@@ -149,3 +153,28 @@ def test_large_integers_are_not_written_out():
         require_seed("f", -(2**400))
     with pytest.raises(ValueError, match="sigma must be a standard deviation above 0, got an integer of 1329 bits"):
         require_sigma("f", 10**400)
+
+
+@pytest.mark.parametrize("name", ["tolerance", "samples", "sample", "relative error", "label", "quantized", "complex"])
+def test_numbers_beyond_all_bounds_and_odd_indices_are_explained(name):
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    noise = nm.Gaussian(torch.zeros(3), std=0.1)
+    meta = torch.empty((), dtype=torch.int64, device="meta")
+    calls: dict[str, tuple[Callable[[], object], str]] = {
+        "tolerance": (lambda: nm.output_moments(net, noise, tolerance=10**400), "tolerance must be between"),
+        "samples": (lambda: nm.output_moments(net, noise, samples=2**80), "samples must be an integer of at most"),
+        "sample": (lambda: noise.sample(2**80), "count must be an integer of at most"),
+        "relative error": (lambda: nm.flip_probability(net, noise, relative_error=10**400), "relative_error must be"),
+        "label": (lambda: nm.flip_probability(net, noise, meta), "label must be an integer or a plain tensor"),
+        "quantized": (lambda: nm.output_moments(net, noise, outputs=quantized()), "outputs must be indices"),
+        "complex": (lambda: nm.output_moments(net, noise, outputs=torch.ones(2) * 1j), "outputs must be indices"),
+    }
+    call, words = calls[name]
+    with pytest.raises((TypeError, ValueError), match=words):
+        call()
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)

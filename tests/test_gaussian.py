@@ -236,7 +236,7 @@ BAD = {
         "covariance must be a torch tensor, got a str",
     ),
     "event_ndim": (lambda: nm.Gaussian(F32, std=1.0, event_ndim=2), ValueError, "event_ndim must be between 1 and"),
-    "sample count": (lambda: NOISE.sample(0), ValueError, "count must be a positive integer, got 0"),
+    "sample count": (lambda: NOISE.sample(0), ValueError, "count must be an integer of at least 1, got 0"),
     "low-rank variance that overflows": (
         lambda: nm.Gaussian(F32, nm.LowRank(torch.full((3, 1), 1e30))),
         ValueError,

@@ -78,7 +78,9 @@ class ExpectedLogits(nn.Module):
 
     def _linearized(self, at: Tensor, method: Method) -> tuple[AffineReluAffine, Tensor]:
         assert isinstance(method, TwoStage)
-        return _with_reach(two_stage(self.network, at, method.layer, memory_budget=self.memory_budget))
+        inputs = at.dim() - 1 if at.dim() > 1 else None
+        found = two_stage(self.network, at, method.layer, event_ndim=inputs, memory_budget=self.memory_budget)
+        return _with_reach(found)
 
     def forward(self, images: Tensor, mu: Tensor | None = None) -> Tensor:
         require_float_tensor(CALLER, "images", images)
@@ -88,10 +90,11 @@ class ExpectedLogits(nn.Module):
         if flat.batch_shape and images.shape[0] != flat.batch_shape[0]:
             raise ValueError(f"{CALLER}: linearized at {flat.batch_shape[0]} images, got {describe(images)}")
         shifted = images if mu is None else images + mu
+        shifted = shifted.flatten(shifted.dim() - images.dim() + 1) if images.dim() > 1 else shifted
         sigma = torch.as_tensor(self.sigma, dtype=images.dtype, device=images.device)
         expected = relu_mean(flat.pre_activation(shifted), sigma.unsqueeze(-1) * reach)
         scores = matvec(flat.B, expected) + flat.c2
-        return scores if flat.D is None else scores + matvec(flat.D, shifted.flatten(shifted.dim() - images.dim() + 1))
+        return scores if flat.D is None else scores + matvec(flat.D, shifted)
 
     def _propagated(self, images: Tensor) -> Tensor:
         """Expected scores by a method that goes through the network's layers, image by image."""

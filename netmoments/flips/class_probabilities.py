@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from netmoments.checks import require_positive
 from netmoments.flips.flip_probability import (
     DEFAULT_RUNS,
     FlipGoal,
     entries_margins,
     labels_of,
     read_classifier,
-    require_positive,
 )
 from netmoments.flips.frequent import FIRST, guided, with_enough_gradients
 from netmoments.flips.importance import Estimating, regressed

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from netmoments.checks import describe, require_count
+from netmoments.checks import describe, require_count, require_positive, require_seed
 from netmoments.flips.frequent import (
     Pilot,
     by_frequencies,
@@ -63,16 +63,9 @@ class FlipGoal:
         if seconds is not None:
             require_positive(caller, "seconds", seconds, "None for no limit")
         require_count(caller, "runs", runs, least=100)
-        require_count(caller, "seed", seed, least=0)
+        require_seed(caller, seed)
         absolute = None if absolute_error is None else float(absolute_error)
         return cls(Target(float(relative_error), absolute), runs, seconds, seed)
-
-
-def require_positive(caller: str, name: str, value: Any, example: str) -> None:
-    """A finite number above 0."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
-        raise ValueError(f"{caller}: {name} must be a number above 0, such as {example}, got {describe(value)}")
 
 
 def flip_probability(
@@ -215,6 +208,8 @@ def labels_of(caller: str, request: Request, label: int | Tensor | None) -> Tens
         if not bool(torch.isfinite(scores).all()):
             raise ValueError(f"{caller}: the network gives NaN or infinite outputs at the mean of the noise")
         return scores.argmax(1)
+    if isinstance(label, Tensor) and (label.is_meta or label.is_quantized or label.layout != torch.strided):
+        raise TypeError(f"{caller}: label must be an integer or a plain tensor of them, got {describe(label)}")
     wanted = torch.as_tensor(label, device=mean.device)
     if wanted.is_floating_point() or wanted.is_complex() or wanted.dtype == torch.bool:
         raise TypeError(f"{caller}: label must be an integer or a tensor of them, got {describe(label)}")

@@ -161,7 +161,8 @@ def output_indices(outputs: Sequence[int] | Tensor | None, images: int, count: i
     if outputs is None:
         return torch.arange(count).expand(images, -1)
     chosen = torch.as_tensor(outputs)
-    if chosen.is_floating_point() or chosen.dtype == torch.bool or chosen.dim() not in (1, 2) or chosen.numel() == 0:
+    whole = not (chosen.is_floating_point() or chosen.is_complex() or chosen.is_quantized or chosen.dtype == torch.bool)
+    if not whole or chosen.is_meta or chosen.dim() not in (1, 2) or chosen.numel() == 0:
         raise ValueError(f"{caller}: outputs must be indices of scores, (k,) or (N, k), got {describe(chosen)}")
     if chosen.dim() == 2 and chosen.shape[0] != images:
         raise ValueError(f"{caller}: outputs has {chosen.shape[0]} rows for {images} points, got {describe(chosen)}")

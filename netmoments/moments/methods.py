@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import describe, require_count
+from netmoments.checks import describe, require_count, require_positive, require_seed
 from netmoments.gaussian import Gaussian, random_seed
 from netmoments.linearize.bank import LinearizationBank
 from netmoments.linearize.two_stage import linearized, linearized_at
@@ -118,7 +118,7 @@ class Sketch(Method):
 
     def __post_init__(self) -> None:
         require_count("sketch", "probes", self.probes, least=2)
-        require_count("sketch", "seed", self.seed, least=0)
+        require_seed("sketch", self.seed)
 
     def moments(self, request: Request) -> OutputMoments:
         with request.following_gradients() as noise:
@@ -284,7 +284,7 @@ class Sampling(Method):
 
     def __post_init__(self) -> None:
         require_count("Sampling", "samples", self.samples, least=2)
-        require_count("Sampling", "seed", self.seed, least=0)
+        require_seed("Sampling", self.seed)
         control = SHORT_NAMES.get(self.control) if isinstance(self.control, str) else self.control
         if isinstance(control, Method) and type(control).surrogate is not Method.surrogate:
             object.__setattr__(self, "control", control)
@@ -340,14 +340,12 @@ class Auto(Method):
     name: ClassVar[str] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("tolerance", "seconds"):
-            value = getattr(self, name)
-            good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-            if not good and not (name == "seconds" and value is None):
-                raise ValueError(f"{CALLER}: {name} must be a positive number, got {value!r}")
+        require_positive(CALLER, "tolerance", self.tolerance, f"{TOLERANCE}")
+        if self.seconds is not None:
+            require_positive(CALLER, "seconds", self.seconds, "10")
         if self.samples is not None:
             require_count("Auto", "samples", self.samples, least=20)
-        require_count("Auto", "seed", self.seed, least=0)
+        require_seed("Auto", self.seed)
 
     def moments(self, request: Request) -> OutputMoments:
         may_be_exact = len(request.model.relus) <= 1 and not request.model.smooth
@@ -359,7 +357,7 @@ class Auto(Method):
                 return _exact(computed) if name == "exact" else computed
         indices = request.indices()
         most = self.samples or min(MOST_SAMPLES, max(2 * PILOT, math.ceil(self.tolerance**-2)))
-        goal = Goal(self.tolerance, most, self.seconds)
+        goal = Goal(float(self.tolerance), most, self.seconds)
         products = request.products(indices.shape[1])
         chosen_outputs = None if request.outputs is None else indices
         found = sampled_to_tolerance(

@@ -17,6 +17,7 @@ from netmoments.checks import (
     require_finite,
     require_float_tensor,
     require_float_tensors,
+    require_seed,
 )
 from netmoments.gaussian import Gaussian, random_seed
 from netmoments.memory import piece_bytes
@@ -284,7 +285,7 @@ def evaluation(
 ) -> Evaluation:
     """What is to be evaluated, checked; `least` samples are needed."""
     require_count(caller, "samples", samples, least=least)
-    require_count(caller, "seed", seed, least=0)
+    require_seed(caller, seed)
     if not isinstance(noise, Gaussian):
         raise TypeError(f"{caller}: noise must be a netmoments.Gaussian, got {describe(noise)}")
     if not callable(function):

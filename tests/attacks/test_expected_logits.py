@@ -49,6 +49,16 @@ def test_of_a_network_it_is_the_two_stage_mean(digits):
     torch.testing.assert_close(fixed(x + moved), there)
 
 
+def test_a_batch_of_signals_is_a_batch():
+    """(N, channels, steps) has as many dimensions as one image."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv1d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, 4)).eval()
+    x = torch.randn(5, 2, 8)
+    expected = nm.two_stage(network, x, event_ndim=2).mean(nm.Gaussian(x.flatten(1), std=0.1))
+    torch.testing.assert_close(nm.ExpectedLogits(network, 0.1)(x), expected)
+    torch.testing.assert_close(nm.ExpectedLogits(network, 0.1, at=x)(x), expected)
+
+
 def test_another_librarys_attack_can_climb_it(digits):
     """Projected gradient descent as any library has it, on a module in eval mode with frozen weights."""
     network, images = digits

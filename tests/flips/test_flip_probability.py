@@ -195,6 +195,6 @@ def test_outputs_that_are_no_numbers_are_refused():
 
 def test_numbers_above_zero():
     require_positive("caller", "name", 0.1, "0.1")
-    with pytest.raises(ValueError, match=r"caller: name must be a number above 0, such as 0\.1, got a str"):
+    with pytest.raises(ValueError, match=r"caller: name must be a number above 0, such as 0\.1, got 'x'"):
         require_positive("caller", "name", "x", "0.1")
     assert FlipGoal.read("caller", 0.1, None, 100, None, 0).target.relative == 0.1
