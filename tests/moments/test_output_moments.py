@@ -252,7 +252,7 @@ def test_a_tolerance_is_for_auto():
     options = nm.output_moments(deep(), noise(), tolerance=0.05, samples=500)
     assert_same(options, nm.output_moments(deep(), noise(), nm.Auto(0.05, samples=500)))
     assert_same(options, nm.output_moments(deep(), noise(), nm.Auto(samples=500), tolerance=0.05))
-    with pytest.raises(ValueError, match="tolerance must be a number above 0, such as .*, got 0"):
+    with pytest.raises(ValueError, match=r"tolerance must be a number above 0, such as .*, got 0"):
         nm.output_moments(deep(), noise(), tolerance=0)
     with pytest.raises(ValueError, match=r"check must be an integer of at least 0.*, got -1"):
         nm.output_moments(deep(), noise(), "layerwise", check=-1)
