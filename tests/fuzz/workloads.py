@@ -90,7 +90,7 @@ def over_methods(calls: int) -> None:
     """A line for each method: how much the process grew over so many calls."""
     network, noise = small_network(), noise_of()
     for name, call in CALLS.items():
-        print(f"{growth(partial(call, network, noise), calls, min(200, calls))} {name}", flush=True)
+        print(f"{growth(partial(call, network, noise), calls, min(500, calls))} {name}", flush=True)
 
 
 def over_shapes(shapes: int, before: int) -> None:
