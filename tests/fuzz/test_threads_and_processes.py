@@ -137,7 +137,7 @@ def test_memory_is_flat_over_many_calls():
 
 @pytest.mark.slow
 def test_memory_is_flat_over_shapes():
-    """Over 200, after more than a model remembers; without oneDNN's own store of convolutions, which grows to a thousand.
+    """Over 200, after more than a model remembers; without the store of convolutions that oneDNN has, up to a thousand.
 
     The allocator's own ups and downs are up to 6 MiB, however many shapes come.
     """
