@@ -1,4 +1,4 @@
-"""Float32 products at float32 precision, whatever the caller allowed globally."""
+"""What torch keeps for the whole process: the precision of float32 products, levels of forward-mode derivatives."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.func import jvp
 
 SUPPORTED_DTYPES = (torch.float32, torch.float64)
 
+one_at_a_time = threading.RLock()
+"""Held where threads would disturb each other: while a network is looked at, and by forward-mode derivatives. It is
+one lock, since each may come to be inside the other."""
 
 _lock = threading.Lock()
 _inside = 0
@@ -79,6 +83,7 @@ def _forget_threads() -> None:
     """In a forked process the other threads are gone, and with them what they held and would have put back."""
     global _lock, _inside
     _lock, _inside = threading.Lock(), 0
+    one_at_a_time._at_fork_reinit()  # type: ignore[attr-defined]
 
 
 if hasattr(os, "register_at_fork"):
@@ -95,6 +100,19 @@ def without_cudnn() -> Iterator[None]:
         yield
     finally:
         cudnn.enabled = before
+
+
+def value_and_slope(
+    function: Callable[..., Tensor], at: tuple[Tensor, ...], direction: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """The value of a function at a point, and its derivative along a direction, in forward mode.
+
+    torch counts the levels of forward mode for all threads together: of two at the same time, one would lose its
+    derivatives when the other ends.
+    """
+    with one_at_a_time:
+        value, slope = jvp(function, at, direction)[:2]
+    return value, slope
 
 
 Product = Callable[[Tensor, Tensor], Tensor]

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import gradcheck
 
 import netmoments as nm
-from netmoments.precision import full_precision, matmul, matvec, row_products
+from netmoments.precision import full_precision, matmul, matvec, row_products, value_and_slope
 from tests.closeness import assert_close
 
 BACKENDS = [torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn]
@@ -72,6 +72,33 @@ def test_full_precision_across_threads(reduced):
         thread.join()
     assert seen == [{"ieee"}] * 3
     assert settings() == reduced
+
+
+def test_forward_derivatives_in_two_threads():
+    """One ends while the other is inside its function: torch drops the derivatives of both then."""
+    ended, inside = threading.Event(), threading.Event()
+    slopes: dict[str, float] = {}
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        inside.wait(0.5)  # let the other come inside, if it can
+        return 2 * x
+
+    def second(x: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        ended.wait(10)
+        return 3 * x
+
+    one = torch.ones(1)
+    other = threading.Thread(target=lambda: slopes.update(second=float(value_and_slope(second, (one,), (one,))[1])))
+
+    def begun(x: torch.Tensor) -> torch.Tensor:
+        other.start()
+        return first(x)
+
+    slopes["first"] = float(value_and_slope(begun, (one,), (one,))[1])
+    ended.set()
+    other.join(20)
+    assert slopes == {"first": 2.0, "second": 3.0}
 
 
 def test_functions_are_sampled_in_full_precision(reduced):

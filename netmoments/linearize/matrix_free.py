@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vmap
+from torch.func import vmap
 
 from netmoments.checks import describe
 from netmoments.covariances import Covariance, Diagonal, Isotropic
@@ -21,7 +21,7 @@ from netmoments.memory import directions_at_once, memory_limit, scratch_budget
 from netmoments.network.model import NetworkModel
 from netmoments.network.relu_calls import Cut
 from netmoments.normal import standard_deviation
-from netmoments.precision import full_precision, matmul, matvec
+from netmoments.precision import full_precision, matmul, matvec, value_and_slope
 from netmoments.progress import Progress
 from netmoments.relu.bivariate import Units, scratch_for, units_of
 from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean
@@ -88,7 +88,8 @@ class StemMap:
         """A v for directions v (c, n): (c, L), by forward mode."""
 
         def along(direction: Tensor) -> Tensor:
-            return jvp(self.cut.stem, (self.point,), (direction.reshape(self.point.shape),))[1].flatten()[self.live]
+            step = direction.reshape(self.point.shape)
+            return value_and_slope(self.cut.stem, (self.point,), (step,))[1].flatten()[self.live]
 
         with torch.no_grad(), full_precision():
             return torch.cat([vmap(along)(part) for part in directions.split(self.chunk)])

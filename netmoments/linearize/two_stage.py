@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp, vmap
+from torch.func import vmap
 from torch.nn.functional import pad
 
 from netmoments.affine_relu_affine import AffineReluAffine
@@ -21,7 +21,7 @@ from netmoments.gaussian import event_dimensions
 from netmoments.memory import DIRECTIONS, directions_at_once, gigabytes, memory_limit
 from netmoments.network.model import NetworkModel
 from netmoments.network.relu_calls import Cut
-from netmoments.precision import full_precision, matvec
+from netmoments.precision import full_precision, matvec, value_and_slope
 from netmoments.progress import Progress
 
 CALLER = "two_stage"
@@ -266,7 +266,7 @@ def by_forward_mode(function: Callable[[Tensor], Tensor], at: Tensor, rows: Tens
     result: Tensor | None = None
 
     def column(direction: Tensor) -> Tensor:
-        tangent = jvp(function, (at,), (direction.reshape(at.shape[1:]).expand(at.shape),))[1]
+        tangent = value_and_slope(function, (at,), (direction.reshape(at.shape[1:]).expand(at.shape),))[1]
         return tangent.reshape(images, -1)
 
     with torch.no_grad(), full_precision(), Progress("Jacobian, column by column", size) as progress:
@@ -340,7 +340,7 @@ def along(
     """The value of a function at a point, and its derivative along a direction."""
     try:
         with torch.no_grad():
-            value, slope = jvp(function, at, direction)[:2]
+            value, slope = value_and_slope(function, at, direction)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # a function with a backward formula only

@@ -30,7 +30,7 @@ from netmoments.linearize.two_stage import linearized, linearized_at
 from netmoments.memory import DIRECTIONS, directions_at_once, gigabytes, matrices_together, memory_limit
 from netmoments.moments.request import CALLER, Request
 from netmoments.moments.result import MomentErrors, OutputMoments
-from netmoments.propagate.layerwise import layerwise, need_of
+from netmoments.propagate.layerwise import layerwise, need_of, with_variances
 from netmoments.propagate.plan import NoRule, plan_of
 from netmoments.propagate.sketch import PROBES, sketched
 from netmoments.rules.black_box import black_box
@@ -93,7 +93,9 @@ class Layerwise(Method):
         with request.following_gradients() as noise:
             indices, budget = request.indices().clone(), request.memory_budget
             plan = plan_of(request.model, CALLER)
-            mean, covariance = layerwise(plan, noise.mean, noise.covariance, indices, budget, CALLER)
+            found = layerwise(plan, noise.mean, noise.covariance, indices, budget, CALLER)
+            request.model.look()  # while a GPU is still at work on it
+            mean, covariance = with_variances(found, plan, noise.mean, noise.covariance, indices)
         return _outcome(self.name, mean, covariance, outputs=indices)
 
 

@@ -7,7 +7,6 @@ something is kept between calls.
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,12 +28,9 @@ from netmoments.network.graph import NetworkGraph, traced_graph
 from netmoments.network.interface import HALVES, Arguments, FlatNetwork, OutputPart, needs_flattening, output_parts
 from netmoments.network.relu_calls import Relu, Trace, find_relu
 from netmoments.network.validate import REFUSALS, examined, first_line
-from netmoments.precision import full_precision
+from netmoments.precision import full_precision, one_at_a_time
 
 Found = TypeVar("Found")
-
-_lock = threading.RLock()
-"""Held while a network is looked at or traced, so that threads with one network do it once."""
 
 
 class _Made(NamedTuple):
@@ -253,7 +249,7 @@ class NetworkModel:
         arguments, chosen = self._form or (None, None)
         form = None if arguments is None else arguments.key, chosen
         key = self.image.shape, self.image.dtype, self.image.device, form
-        with _lock:
+        with one_at_a_time:
             every = _known.setdefault(self.given, {})
             while key not in every:
                 before = [x._version for x in self._tensors() if not x.is_inference()]
@@ -333,7 +329,7 @@ class NetworkModel:
         """The same, and a warning of smooth functions that are linearized at a point, once a network."""
         self.require_differentiable()
         trace = self._knowledge.trace
-        with _lock:
+        with one_at_a_time:
             new = trace.smooth and not any(known.warned for known in _known[self.given].values())
             self._knowledge.warned |= bool(new)
         if new:
@@ -346,7 +342,7 @@ class NetworkModel:
     @property
     def graph(self) -> NetworkGraph:
         """The network's operations, recorded when first asked for; an error where it has no fixed graph."""
-        with _lock:
+        with one_at_a_time:
             known, addresses = self._knowledge, [x.data_ptr() for x in self._tensors()]
             moved = known.graph_addresses is not None and known.graph_addresses != addresses
             if known.graph is None or moved:
@@ -367,7 +363,7 @@ class NetworkModel:
         tensors = [*self.network.parameters(), *self.network.buffers()]
         addresses = [x.data_ptr() for x in tensors]
         versions = [0 if x.is_inference() else x._version for x in tensors]
-        with _lock:
+        with one_at_a_time:
             every = self._knowledge.made
             found = every.get(key)
             if found is not None and (found.addresses, found.versions) != (addresses, versions):
@@ -422,7 +418,7 @@ class NetworkModel:
         """Whether something that is known was out of date; it is found anew then."""
         known = self._knowledge
         if known.operations != operations_of(self.network, self.image):
-            with _lock:
+            with one_at_a_time:
                 every = _known[self.given]
                 for key in [key for key, value in every.items() if value is known]:
                     del every[key]
@@ -430,7 +426,7 @@ class NetworkModel:
             return True
         if known.made:
             weights = self._weights()
-            with _lock:
+            with one_at_a_time:
                 for made in known.made.values():
                     if not all(map(torch.equal, made.weights, weights)) and not _equal(made.weights, weights):
                         known.made.clear()

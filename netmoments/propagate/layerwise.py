@@ -80,6 +80,25 @@ def _from_dense(plan: Plan, mean: Tensor, covariance: Tensor, outputs: Tensor) -
     return squares.carried(plan, mean, Dense(covariance), outputs)
 
 
+def with_variances(
+    found: tuple[Tensor, Tensor], plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What `layerwise` found, but for images with a negative variance, which cumulants have made: without these.
+
+    Their corrections are of first order, and may be larger than a variance of which little is left. What is negative
+    among Gaussian layers is 0 but for rounding: scores of units that never move.
+    """
+    scores, every = found
+    failed = (every.diagonal(dim1=-2, dim2=-1) < 0).any(-1)
+    for place in failed.nonzero():
+        some = slice(int(place), int(place) + 1)
+        own = squares.carried(plan, mean[some], covariance.entries(some), outputs[some], [0] * len(plan.stages))
+        moves = own[1].diagonal(dim1=-2, dim2=-1) >= 0
+        square = own[1] * (moves.unsqueeze(-1) & moves.unsqueeze(-2))
+        scores, every = scores.index_copy(0, place, own[0]), every.index_copy(0, place, square)
+    return scores, every
+
+
 def has_squares(plan: Plan, itemsize: int, limit: int) -> bool:
     """Whether covariances are carried as squares.
 

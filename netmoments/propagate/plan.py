@@ -16,7 +16,7 @@ from netmoments.network.exported import ExportedNetwork
 from netmoments.network.graph import ROOT, LayerCall, NetworkGraph, Node, Values, family, shape_of
 from netmoments.network.model import NetworkModel
 from netmoments.network.validate import another_image
-from netmoments.precision import full_precision
+from netmoments.precision import full_precision, value_and_slope
 from netmoments.propagate.affine import OPERATORS, SHAPE_ONLY, AffineOperator, affine_operator, linear_arguments
 from netmoments.propagate.chains import Chain, chain_of, is_never_negative
 from netmoments.rules.base import Nonlinearity
@@ -523,6 +523,6 @@ def _affine_layer(path: str, module: nn.Module, source: Node, result: Node, exam
         raise ValueError(f"{caller}: {path} ({type(module).__name__}) is registered as affine, but is not")
 
     def linear(values: Mapping[Node, Any]) -> Any:
-        return torch.func.jvp(module, (example,), (values[source],))[1]
+        return value_and_slope(module, (example,), (values[source],))[1]
 
     return AffineStep(result, (source,), lambda values: module(values[source]), linear)

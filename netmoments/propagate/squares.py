@@ -50,9 +50,15 @@ class DenseJoint(NamedTuple):
     cumulants: Cumulants
 
 
-def carried(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Means (N, k) and covariances (N, k, k) of the scores with indices `outputs` (N, k), for images (N, ...)."""
-    counts = followed_units(plan)
+def carried(
+    plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, counts: list[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Means (N, k) and covariances (N, k, k) of the scores with indices `outputs` (N, k), for images (N, ...).
+
+    So many units of each stage are followed as `counts` says, by default as their work allows; with none of any, what
+    enters a layer is taken for Gaussian.
+    """
+    counts = followed_units(plan) if counts is None else counts
     with full_precision(), Progress("layerwise", len(plan.stages) + 1) as progress:
         flat = mean.flatten(1)
         dense = covariance.dense().expand(len(flat), -1, -1)

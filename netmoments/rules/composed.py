@@ -18,6 +18,7 @@ from torch import Tensor
 
 from netmoments.memory import elements_together
 from netmoments.normal import standard_deviation
+from netmoments.precision import value_and_slope
 from netmoments.rules.base import Local, Nonlinearity, OneInput, PowerMoments, ThirdCumulants, cholesky_root
 from netmoments.rules.sampled import UnitMoments, normal_points
 from netmoments.rules.smooth import Elementwise
@@ -142,7 +143,7 @@ class OneSigned(Elementwise):
         spread = _spread(m, s)
         z, rate = _like_gamma(m, spread, nodes)
         at = z.reshape(-1, *self.shape)
-        value, slope = torch.func.jvp(self.function, (at,), (torch.ones_like(at),))[:2]
+        value, slope = value_and_slope(self.function, (at,), (torch.ones_like(at),))
         value, slope = value.reshape(z.shape), slope.reshape(z.shape) * rate
         skew = 2 * spread
         second = (weights * slope * nodes).sum(0)

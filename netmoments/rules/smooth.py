@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from netmoments.normal import standard_deviation
+from netmoments.precision import value_and_slope
 from netmoments.rules.base import Local, OneInput, PowerMoments, ThirdCumulants
 from netmoments.rules.sampled import UnitMoments
 
@@ -46,7 +47,7 @@ class Elementwise(OneInput):
         s = standard_deviation(variance)
         nodes, weights = self._nodes(m)
         z = (m + s * nodes).reshape(-1, *self.shape)
-        value, slope = torch.func.jvp(self.function, (z,), (torch.ones_like(z),))[:2]
+        value, slope = value_and_slope(self.function, (z,), (torch.ones_like(z),))
         value, slope = value.reshape(NODES, *m.shape), slope.reshape(NODES, *m.shape)
         bent = (weights * slope * nodes).sum(0)
         if cumulants is not None:

@@ -424,7 +424,7 @@ def test_values_by_forward_and_reverse_mode_agree(name, monkeypatch):
     def refused(*_):
         raise RuntimeError("no forward mode")
 
-    monkeypatch.setattr(module, "jvp", refused)
+    monkeypatch.setattr(module, "value_and_slope", refused)
     for relu, expected in zip(nm.relus(net, at), forward, strict=True):
         assert_close(two_stage_value(net, at, x, relu.index), expected, atol=1e-12, what=relu.name)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import netmoments as nm
 from netmoments import memory
 from netmoments.covariances import Covariance, Dense, Diagonal, Isotropic, LowRank
+from netmoments.propagate import squares
 from netmoments.propagate.layerwise import layerwise
 from tests.closeness import assert_close
 from tests.networks import seeded
@@ -232,3 +233,52 @@ def test_parallel_branches_have_their_nonlinear_covariance():
     sd = exact.variance(noise).sqrt()
     off = (covariance - exact.covariance(noise)) / (sd * sd.unsqueeze(-1))
     assert_close(off, torch.zeros(4, 4), atol=5e-3)
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_no_variance_is_negative_where_cumulants_are_too_large(images):
+    """A narrow network under much noise: first-order corrections alone make a variance of −7, where 6.8 is true."""
+    generator = torch.Generator().manual_seed(11)
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 8), (8, 6), (6, 4), (4, 2)):
+        layer = nn.Linear(inputs, outputs).double()
+        for part in (layer.weight, layer.bias):
+            part.data = torch.randn(part.shape, generator=generator, dtype=torch.float64)
+        layers += [layer, nn.ReLU()]
+    network = nn.Sequential(*layers[:-1]).eval()
+    x = torch.zeros(images, 3, dtype=torch.float64)
+    x[1:] += 100.0  # far from every kink: nothing is wrong there
+    noise, every = nm.Gaussian(x, std=1.0), torch.arange(2).expand(images, -1)
+    bare = squares.carried(plan(network, x), x, isotropic(1.0, x), every)
+    assert bool(bare[1][0, 0, 0] < 0)
+    found = nm.output_moments(network, noise, "layerwise", check=0)
+    gaussian = squares.carried(plan(network, x), x, isotropic(1.0, x), every, [0, 0, 0])
+    assert_close(found.covariance[0], gaussian[1][0].detach(), atol=1e-10)
+    assert_close(found.mean[0], gaussian[0][0].detach(), atol=1e-10)
+    assert_close(found.covariance[1:], bare[1][1:].detach(), atol=1e-10 * float(bare[1].detach().abs().max()))
+    assert bool((found.variance > 0).all())
+    assert float(torch.linalg.eigvalsh(found.covariance).min()) > 0
+    (slope,) = torch.autograd.grad(
+        nm.output_moments(network, nm.Gaussian(x.clone().requires_grad_(), std=1.0), "layerwise").variance.sum(),
+        network[0].weight,
+    )
+    assert bool(torch.isfinite(slope).all() & slope.any())
+
+
+def test_scores_of_units_that_never_move_have_no_variance():
+    """Far up a Hardtanh in float32, where a sum of rounding errors may come out negative."""
+    negative = 0
+    for seed in range(30):
+        generator = torch.Generator().manual_seed(seed)
+        layers = [nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 5), nn.Hardtanh()]
+        network = nn.Sequential(*layers, nn.Linear(5, 3)).eval()
+        for parameter in network.parameters():
+            parameter.data = 0.7 * torch.randn(parameter.shape, generator=generator)
+        network[4].bias.data = torch.tensor([30.0, -40.0, 50.0, 35.0, -60.0])
+        x, every = torch.zeros(1, 3), torch.arange(3).unsqueeze(0)
+        _, bare = squares.carried(plan(network, x), x, nm.Diagonal(torch.ones(3)), every)
+        negative += bool((bare.diagonal(dim1=-2, dim2=-1) < 0).any())
+        found = nm.output_moments(network, nm.Gaussian(x[0], std=1.0), "layerwise", check=0)
+        assert bool((found.variance >= 0).all())
+        assert float(found.variance.max()) < 1e-3
+    assert negative > 0
