@@ -6,7 +6,8 @@
 The calls: every method with every structure of covariance, both dtypes, residual, smooth and black-box networks,
 derivatives, flip probabilities, the kernels, expected logits, attacks, and the record that the attack report writes.
 Recorded before methods became values; anew since: sampling, when its random numbers changed, and layerwise (with what
-is left to it), when it became tighter.
+is left to it), when it became tighter. The default samples what is a black box: its call is recorded anew when sampling
+changes.
 
 Numbers are compared field by field (`mean`, `covariance`, …): the largest difference relative to the largest value of
 the field, because small entries of a covariance have the rounding of the large ones. Words, labels and shapes must be

@@ -122,7 +122,13 @@ def plain_words(app: Sphinx, what: str, name: str, thing: Any, options: Any, lin
 
 
 def escaped(match: re.Match[str]) -> str:
-    return f"``{match[1]}``" if match[1] else f"\\{match[2] or match[3]}"
+    """Code as reStructuredText has it, with a gap that is not shown (backslash, space) where it touches other signs."""
+    if not match[1]:
+        return f"\\{match[2] or match[3]}"
+    text, start, end = match.string, match.start(), match.end()
+    before = "\\ " if re.search(r"[^\s'\"(\[{</:-]$", text[:start]) else ""
+    after = "\\ " if re.match(r"\w", text[end:]) else ""
+    return f"{before}``{match[1]}``{after}"
 
 
 def made_from_records(app: Sphinx) -> None:

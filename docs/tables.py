@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,8 +20,10 @@ def markdown(head: Cells, rows: Iterable[Cells]) -> str:
 
 
 def digits(number: float) -> str:
-    """Two digits that count, all of large whole numbers: 0.0042, 12, 2.2e-16, 10,263, 1e+14."""
-    return f"{number:,.0f}" if 1e3 <= number < 1e6 else f"{number:.2g}"
+    """Two digits that count, all of large whole numbers: 0.0042, 12, 2.2e-16, 9e-6, 10,263, 1e14."""
+    if 1e3 <= number < 1e6:
+        return f"{number:,.0f}"
+    return re.sub(r"e([+-])0*", lambda sign: "e" + sign[1].strip("+"), f"{number:.2g}")
 
 
 def three_digits(number: float) -> str:

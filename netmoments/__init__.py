@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from netmoments.covariances import Dense, Diagonal, Isotropic, LowRank
     from netmoments.flips.class_probabilities import class_probabilities
     from netmoments.flips.flip_probability import flip_probability
-    from netmoments.flips.result import ClassProbabilities, FlipProbability
+    from netmoments.flips.result import ClassProbabilities, FlipProbability, NearestFlip
+    from netmoments.flips.search import nearest_flip
     from netmoments.gaussian import Gaussian
     from netmoments.linearize.bank import LinearizationBank
     from netmoments.linearize.matrix_free import two_stage_maps
@@ -48,6 +49,7 @@ _HOME = {
     "Linear": "netmoments.moments.methods",
     "LinearizationBank": "netmoments.linearize.bank",
     "LowRank": "netmoments.covariances",
+    "NearestFlip": "netmoments.flips.result",
     "NetworkModel": "netmoments.network.model",
     "OutputMoments": "netmoments.moments.result",
     "SampledMoments": "netmoments.sampling.monte_carlo",
@@ -59,6 +61,7 @@ _HOME = {
     "flip_probability": "netmoments.flips.flip_probability",
     "load_network": "netmoments.network.loading",
     "monte_carlo": "netmoments.sampling.monte_carlo",
+    "nearest_flip": "netmoments.flips.search",
     "output_moments": "netmoments.moments.output_moments",
     "orthant_probability": "netmoments.relu.covariance",
     "relative_difference": "netmoments.sampling.monte_carlo",
@@ -94,6 +97,7 @@ __all__ = [
     "Linear",
     "LinearizationBank",
     "LowRank",
+    "NearestFlip",
     "NetworkModel",
     "OutputMoments",
     "SampledMoments",
@@ -107,6 +111,7 @@ __all__ = [
     "flip_probability",
     "load_network",
     "monte_carlo",
+    "nearest_flip",
     "orthant_probability",
     "output_moments",
     "paper",

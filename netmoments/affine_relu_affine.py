@@ -12,6 +12,7 @@ from torch import Tensor
 from netmoments.checks import describe, require_broadcastable, require_finite, require_float_tensors, values_hold
 from netmoments.covariances import Factors
 from netmoments.gaussian import Gaussian, require_matrix_for
+from netmoments.memory import scratch_budget
 from netmoments.normal import SATURATED, standard_deviation, standardize
 from netmoments.precision import matmul, matvec, row_products
 from netmoments.relu.bivariate import Units
@@ -141,13 +142,13 @@ class AffineReluAffine:
         tiles, by default 16 MiB on a CPU and 1 GiB on a GPU. The error is relative to the variance itself, 1e-12 in
         float64 and 1e-6 in float32, where an output hangs on units only that are hardly ever open.
         """
-        batch = self._check(noise)
+        batch = self._check(noise, memory_budget)
         layer = _PreActivations.of(self, noise)
         if layer.needs_more_digits(self.B):
             found = self.to(torch.float64).variance(noise.to(torch.float64), memory_budget=memory_budget)
             return found.to(noise.dtype)
         linear = noise.covariance.push_diagonal(layer.slopes)
-        own = row_products(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B)
+        own = row_products(self.B * layer.nonlinear.unsqueeze(-2), self.B)
         pairs = pairs_form_diagonal(*layer.flat(self.B, batch), memory_budget)
         scale = layer.factors.scale
         between = unflatten_batch(pairs, batch)
@@ -155,13 +156,13 @@ class AffineReluAffine:
 
     def covariance(self, noise: Gaussian, *, memory_budget: int | None = None) -> Tensor:
         """Cov g(x), (..., d, d): B K Bᵀ, with K never stored; see `variance`, which is its diagonal."""
-        batch = self._check(noise)
+        batch = self._check(noise, memory_budget)
         return self._covariance(noise, _PreActivations.of(self, noise), batch, memory_budget)
 
     def moments(self, noise: Gaussian) -> tuple[Tensor, Tensor]:
         """`mean` and `covariance` together, for noise that is known to fit."""
         layer = _PreActivations.of(self, noise)
-        expected = matvec(self.B, expected_relu(layer.mean, standard_deviation(layer.variance))) + self.c2
+        expected = matvec(self.B, expected_relu(layer.mean, layer.std)) + self.c2
         if self.D is not None:
             expected = expected + matvec(self.D, noise.flat_mean)
         batch = torch.broadcast_shapes(self.B.shape[:-2], self.A.shape[:-2], noise.batch_shape)
@@ -175,7 +176,7 @@ class AffineReluAffine:
             found = wide._covariance(wide_noise, _PreActivations.of(wide, wide_noise), batch, memory_budget)
             return found.to(noise.dtype)
         linear = noise.covariance.push(layer.slopes)
-        own = matmul(self.B * nonlinear_variance(layer.mean, layer.variance).unsqueeze(-2), self.B.mT)
+        own = matmul(self.B * layer.nonlinear.unsqueeze(-2), self.B.mT)
         pairs = pairs_form(*layer.flat(self.B, batch), memory_budget)
         scale = layer.factors.scale
         between = pairs.expand(batch.numel(), -1, -1).reshape(*batch, *pairs.shape[1:])
@@ -184,8 +185,10 @@ class AffineReluAffine:
         variance = total.diagonal(dim1=-2, dim2=-1).clamp(min=0)
         return torch.diagonal_scatter(total, variance, dim1=-2, dim2=-1)
 
-    def _check(self, noise: Gaussian) -> torch.Size:
-        """The common batch shape of network and noise, if they fit each other."""
+    def _check(self, noise: Gaussian, memory_budget: int | None = None) -> torch.Size:
+        """The common batch shape of network and noise, if they fit each other; the budget must be one, too."""
+        if memory_budget is not None:
+            scratch_budget(self.A.device, memory_budget)
         if not isinstance(noise, Gaussian):
             raise TypeError(f"{CALLER}: noise must be a netmoments.Gaussian, got {describe(noise)}")
         require_matrix_for(noise, CALLER, "A", self.A)
@@ -193,35 +196,37 @@ class AffineReluAffine:
 
 
 class _PreActivations(NamedTuple):
-    """z = Ax + c₁ under the noise: means, variances, factors of the covariance, and what the network makes of them.
+    """z = Ax + c₁ under the noise: means, deviations, factors of the covariance, and what the network makes of them.
 
     A scale common to all covariances is taken out of the sum over pairs, for Cov relu(√c z) = c Cov relu(z): then
     images that differ in their noise level only (and in their means) share one covariance, computed once.
     """
 
     mean: Tensor
-    variance: Tensor
+    std: Tensor
     factors: Factors
     unscaled_variance: Tensor
+    nonlinear: Tensor
+    """Var relu(z) less its linear part, Φ²·Var z, (..., p)."""
     slopes: Tensor
     """B diag(Φ) A + D, the expected slope of the network, (..., d, n); exact, as Cov(x, relu(z)) = Cov(x, z)Φ."""
 
     @classmethod
     def of(cls, network: AffineReluAffine, noise: Gaussian) -> _PreActivations:
         factors = noise.covariance.factors(network.A)
-        unscaled = row_products(factors.left, factors.right).clamp(min=0)
-        variance = unscaled if factors.scale is None else unscaled * factors.scale.unsqueeze(-1)
+        unscaled, variance = factors.diagonals()
         mean = matvec(network.A, noise.flat_mean) + network.c1
-        slopes = matmul(network.B * open_probability(mean, variance).unsqueeze(-2), network.A)
+        gates, nonlinear = open_probability(mean, variance), nonlinear_variance(mean, variance)
+        slopes = matmul(network.B * gates.unsqueeze(-2), network.A)
         slopes = slopes if network.D is None else slopes + network.D
-        return cls(mean, variance, factors, unscaled, slopes)
+        return cls(mean, standard_deviation(variance), factors, unscaled, nonlinear, slopes)
 
     def needs_more_digits(self, weights: Tensor) -> bool:
         """Whether float32 is too coarse: an output hangs on units that are hardly ever open."""
         if self.mean.dtype == torch.float64:
             return False
-        std = standard_deviation(self.variance)
-        return not values_hold(~deep_layers(Units(standardize(self.mean, std), std), weights))
+        units = Units(standardize(self.mean, self.std), self.std)
+        return not values_hold(~deep_layers(units, weights))
 
     def flat(self, weights: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What `pairs_form` takes, with one batch dimension.

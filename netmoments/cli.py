@@ -19,12 +19,10 @@ NETWORK = Group("What is this network?", sort_key=2)
 MACHINE = Group("Is everything here?", sort_key=3)
 HELP = """What a trained network does when its input is noisy.
 
-A command takes a network, then images. The first line needs nothing else:
-
+A command takes a network, then images, and has a --help of its own:
   netmoments report digits digits
   netmoments report network.pt2 photos/ --sigma 0.1
-  netmoments report mine.py:network images.npz --weights mine.safetensors
-  netmoments report --help"""
+  netmoments report mine.py:network images.npz --weights mine.safetensors"""
 
 app = App(
     name="netmoments",
@@ -76,20 +74,20 @@ def report(
     address: str | None = None,
     out: Path = Path("noise-report"),
 ) -> None:
-    """How often noise changes the answers on your images: accuracy over noise, fragile images, rare flips.
+    """How often noise changes the answers on your images, and which ones.
 
-    Prints the result and writes report.html, a page to play with, report.json
-    and images.csv, for every network that runs. Ctrl-C keeps what is known.
+    Accuracy over noise, fragile images, rare flips, for every network that
+    runs: prints the result and writes report.html, a page to play with,
+    report.json and images.csv. Ctrl-C keeps what is known.
 
     Example: netmoments report digits digits --sigma 0.1 --images 60
 
     Parameters
     ----------
     model
-        An exported network (network.pt2); file.py:factory, which is code and is run, so only from whom you trust; or a
-        network of the zoo (digits, lenet, faces, alexnet, squeezenet).
+        network.pt2; file.py:factory, which is code and is run; or one of digits, lenet, faces, alexnet, squeezenet.
     data
-        mnist, fer2013, digits, a folder of images (with a subfolder for each class, or none), IDX files, or an .npz.
+        A folder of images (with a subfolder for each class, or none), IDX files, an .npz, mnist, fer2013 or digits.
     sigma
         Standard deviation of the noise on every pixel; pixels are in [0, 1].
     weights
@@ -133,8 +131,7 @@ def report(
     device
         cpu, cuda, or auto: a GPU if there is one.
     engine
-        For large folders: the images in parts that are kept in the output folder and resumed by the same command, on
-        every GPU here (local) or on a Ray cluster; there is no limit of time then.
+        For large folders: in parts, kept and resumed, on every GPU here (local) or on a Ray cluster; no limit of time.
     address
         Of a Ray cluster; without it one is started here.
     out
@@ -148,6 +145,7 @@ def report(
 
     from netmoments.files import require_writable_folder
     from netmoments.report.arguments import (
+        StudyConfig,
         Subject,
         class_names_in,
         count_or_all,
@@ -156,7 +154,7 @@ def report(
         layer_named,
     )
     from netmoments.report.noise_page import write_report
-    from netmoments.report.noise_study import StudyConfig, study
+    from netmoments.report.noise_study import study
     from netmoments.report.noise_words import draw
     from netmoments.report.words import Provenance
 
@@ -214,21 +212,20 @@ def attack(
     device: str = "auto",
     out: Path = Path("attack-report"),
 ) -> None:
-    """Make noise that fools the network on your images, and ask the network what it says to it.
+    """Make noise that fools the network on your images.
 
-    Prints the result and writes attack.html, attack.json, images.csv,
-    pictures.png and noise.npz.
+    The network is asked what it says to it. Prints the result and writes
+    attack.html, attack.json, images.csv, pictures.png and noise.npz. Where
+    images have no labels, the network's own answers stand for them.
 
     Example: netmoments attack digits digits --kind targeted --target 3 --images 4
 
     Parameters
     ----------
     model
-        An exported network (network.pt2); file.py:factory, which is code and is run, so only from whom you trust; or a
-        network of the zoo (digits, lenet, faces, alexnet, squeezenet).
+        network.pt2; file.py:factory, which is code and is run; or one of digits, lenet, faces, alexnet, squeezenet.
     data
-        mnist, fer2013, digits, a folder of images (with a subfolder for each class, or none), IDX files, or an .npz.
-        Without labels, the network's own answers stand for them.
+        A folder of images (with a subfolder for each class, or none), IDX files, an .npz, mnist, fer2013 or digits.
     kind
         sparse-smooth: least ‖μ‖₁ + TV(μ); targeted: towards a class, every pixel a little; pixels: a few pixels only.
     target
@@ -242,11 +239,9 @@ def attack(
     gamma
         Instead, for sparse-smooth: how far below 0 the expected margin must be.
     sigma
-        Standard deviation of the noise on every pixel, pixels in [0, 1]; for sparse-smooth 1/255 by default. The other
-        kinds choose it, up to this, √2/255 by default.
+        Standard deviation of the noise on pixels in [0, 1]: 1/255 for sparse-smooth; others choose it, up to √2/255.
     beta
-        For targeted and pixels: the mean of a pixel changes by at most this, pixels in [0, 1]; by default 30/255 and
-        75/255.
+        For targeted and pixels: how much the mean of a pixel may change; by default 30/255 and 75/255.
     percent
         For pixels: the share of the pixels whose mean changes, chosen at random, from 0 to 100.
     rivals
@@ -266,8 +261,7 @@ def attack(
     std
         What it divides by.
     layer
-        The ReLU that is kept exactly: its number, from either end, or its name; see `netmoments relus`. A network
-        without one is linearized whole.
+        The ReLU that is kept exactly: its number, from either end, or its name; see `netmoments relus`.
     split
         Which part of a dataset.
     data_dir
@@ -364,7 +358,9 @@ def relus(
 def accuracy(
     model: str, data: str, *, weights: Path | None = None, data_dir: Path | None = None, device: str = "auto"
 ) -> None:
-    """How many test images it gets right, with and without those that are also in the training set.
+    """How many test images it gets right.
+
+    With and without those that are also in the training set.
 
     Example: netmoments accuracy digits digits
 
@@ -414,7 +410,7 @@ def download(dataset: str = "mnist", *, data_dir: Path | None = None) -> None:
 
 @app.command(group=MACHINE)
 def doctor() -> None:
-    """What is installed, which device is used, and what is slow here and why.
+    """What is installed, which device is used, what is slow and why.
 
     Example: netmoments doctor
     """

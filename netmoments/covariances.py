@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Generator, Tensor
@@ -33,16 +33,17 @@ class Factors(NamedTuple):
     right: Tensor
     scale: Tensor | None = None
 
-    def unscaled_diagonal(self) -> Tensor:
-        return row_products(self.left, self.right).clamp(min=0)
-
-    def diagonal(self) -> Tensor:
-        unscaled = self.unscaled_diagonal()
-        return unscaled if self.scale is None else unscaled * self.scale.unsqueeze(-1)
+    def diagonals(self) -> tuple[Tensor, Tensor]:
+        """The diagonal without the scale, and with it, (..., p) each."""
+        unscaled = row_products(self.left, self.right).clamp(min=0)
+        return unscaled, unscaled if self.scale is None else unscaled * self.scale.unsqueeze(-1)
 
 
 class Covariance(ABC):
     """What every structure offers; see the module's docstring."""
+
+    _kept_dimensions: ClassVar[dict[str, int]] = {}
+    """How many trailing dimensions of each tensor belong to one entry."""
 
     @property
     @abstractmethod
@@ -65,10 +66,6 @@ class Covariance(ABC):
 
     @abstractmethod
     def root(self) -> Tensor: ...
-
-    def turned_root(self, basis: Tensor) -> Tensor:
-        """(root · basis)ᵀ, (..., r, n), for an orthogonal basis (r, r): another root's rows."""
-        return matmul(basis.mT, self.root().mT)
 
     @property
     def normals(self) -> int:
@@ -95,7 +92,7 @@ class Covariance(ABC):
         return pushed if factors.scale is None else pushed * factors.scale[..., None, None]
 
     def push_diagonal(self, matrix: Tensor) -> Tensor:
-        return self.factors(matrix).diagonal()
+        return self.factors(matrix).diagonals()[1]
 
     def pushed(self, matrix: Tensor) -> Covariance:
         """A Σ Aᵀ as a structure: `LowRank` where A has more rows than the structure has directions, else `Dense`."""
@@ -126,11 +123,6 @@ class Covariance(ABC):
         named = {name: getattr(self, name) for name in kept}
         changed = {name: change(value, kept[name]) for name, value in named.items() if isinstance(value, Tensor)}
         return replace(self, **changed)  # type: ignore[type-var]
-
-    @property
-    @abstractmethod
-    def _kept_dimensions(self) -> dict[str, int]:
-        """How many trailing dimensions of each tensor belong to one entry."""
 
     def tensors(self) -> list[Tensor]:
         """All its numbers as tensors, in an order that `with_tensors` takes."""
@@ -163,10 +155,7 @@ class Isotropic(Covariance):
 
     variance: Tensor
     dimension: int
-
-    @property
-    def _kept_dimensions(self) -> dict[str, int]:
-        return {"variance": 0}
+    _kept_dimensions: ClassVar[dict[str, int]] = {"variance": 0}
 
     @property
     def size(self) -> int:
@@ -196,9 +185,6 @@ class Isotropic(Covariance):
     def root(self) -> Tensor:
         return torch.diag_embed(standard_deviation(self.variances()))
 
-    def turned_root(self, basis: Tensor) -> Tensor:
-        return basis.mT * standard_deviation(self.variances()).unsqueeze(-2)
-
     def coloured(self, white: Tensor) -> Tensor:
         return white * self.variance.sqrt().unsqueeze(-1)
 
@@ -213,10 +199,7 @@ class Diagonal(Covariance):
     """
 
     variance: Tensor
-
-    @property
-    def _kept_dimensions(self) -> dict[str, int]:
-        return {"variance": 1}
+    _kept_dimensions: ClassVar[dict[str, int]] = {"variance": 1}
 
     @property
     def size(self) -> int:
@@ -243,9 +226,6 @@ class Diagonal(Covariance):
     def root(self) -> Tensor:
         return torch.diag_embed(standard_deviation(self.variance))
 
-    def turned_root(self, basis: Tensor) -> Tensor:
-        return basis.mT * standard_deviation(self.variance).unsqueeze(-2)
-
     def coloured(self, white: Tensor) -> Tensor:
         return white * self.variance.sqrt()
 
@@ -265,10 +245,7 @@ class LowRank(Covariance):
 
     factor: Tensor
     diagonal: Tensor | float = 0.0
-
-    @property
-    def _kept_dimensions(self) -> dict[str, int]:
-        return {"factor": 2, "diagonal": 1}
+    _kept_dimensions: ClassVar[dict[str, int]] = {"factor": 2, "diagonal": 1}
 
     @property
     def size(self) -> int:
@@ -349,10 +326,7 @@ class Dense(Covariance):
     """
 
     matrix: Tensor
-
-    @property
-    def _kept_dimensions(self) -> dict[str, int]:
-        return {"matrix": 2}
+    _kept_dimensions: ClassVar[dict[str, int]] = {"matrix": 2}
 
     @property
     def size(self) -> int:
@@ -403,10 +377,6 @@ class Blocks(Covariance):
     @property
     def normals(self) -> int:
         return sum(part.normals for part in self.parts)
-
-    @property
-    def _kept_dimensions(self) -> dict[str, int]:
-        return {}
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> Self:
         return type(self)(tuple(part._each(change) for part in self.parts))

@@ -360,7 +360,8 @@ class Gaussian:
         """The same with one batch dimension, (N, ...), one input being a batch of 1."""
         batch = self.batch_shape
         mean = self.mean.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
-        return Gaussian._trusted(mean, self.covariance.flattened(batch), self.event_ndim)
+        covariance = self.covariance.flattened(batch) if batch else self.covariance
+        return Gaussian._trusted(mean, covariance, self.event_ndim)
 
     def entries(self, index: Tensor | slice) -> Gaussian:
         """Chosen entries of a Gaussian with one batch dimension."""

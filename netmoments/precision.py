@@ -1,4 +1,5 @@
-"""What torch keeps for the whole process: the precision of float32 products, levels of forward-mode derivatives."""
+"""What is kept for the whole process, where threads would disturb each other: the precision of float32 products, the
+use of cuDNN, levels of forward-mode derivatives, filters of warnings."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import atexit
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,7 +24,10 @@ one_at_a_time = threading.RLock()
 one lock, since each may come to be inside the other."""
 
 _lock = threading.Lock()
+_filters = threading.RLock()
 _inside = 0
+_without_cudnn = 0
+_cudnn_before = True
 _replaced: list[tuple[Any, str]] = []
 _backends: list[Any] = []
 """The float32 settings of the backends that can be in use, found when first needed."""
@@ -81,8 +86,10 @@ def _let_threads_leave() -> None:
 
 def _forget_threads() -> None:
     """In a forked process the other threads are gone, and with them what they held and would have put back."""
-    global _lock, _inside
-    _lock, _inside = threading.Lock(), 0
+    global _lock, _filters, _inside, _without_cudnn
+    if _without_cudnn:
+        torch.backends.cudnn.enabled = _cudnn_before
+    _lock, _filters, _inside, _without_cudnn = threading.Lock(), threading.RLock(), 0, 0
     one_at_a_time._at_fork_reinit()  # type: ignore[attr-defined]
 
 
@@ -92,14 +99,34 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """A block in which cuDNN is not used: its recurrent layers have no derivative in eval mode, torch's own have."""
+    """A block in which cuDNN is not used: its recurrent layers have no derivative in eval mode, torch's own have.
+
+    The first thread to enter turns it off for all, the last one to leave puts back what was there.
+    """
+    global _without_cudnn, _cudnn_before
     cudnn: Any = torch.backends.cudnn
-    before = cudnn.enabled
-    cudnn.enabled = False
+    with _lock:
+        _cudnn_before = cudnn.enabled if _without_cudnn == 0 else _cudnn_before
+        _without_cudnn += 1
+        cudnn.enabled = False
     try:
         yield
     finally:
-        cudnn.enabled = before
+        with _lock:
+            _without_cudnn = max(0, _without_cudnn - 1)
+            if _without_cudnn == 0:
+                cudnn.enabled = _cudnn_before
+
+
+@contextmanager
+def quietly(beginning: str = "") -> Iterator[None]:
+    """A block in which warnings that begin so (by default all) are not shown, one thread at a time.
+
+    Of two threads that change Python's filters at once, the last to leave would put back those of the other.
+    """
+    with _filters, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", beginning)
+        yield
 
 
 def value_and_slope(

@@ -141,6 +141,14 @@ def test_functional_transforms():
     assert_close(each[0], expected[1], atol=1e-14)
 
 
+def test_a_budget_that_is_none_is_refused():
+    """Whatever the size of the network: one of few units has no use for it."""
+    network, noise = random_network(SIZE, 3, 2, seed=1), structures(())["isotropic"]
+    for asked in (network.variance, network.covariance):
+        with pytest.raises(ValueError, match="memory_budget must be a number of bytes"):
+            asked(noise, memory_budget=1000)
+
+
 @pytest.mark.parametrize("memory_budget", [2**16, 2**22])
 def test_the_memory_budget_changes_nothing(memory_budget):
     network = random_network(20, 300, 4, seed=6)

@@ -108,14 +108,18 @@ def test_help_is_one_screen_by_what_people_want(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     cli.app(["--help"], result_action="return_value")
     text = capsys.readouterr().out
-    assert 20 <= text.count("\n") <= 40
+    lines = text.splitlines()
+    assert len(lines) <= 23, "one screen of 24 rows, with the next prompt"
+    assert max(map(len, lines)) <= 80
     places = [
         text.index(f"│ {command} ") for command in ("report", "attack", "accuracy", "relus", "doctor", "download")
     ]
     assert places == sorted(places)
     questions = [text.index(group.name) for group in (cli.NOISE, cli.NETWORK, cli.MACHINE)]
     assert questions == sorted(questions)
-    for line in re.findall(r"^  netmoments (.*)$", text, re.M):
+    examples = re.findall(r"^  netmoments (.*)$", text, re.M)
+    assert len(examples) == 3
+    for line in examples:
         example_parses(line)
 
 

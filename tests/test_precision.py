@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import threading
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from torch.autograd import gradcheck
 
 import netmoments as nm
-from netmoments.precision import full_precision, matmul, matvec, row_products, value_and_slope
+from netmoments.precision import (
+    full_precision,
+    matmul,
+    matvec,
+    quietly,
+    row_products,
+    value_and_slope,
+    without_cudnn,
+)
 from tests.closeness import assert_close
 
 BACKENDS = [torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn]
@@ -72,6 +83,48 @@ def test_full_precision_across_threads(reduced):
         thread.join()
     assert seen == [{"ieee"}] * 3
     assert settings() == reduced
+
+
+def interleaved(block: Callable[[], AbstractContextManager[None]]) -> None:
+    """Two threads: the second enters, if it can, while the first is inside, and leaves after it has left."""
+    entered, left = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with block():
+            entered.set()
+            left.wait(10)
+
+    other = threading.Thread(target=second)
+    with block():
+        other.start()
+        entered.wait(0.5)
+    left.set()
+    other.join(20)
+    assert entered.is_set()
+
+
+def test_cudnn_is_used_again_after_two_threads_without_it():
+    before = torch.backends.cudnn.enabled
+    interleaved(without_cudnn)
+    assert torch.backends.cudnn.enabled == before
+    with without_cudnn():
+        assert not torch.backends.cudnn.enabled
+
+
+def test_warnings_are_shown_again_after_two_quiet_threads():
+    with warnings.catch_warnings():
+        before = list(warnings.filters)
+        interleaved(quietly)
+        assert list(warnings.filters) == before
+
+
+def test_warnings_that_begin_otherwise_are_shown():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with quietly("one"):
+            warnings.warn("one thing", stacklevel=1)
+            warnings.warn("another thing", stacklevel=1)
+    assert [str(each.message) for each in seen] == ["another thing"]
 
 
 def test_forward_derivatives_in_two_threads():

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from netmoments.attacks.evaluation import Bounds, Success, noisy_scores
+from netmoments.attacks.evaluation import Bounds, Success, noisy_scores, scores_of
 from netmoments.attacks.margins import ClassPairs, Formula, LinearizedScores, fooled_margin
 from netmoments.attacks.result import AttackResult, SkippedImage, joined
 from netmoments.checks import describe, require_finite, require_float_tensor
@@ -18,7 +18,6 @@ from netmoments.linearize.two_stage import linearized_at, tangent_at
 from netmoments.memory import memory_limit
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.network.replica import replica
-from netmoments.precision import full_precision
 from netmoments.progress import Progress
 
 GREY_LEVELS = 255
@@ -110,8 +109,8 @@ def read_subjects(
     network = network_of(network, caller)
     whole = network if preprocessing is None else nn.Sequential(_module(caller, preprocessing), network).eval()
     model = NetworkModel.of(whole, images, caller).refreshed()
-    with torch.no_grad(), full_precision():
-        scores = torch.cat([whole(part) for part in images.split(256)])
+    with torch.no_grad():
+        scores = scores_of(whole, images)
     require_finite(caller, "the network's scores", scores)
     classes = scores.shape[1]
     if classes < 2:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,13 @@ class Success:
         return self.rate >= share - errors * (share * (1 - share) / self.samples) ** 0.5
 
 
+def scores_of(network: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """Scores (M, d) of inputs (M, *event), as many at a time as are a piece of work."""
+    with full_precision():
+        parts = inputs.split(elements_together("inputs", inputs, inputs[0].numel()))
+        return torch.cat(list(map(network, parts)))
+
+
 @torch.no_grad()
 def noisy_scores(
     network: nn.Module,
@@ -88,7 +95,7 @@ def noisy_scores(
         torch.Generator(centres.device).manual_seed(random_seed(seed, "noise", place)) for place in places.tolist()
     ]
     scale = sigma.reshape(-1, *(1,) * (centres.dim() - 1))
-    with full_precision(), Progress("sampling", samples) as progress:
+    with Progress("sampling", samples) as progress:
         for start in range(0, samples, TOGETHER):
             count = min(TOGETHER, samples - start)
             shape = (count, *centres.shape[1:])
@@ -98,6 +105,5 @@ def noisy_scores(
             inputs = centres + scale * noise
             if bounds is not None:
                 inputs = inputs.clamp(*bounds)
-            parts = inputs.flatten(0, 1).split(elements_together("inputs", centres, centres[0].numel()))
-            yield torch.cat([network(part) for part in parts]).unflatten(0, (count, len(centres)))
+            yield scores_of(network, inputs.flatten(0, 1)).unflatten(0, (count, len(centres)))
             progress.advance(count)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from netmoments.affine_relu_affine import AffineReluAffine
+from netmoments.attacks.evaluation import scores_of
 from netmoments.covariances import Isotropic
 from netmoments.gaussian import Gaussian
-from netmoments.memory import elements_together
 from netmoments.normal import density, distribution
 from netmoments.precision import full_precision, matvec
 
@@ -97,10 +97,7 @@ class NetworkMargins:
         return NetworkSlopes(moved, graph, graph.detach())
 
     def _at(self, shift: Tensor) -> Tensor:
-        flat = self.shifted(shift).flatten(0, 1)
-        with full_precision():
-            parts = flat.split(elements_together("inputs", flat, flat[0].numel()))
-            scores = torch.cat(list(map(self.network, parts)))
+        scores = scores_of(self.network, self.shifted(shift).flatten(0, 1))
         return contrast(scores.unflatten(0, shift.shape[:2]), self.larger, self.smaller)
 
     def shifted(self, shift: Tensor) -> Tensor:

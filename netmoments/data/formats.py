@@ -30,6 +30,7 @@ from netmoments.data.images import (
     resize_and_crop,
 )
 from netmoments.files import open_regular, printable, read_arrays, require_room
+from netmoments.precision import quietly
 from netmoments.progress import Progress
 
 if TYPE_CHECKING:
@@ -215,11 +216,10 @@ def read_picture(path: Path) -> Tensor:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of damaged metadata, which is not the picture, and of its own limit
-            with open_regular(path) as file, Image.open(file) as image:
-                _require_few_pixels(image)
-                return _pixels(ImageOps.exif_transpose(image))
+        # Pillow warns of damaged metadata, which is not the picture, and of its own limit
+        with quietly(), open_regular(path) as file, Image.open(file) as image:
+            _require_few_pixels(image)
+            return _pixels(ImageOps.exif_transpose(image))
     except UnidentifiedImageError as error:
         raise UnreadableImage(f"cannot identify image file {path.name!r}") from error
     except Exception as error:

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 from netmoments.checks import require_positive
-from netmoments.flips.flip_probability import (
-    DEFAULT_RUNS,
-    FlipGoal,
-    entries_margins,
+from netmoments.flips.flip_probability import DEFAULT_RUNS, FlipGoal, entries_margins
+from netmoments.flips.frequent import FIRST, PILOT, Pilot, guided, with_enough_gradients
+from netmoments.flips.importance import Estimating, regressed
+from netmoments.flips.margins import (
+    Clock,
+    NoisyMargins,
+    OutOfTime,
+    inputs_together,
     labels_of,
     read_classifier,
+    together,
 )
-from netmoments.flips.frequent import FIRST, guided, with_enough_gradients
-from netmoments.flips.importance import Estimating, regressed
-from netmoments.flips.margins import Clock, NoisyMargins, OutOfTime, inputs_together, together
 from netmoments.flips.result import QUANTILE, ClassProbabilities, wilson
 from netmoments.flips.search import Search
 from netmoments.gaussian import Gaussian
@@ -89,6 +91,15 @@ def _all(request: Request, goal: FlipGoal) -> list[tuple[Tensor, Tensor, Tensor,
 
 
 async def one_entry(margins: NoisyMargins, goal: FlipGoal) -> tuple[Tensor, Tensor, Tensor, int]:
+    """What was found of one input; where the time was over before anything was: all classes alike, from 0 to 1."""
+    try:
+        return await _estimated(margins, goal)
+    except OutOfTime:
+        nothing = torch.zeros(margins.rivals, dtype=torch.float64, device=margins.mean.device)
+        return nothing + 1 / margins.rivals, torch.stack([nothing, nothing + 1], 1), nothing + 0.5, margins.runs
+
+
+async def _estimated(margins: NoisyMargins, goal: FlipGoal) -> tuple[Tensor, Tensor, Tensor, int]:
     """By surrogates where there are gradients; by plain frequencies else."""
     work = None
     noisy = bool((margins.covariance.variances() > 0).any())
@@ -97,7 +108,9 @@ async def one_entry(margins: NoisyMargins, goal: FlipGoal) -> tuple[Tensor, Tens
         search.refit()
         if search.guide is not None:
             await with_enough_gradients(margins, search, goal.target)
-            work = guided(margins, search, goal.target, margins.generator)
+            pilot = await Pilot.of(margins, PILOT)
+            work = guided(margins, search, goal.target, margins.generator, pilot)
+            work.add(pilot.white, pilot.margins, 0)
     if work is None:
         return *await plain(margins, goal, 1 if not noisy else goal.runs), margins.runs
     return *await controlled_classes(work, margins, goal), margins.runs
@@ -134,8 +147,7 @@ def shares(work: Estimating, margins: NoisyMargins) -> tuple[Tensor, Tensor]:
     weight = 1 / work.mixed()
     winners = torch.where(torch.cat(work.flips) > 0, torch.cat(work.winners), margins.label)
     wins = torch.nn.functional.one_hot(winners, margins.rivals).double() * weight.unsqueeze(1)
-    last, failing = work.guides[-1], torch.cat(work.failing)[:, -1]
-    values, errors, _ = regressed(wins, weight, failing, last.expected, last.expected_error)
+    values, errors, _ = regressed(wins, weight, work.controls())
     values = values.clamp(min=0)
     return values / values.sum(), errors.clamp(min=work.unseen)
 

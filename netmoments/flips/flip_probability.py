@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from netmoments.checks import describe, require_count, require_positive, require_seed
+from netmoments.checks import require_count, require_positive, require_seed
 from netmoments.flips.frequent import (
+    PILOT,
     Pilot,
     by_frequencies,
     by_guided_frequencies,
@@ -22,7 +23,16 @@ from netmoments.flips.frequent import (
     plain_wins,
 )
 from netmoments.flips.importance import NEGLIGIBLE, by_importance
-from netmoments.flips.margins import Clock, NoisyMargins, OutOfTime, inputs_together, own_seed, together
+from netmoments.flips.margins import (
+    Clock,
+    NoisyMargins,
+    OutOfTime,
+    inputs_together,
+    labels_of,
+    own_seed,
+    read_classifier,
+    together,
+)
 from netmoments.flips.result import FlipEstimate, FlipProbability, Found, Target, stacked
 from netmoments.flips.search import Search
 from netmoments.flips.splitting import by_splitting
@@ -33,8 +43,6 @@ from netmoments.precision import full_precision
 from netmoments.progress import Progress
 
 CALLER = "flip_probability"
-PILOT = 64
-"""Plain samples, where there are no gradients."""
 FEW = 800
 """Plain samples that are fewer than gradients would pay for."""
 COMMON = 0.01
@@ -103,7 +111,8 @@ def flip_probability(
     of the margin chooses and with it as control. Rare ones are found by importance sampling: two searches, from the
     noise and from samples pulled across the boundary, fit surrogates to gradients; their densities are mixed, and the
     estimate of one must agree with that of the other. Without gradients, splitting. No run of an estimate was used in a
-    fit; that sampling stops when the error looks small enough, and begins anew when it does not, leaves a small bias.
+    fit, but the first plain samples of common flips, for two numbers; that sampling stops when the error looks small
+    enough, and begins anew when it does not, leaves a small bias.
     An interval speaks of what was found: flips of a kind that neither search meets, nor any sample, are in no interval.
     An upper bound that holds for any network never comes cheaper than plain sampling.
 
@@ -119,17 +128,6 @@ def flip_probability(
     request = read_classifier(CALLER, network, noise, memory_budget, key)
     found = request.model.answer(partial(_all, request, label, goal))
     return found.shaped(request.noise.batch_shape, time.perf_counter() - start)
-
-
-def read_classifier(caller: str, network: Any, noise: Any, memory_budget: int | None, key: str | int | None) -> Request:
-    """The request, of a network with at least two scores."""
-    request = Request.read(network, noise, None, memory_budget, caller, key=key)
-    if request.model.outputs < 2:
-        raise ValueError(
-            f"{caller}: the network must return at least two scores, of which the largest is its answer, got "
-            f"{request.model.outputs}; for one score s, return (s, 0)"
-        )
-    return request
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,33 +196,6 @@ def entries_margins(
         own = noise.entries(torch.tensor([entry], device=noise.device))
         generator = torch.Generator(noise.device).manual_seed(own_seed(goal.seed, "flips", own.flat_mean[0]))
         yield NoisyMargins(model, own, label, generator, clock, caller)
-
-
-def labels_of(caller: str, request: Request, label: int | Tensor | None) -> Tensor:
-    """A class (N,) for each entry: as told, or the answer at the mean."""
-    mean, classes = request.flat.mean, request.model.outputs
-    if label is None:
-        scores = torch.cat([request.model.network(part.clone()) for part in mean.split(64)])
-        if not bool(torch.isfinite(scores).all()):
-            raise ValueError(f"{caller}: the network gives NaN or infinite outputs at the mean of the noise")
-        return scores.argmax(1)
-    if isinstance(label, Tensor) and (label.is_meta or label.is_quantized or label.layout != torch.strided):
-        raise TypeError(f"{caller}: label must be an integer or a plain tensor of them, got {describe(label)}")
-    wanted = torch.as_tensor(label, device=mean.device)
-    if wanted.is_floating_point() or wanted.is_complex() or wanted.dtype == torch.bool:
-        raise TypeError(f"{caller}: label must be an integer or a tensor of them, got {describe(label)}")
-    batch = request.noise.batch_shape
-    try:
-        wanted = wanted.expand(batch).reshape(-1).long()
-    except RuntimeError:
-        raise ValueError(
-            f"{caller}: label must be one class, or of the noise's batch shape {tuple(batch)}, got {describe(label)}"
-        ) from None
-    if not bool(((wanted >= 0) & (wanted < classes)).all()):
-        raise ValueError(
-            f"{caller}: label must be a class from 0 to {classes - 1}, got {int(wanted.min())} to {int(wanted.max())}"
-        )
-    return wanted
 
 
 async def one_entry(margins: NoisyMargins, goal: FlipGoal) -> Found:

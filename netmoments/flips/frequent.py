@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from netmoments.flips.guide import POOL, Guide, PlainNoise
-from netmoments.flips.importance import Estimating
+from netmoments.flips.importance import Controls, Estimating
 from netmoments.flips.margins import NoisyMargins, OutOfTime
 from netmoments.flips.result import NEVER_SEEN, QUANTILE, FlipEstimate, Found, Target, agree, wilson
 from netmoments.flips.search import Search
@@ -24,6 +24,8 @@ SAVED = 0.4
 """Of the runs of plain sampling: what an estimate with surrogates takes, about."""
 NOT_SHOWN = NEVER_SEEN / 2 / QUANTILE
 """Over the number of plain samples: the standard error of what none of them has shown, half a width of [0, 3/n]."""
+PILOT = 64
+"""Plain samples that say how common flips are, and how right surrogates."""
 FIRST = 64
 """Runs of the first round."""
 WORTH = 0.08
@@ -41,7 +43,9 @@ MARGIN = 1.03
 
 @dataclass(frozen=True, eq=False)
 class Pilot:
-    """Plain samples ε (N, n) with margins (N, d) that say how common flips are; they count in an estimate, too."""
+    """Plain samples ε (N, n) with margins (N, d) that say how common flips are, and how right surrogates: two numbers
+    (`Guide.as_seen`). Among many others they count in an estimate, too.
+    """
 
     white: Tensor
     margins: Tensor
@@ -71,7 +75,22 @@ class Counting(Estimating):
     ) -> None:
         """A share of plain samples to begin with, and how many of them there must be in the end."""
         super().__init__(margins, (PlainNoise(), guide), (share, 1 - share), generator)
-        self.shown = shown
+        self.shown, self.guide = shown, guide
+        self.failing_as_seen: list[Tensor] = []
+
+    def add(self, white: Tensor, found: Tensor, number: int) -> None:
+        super().add(white, found, number)
+        if self.guide.seen is not None:
+            self.failing_as_seen.append(self.guide.failing_as_seen(white))
+
+    def controls(self) -> Controls:
+        """h as surrogates seem, and as they were seen to be."""
+        own = super().controls()
+        if not self.failing_as_seen:
+            return own
+        known, error = self.guide.expected_seen
+        values = torch.cat([own.values, torch.cat(self.failing_as_seen).unsqueeze(1)], 1)
+        return Controls(values, (*own.known, known), (*own.errors, error))
 
     @property
     def plain_flips(self) -> tuple[int, int]:
@@ -92,13 +111,16 @@ class Counting(Estimating):
     def best_share(self) -> float:
         """The share α of plain samples that makes the variance of an estimate least, by the runs so far.
 
-        It is E[(1{flip} − β(h − E h) − p)²/ρ_α] with ρ_α = α + (1 − α)ρ; a guide that knows little does harm.
+        It is E[(1{flip} − β·(h − E h) − p)²/ρ_α] with ρ_α = α + (1 − α)ρ and all controls h; a guide that knows little
+        does harm.
         """
-        flips, failing, weight = torch.cat(self.flips), torch.cat(self.failing)[:, 1], 1 / self.mixed()
+        flips, controls, weight = torch.cat(self.flips), self.controls().values, 1 / self.mixed()
         weight = weight / weight.sum()
-        p, known = weight @ flips, weight @ failing
-        slope = (weight @ ((flips - p) * (failing - known))) / (weight @ (failing - known).square()).clamp(min=1e-300)
-        terms = weight * (flips - p - slope * (failing - known)).square()
+        rest, centred = flips - weight @ flips, controls - weight @ controls
+        gram = centred.mT @ (weight.unsqueeze(1) * centred)
+        gram = gram + (1e-9 * gram.diagonal().sum()).clamp(min=1e-200) * torch.eye(len(gram)).to(gram)
+        slopes = torch.linalg.solve(gram, centred.mT @ (weight * rest))
+        terms = weight * (rest - centred @ slopes).square()
         ratio = torch.cat(self.ratios)[:, 1]
         return min(PLAIN_SHARES, key=lambda share: float((terms / (share + (1 - share) * ratio)).sum()))
 
@@ -114,11 +136,15 @@ async def by_guided_frequencies(
 ) -> Found:
     """p = E h + mean of (1{flip} − h)/ρ over plain and guided samples.
 
-    It must agree with the frequency in plain samples alone, those here and others before, `plain`.
+    It must agree with the frequency in plain samples alone, those here and others before, `plain`. A pilot that is
+    given counts; one that is only taken to look at surrogates would be too much of a small estimate.
     """
+    looked_at = await Pilot.of(margins, PILOT) if pilot is None else pilot
     await with_enough_gradients(margins, search, target)
     for attempt in range(ATTEMPTS):
-        work = guided(margins, search, target, generator, pilot)
+        work = guided(margins, search, target, generator, looked_at)
+        if pilot is not None:
+            work.add(pilot.white, pilot.margins, 0)
         wanted = plain_wanted(search, target)
         most = math.inf if attempt + 1 == ATTEMPTS else POOR * wanted
         met = await work.until(target, most, limit, FIRST, MARGIN)
@@ -144,19 +170,16 @@ async def with_enough_gradients(margins: NoisyMargins, search: Search, target: T
         await search.advance()
 
 
-def guided(
-    margins: NoisyMargins, search: Search, target: Target, generator: torch.Generator, pilot: Pilot | None = None
-) -> Counting:
+def guided(margins: NoisyMargins, search: Search, target: Target, generator: torch.Generator, pilot: Pilot) -> Counting:
     """What samples are drawn from: the noise, so far that it shows what surrogates do not expect, and the guide."""
     search.refit(POOL)
     assert search.guide is not None
-    guide = search.guide.sharpened(generator) if search.guide.common else search.guide
+    guide = search.guide
+    if guide.common:
+        guide = guide.as_seen(pilot.white, pilot.margins.amin(1)).sharpened(generator)
     shown = math.ceil(NOT_SHOWN * math.sqrt(target.needed(likely_share(search), 1.0)))
     share = min(max(shown / (SAVED * plain_wanted(search, target)), PLAIN_SHARES[0]), MOST_PLAIN)
-    work = Counting(margins, guide, share, shown, generator)
-    if pilot is not None:
-        work.add(pilot.white, pilot.margins, 0)
-    return work
+    return Counting(margins, guide, share, shown, generator)
 
 
 def plain_wanted(search: Search, target: Target) -> float:

@@ -5,9 +5,9 @@ With h(ε) the surrogates' probability of a flip, samples have the density φ(ε
     g = √(h (1 − h) + κ h),
 
 which makes the variance of (1{flip} − h)/ρ least where h is right; κ allows for it not to be. Where flips are common,
-κ min(h, 1 − h): what is sure either way needs no samples, as h is a control variate there. h depends on a few
-directions of the noise only, so that many points can be looked at without running the network: a pool, from which
-points are chosen with the chances that make them samples of φ ρ.
+κ min(h, 1 − h): what is sure either way needs no samples, as h is a control variate there; and some plain samples tell
+how right h is (`as_seen`). h depends on a few directions of the noise only, so that many points can be looked at
+without running the network: a pool, from which points are chosen with the chances that make them samples of φ ρ.
 
 The pool is drawn from saddlepoint Gaussians: N(0, I) tilted by exp(−θ q), for some θ between 0 and the one at which the
 surrogate margin q has mean 0. Their densities are φ exp(−θ q − K(θ)), so that the weight of a point in the mixture of
@@ -50,6 +50,10 @@ SHARES = (0.4, 0.4, 0.2)
 themselves, which keep weights bounded where surrogates are sure and wrong (defensive mixture, Hesterberg 1995).
 """
 AS_THEY_SEEM = 1
+SHARES_BESIDE_PLAIN = (0.5, 0.5)
+"""Of the two parts of a guide whose samples go with plain ones, which keep weights bounded: g as plain samples have
+seen surrogates to be, and g as they seem.
+"""
 LEAST_DEFENCE = 0.02
 """Of the defensive part: what a surrogate gets that hardly matters."""
 MOST_LOGARITHM = 600.0
@@ -153,6 +157,8 @@ class Guide:
     """Qᵀ times the basis of each surrogate, (K, k)."""
     pool: Tensor
     """Points (M, K)."""
+    weight: Tensor
+    """Of each point in a mean over the noise, (M,)."""
     chance: Tensor
     """Of each point to be chosen, (M,): sums to 1."""
     levels: tuple[float, ...]
@@ -169,6 +175,10 @@ class Guide:
     """E h_j over their sum, of each surrogate."""
     common: bool = False
     """Whether flips are expected so often that surrogates are a control variate."""
+    seen: tuple[float, float] | None = None
+    """How far the smallest margins of plain samples were above the surrogates' smallest: mean and deviation."""
+    expected_seen: tuple[float, float] = (0.0, 0.0)
+    """E h as plain samples have seen surrogates to be, and its standard error."""
 
     def failing(self, white: Tensor) -> Tensor:
         """h (N,) at ε (N, n)."""
@@ -185,7 +195,7 @@ class Guide:
     def ratio(self, white: Tensor) -> Tensor:
         """ρ (N,): the density of samples over that of N(0, I)."""
         margins = self.margins(self.coordinates(white))
-        return sum_of_parts([x / level for x, level in zip(self._parts(margins), self.levels, strict=True)])
+        return self._together([x / level for x, level in zip(self._parts(margins), self.levels, strict=True)])
 
     def draw(self, normal: Tensor, generator: torch.Generator) -> Tensor:
         """Samples ε (N, n) of the guide, from standard normal numbers of that shape."""
@@ -201,21 +211,47 @@ class Guide:
         size, device = self.basis.shape[1], self.basis.device
         every = torch.cat([torch.stack(slopes, 1), torch.eye(size, dtype=torch.float64, device=device)], 1)
         turn = torch.linalg.qr(every).Q
-        means = []
+        means = []  # of h as surrogates are seen to be, where they were, and as they seem
         for _ in range(NETS):
             seed = int(torch.randint(2**31, (1,), device=device, generator=generator))
             net = torch.quasirandom.SobolEngine(size, scramble=True, seed=seed).draw(NET, dtype=torch.float64)
             z = torch.special.ndtri(net.clamp(1e-12, 1 - 1e-12)).to(device) @ turn.mT
-            means.append(float(self._failing(self.margins(z), AS_THEY_SEEM).mean()))
+            margins = self.margins(z)
+            means.append([float(self._failing(margins, part).mean()) for part in range(2)])
         values = torch.tensor(means, dtype=torch.float64)
-        return replace(self, expected=float(values.mean()), expected_error=float(values.std()) / math.sqrt(NETS))
+        (first, known), errors = values.mean(0).tolist(), (values.std(0) / math.sqrt(NETS)).tolist()
+        return replace(self, expected=known, expected_error=errors[1], expected_seen=(first, errors[0]))
+
+    def as_seen(self, white: Tensor, smallest: Tensor) -> Guide:
+        """With h = Φ(−(q + m)/d) for the first part, q being the smallest surrogate margin, and m and d the mean and
+        the deviation of what the smallest margins (N,) at plain samples ε (N, n) are above it.
+
+        For flips that are common, beside plain samples. d is no more than margins vary, and no less than what the best
+        surrogate leaves unexplained.
+        """
+        above = smallest - self.margins(self.coordinates(white)).amin(1)
+        least = min(own[AS_THEY_SEEM] for own in self.spreads)
+        deviation = max(min(float(above.std()), float(smallest.std())), least)
+        return replace(self, seen=(float(above.mean()), deviation))._planned()
+
+    def failing_as_seen(self, white: Tensor) -> Tensor:
+        """h (N,) at ε (N, n), as plain samples have seen surrogates to be."""
+        return self._failing(self.margins(self.coordinates(white)), 0)
 
     def _failing(self, margins: Tensor, part: int) -> Tensor:
+        if part == 0 and self.seen is not None:
+            above, deviation = self.seen
+            return distribution(-(margins.amin(1) + above) / deviation).clamp(1e-12, 1 - 1e-12)
         return joint_failing(margins, margins.new_tensor([own[part] for own in self.spreads]))
 
     def _parts(self, margins: Tensor) -> list[Tensor]:
         guided = [uncertainty(self._failing(margins, part), self.common) for part in range(2)]
-        return [*guided, self._defensive(margins)]
+        return guided if self.seen is not None else [*guided, self._defensive(margins)]
+
+    def _together(self, parts: list[Tensor]) -> Tensor:
+        """The parts, each of mean 1 under the noise, by their shares."""
+        shares = SHARES if self.seen is None else SHARES_BESIDE_PLAIN
+        return torch.stack([share * part for share, part in zip(shares, parts, strict=True)]).sum(0)
 
     def _defensive(self, margins: Tensor) -> Tensor:
         """The mean of the densities over N(0, I) of tilts that are far enough."""
@@ -241,11 +277,17 @@ class Guide:
         counts = torch.cat(sizes)
         ratios = torch.cat([own.log_ratios(margins[:, j]) for j, own in enumerate(tilts)], 1)
         weight = (-(ratios + counts.log()).logsumexp(1)).exp()
+        order = margins.amin(1).argsort()
+        filled = replace(self, pool=pool[order], weight=weight[order])._planned()
+        nothing = filled.chance.new_zeros(len(counts))
+        return filled, nothing.index_add(0, where[order], filled.chance)
+
+    def _planned(self) -> Guide:
+        """With the chances of the points of its pool, and what is expected of samples."""
+        margins, weight = self.margins(self.pool), self.weight
         parts = [weight * part for part in self._parts(margins)]
-        levels = (*(float(part.sum()) for part in parts[:2]), 1.0)
-        total = sum_of_parts([part / max(level, 1e-300) for part, level in zip(parts, levels, strict=True)])
-        chance = total / total.sum()
-        needed = torch.zeros(len(counts), dtype=chance.dtype, device=chance.device).index_add(0, where, chance)
+        levels = (*(float(part.sum()) for part in parts[:2]), 1.0)[: len(parts)]
+        total = self._together([part / max(level, 1e-300) for part, level in zip(parts, levels, strict=True)])
         failing = self._failing(margins, AS_THEY_SEEM)
         terms = weight * failing
         expected = float(terms.sum())
@@ -254,18 +296,15 @@ class Guide:
         variance = float((weight * left / rho).sum()) - (0.0 if self.common else expected**2)
         own_parts = [own[AS_THEY_SEEM] for own in self.spreads]
         each = (weight.unsqueeze(1) * distribution(-margins / margins.new_tensor(own_parts))).sum(0)
-        order = margins.amin(1).argsort()
-        filled = replace(
+        return replace(
             self,
-            pool=pool[order],
-            chance=chance[order],
+            chance=total / total.sum(),
             levels=levels,
             expected=expected,
             predicted=max(variance, 0.0) / expected**2 if expected**2 > 0 else math.inf,
-            expected_error=float(terms.std()) * math.sqrt(len(pool)),
+            expected_error=float(terms.std()) * math.sqrt(len(terms)),
             shares=tuple((each / each.sum().clamp(min=1e-300)).tolist()),
         )
-        return filled, needed
 
 
 @dataclass(frozen=True)
@@ -303,6 +342,7 @@ def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points:
         basis=basis.to(surrogates[0].basis.dtype),
         places=places,
         pool=nothing,
+        weight=nothing,
         chance=nothing,
         levels=(),
         expected=0.0,
@@ -319,14 +359,6 @@ def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points:
     shares = (1 - LEAST_SHARE) * needed + LEAST_SHARE / total
     sizes = (shares * points).long().clamp(min=2).split([len(own.thetas) for own in tilts])
     return empty._filled(list(sizes), generator)[0]
-
-
-def sum_of_parts(parts: list[Tensor]) -> Tensor:
-    """The parts of a guide, each of mean 1 under the noise, by their shares."""
-    total = SHARES[0] * parts[0]
-    for share, part in zip(SHARES[1:], parts[1:], strict=True):
-        total = total + share * part
-    return total
 
 
 def joint_failing(margins: Tensor, spread: Tensor) -> Tensor:

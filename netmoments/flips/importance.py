@@ -11,7 +11,7 @@ size of a pool, without runs. The samples of A alone and of B alone give two est
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,6 +51,20 @@ NEGLIGIBLE, FOR_NEGLIGIBLE = 1e-20, 3000
 """Flips that are rarer than the first get the second number of runs, and no more."""
 MARGIN = 1.1
 """More runs than the error so far asks for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Controls:
+    """Control variates: their values (N, c) at runs, their means under the noise, and standard errors of these."""
+
+    values: Tensor
+    known: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    @classmethod
+    def of_guide(cls, failing: Tensor, guide: Guide | PlainNoise) -> Controls:
+        """h (N,) of a guide."""
+        return cls(failing.unsqueeze(1), (guide.expected,), (guide.expected_error,))
 
 
 class Estimating:
@@ -126,10 +140,12 @@ class Estimating:
 
     def estimate(self) -> FlipEstimate:
         """From all runs, whose density is that of the mixture of guides as they were drawn."""
-        flips, failing, last = torch.cat(self.flips), torch.cat(self.failing), self.guides[-1]
-        found = controlled(flips, failing[:, -1], self.mixed(), last.expected, last.expected_error)
-        found = _with_prediction(found, last)
-        return replace(found, unseen=self.unseen)
+        found = controlled(torch.cat(self.flips), self.mixed(), self.controls())
+        return replace(_with_prediction(found, self.guides[-1]), unseen=self.unseen)
+
+    def controls(self) -> Controls:
+        """What is known of the last guide, at all runs."""
+        return Controls.of_guide(torch.cat(self.failing)[:, -1], self.guides[-1])
 
     def more(self, target: Target) -> float:
         """How many times the runs so far are needed for a target; at most 1 is met."""
@@ -153,7 +169,7 @@ class Estimating:
         own = torch.cat(self.origin) == number
         flips, failing, ratios = (torch.cat(x)[own] for x in (self.flips, self.failing, self.ratios))
         each = self.guides[number]
-        found = controlled(flips, failing[:, number], ratios[:, number], each.expected, each.expected_error)
+        found = controlled(flips, ratios[:, number], Controls.of_guide(failing[:, number], each))
         return _with_prediction(found, each)
 
     def wins(self, classes: int) -> Tensor:
@@ -174,8 +190,8 @@ def farther(from_: FlipEstimate, one: FlipEstimate, two: FlipEstimate) -> FlipEs
     return max(one, two, key=lambda each: abs(math.log(max(each.probability, 1e-300) / max(from_.probability, 1e-300))))
 
 
-def controlled(flips: Tensor, failing: Tensor, ratios: Tensor, known: float, known_error: float) -> FlipEstimate:
-    """The mean of 1{flip}/ρ; where flips are common, regressed on h/ρ and 1/ρ.
+def controlled(flips: Tensor, ratios: Tensor, controls: Controls) -> FlipEstimate:
+    """The mean of 1{flip}/ρ; where flips are common by the first control h, regressed on controls/ρ and 1/ρ.
 
     Where they are rare a control hardly helps, and a variance that is too small because no sample was wrong must not be
     believed.
@@ -183,30 +199,31 @@ def controlled(flips: Tensor, failing: Tensor, ratios: Tensor, known: float, kno
     count = len(flips)
     plain = flips / ratios
     share = float(plain.max() / plain.sum().clamp(min=1e-300))
-    if known < COMMON:
+    if controls.known[0] < COMMON:
         mean, error = float(plain.mean()), float(plain.std()) / math.sqrt(count)
         return FlipEstimate(mean, error, count, share, freedom=(mean / error) ** 2 if error > 0 else 1.0)
-    value, spread, left = regressed(plain.unsqueeze(1), 1 / ratios, failing, known, known_error)
-    share = float(left.abs().max()) / count / max(known, 1e-300)
-    return FlipEstimate(float(value), float(spread), count, share, freedom=count - 3)
+    value, spread, left = regressed(plain.unsqueeze(1), 1 / ratios, controls)
+    share = float(left.abs().max()) / count / max(abs(float(value)), 1e-300)
+    return FlipEstimate(float(value), float(spread), count, share, freedom=count - 2 - len(controls.known))
 
 
-def regressed(
-    terms: Tensor, weight: Tensor, failing: Tensor, known: float, known_error: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def regressed(terms: Tensor, weight: Tensor, controls: Controls) -> tuple[Tensor, Tensor, Tensor]:
     """Means (d,) of terms (N, d), regressed on what has a known mean; their standard errors (d,); what is left (N, d).
 
-    That are the weights 1/ρ (N,) with mean 1, and h/ρ with mean E h (generalized regression estimator, Cassel, Särndal
-    & Wretman 1976; its bias is of the order 1/N).
+    That are the weights 1/ρ (N,) with mean 1, and controls/ρ with theirs (generalized regression estimator, Cassel,
+    Särndal & Wretman 1976; its bias is of the order 1/N).
     """
-    controls = torch.stack([weight - 1, failing * weight - known], 1)
-    centred, middle = controls - controls.mean(0), terms.mean(0)
-    gram = centred.mT @ centred
-    gram = gram + 1e-12 * gram.diagonal().sum().clamp(min=1e-300) * torch.eye(2, dtype=gram.dtype, device=gram.device)
+    known, errors = weight.new_tensor(controls.known), weight.new_tensor(controls.errors)
+    every = torch.cat([weight.unsqueeze(1) - 1, controls.values * weight.unsqueeze(1) - known], 1)
+    centred, middle = every - every.mean(0), terms.mean(0)
+    gram, count = centred.mT @ centred, every.shape[1]
+    ridge = (1e-12 * gram.diagonal().sum()).clamp(min=1e-200)
+    gram = gram + ridge * torch.eye(count, dtype=gram.dtype, device=gram.device)
     slopes = torch.linalg.solve(gram, centred.mT @ (terms - middle))
     left = terms - middle - centred @ slopes
-    error = (left.square().sum(0) / max(len(terms) - 3, 1) / len(terms)).sqrt()
-    return middle - controls.mean(0) @ slopes, torch.hypot(error, slopes[1].abs() * known_error), left
+    square = left.square().sum(0) / max(len(terms) - 1 - count, 1) / len(terms)
+    square = square + (slopes[1:] * errors.unsqueeze(1)).square().sum(0)
+    return middle - every.mean(0) @ slopes, square.sqrt(), left
 
 
 async def by_importance(

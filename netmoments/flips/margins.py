@@ -19,8 +19,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from netmoments.checks import describe
 from netmoments.gaussian import Gaussian, random_seed
 from netmoments.memory import directions_at_once, elements_together
+from netmoments.moments.request import Request
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision, without_cudnn
 from netmoments.sampling.fast_network import FastNetwork, fast_network
@@ -333,6 +335,44 @@ def margin_slopes(
 def comparable(scores: Tensor, probabilities: bool) -> Tensor:
     """The scores, of a softmax their logarithms: the same one is the largest, and margins are nearer to linear."""
     return scores.clamp(min=torch.finfo(scores.dtype).tiny).log() if probabilities else scores
+
+
+def read_classifier(caller: str, network: Any, noise: Any, memory_budget: int | None, key: str | int | None) -> Request:
+    """The request, of a network with at least two scores."""
+    request = Request.read(network, noise, None, memory_budget, caller, key=key)
+    if request.model.outputs < 2:
+        raise ValueError(
+            f"{caller}: the network must return at least two scores, of which the largest is its answer, got "
+            f"{request.model.outputs}; for one score s, return (s, 0)"
+        )
+    return request
+
+
+def labels_of(caller: str, request: Request, label: int | Tensor | None) -> Tensor:
+    """A class (N,) for each entry: as told, or the answer at the mean."""
+    mean, classes = request.flat.mean, request.model.outputs
+    if label is None:
+        scores = torch.cat([request.model.network(part.clone()) for part in mean.split(64)])
+        if not bool(torch.isfinite(scores).all()):
+            raise ValueError(f"{caller}: the network gives NaN or infinite outputs at the mean of the noise")
+        return scores.argmax(1)
+    if isinstance(label, Tensor) and (label.is_meta or label.is_quantized or label.layout != torch.strided):
+        raise TypeError(f"{caller}: label must be an integer or a plain tensor of them, got {describe(label)}")
+    wanted = torch.as_tensor(label, device=mean.device)
+    if wanted.is_floating_point() or wanted.is_complex() or wanted.dtype == torch.bool:
+        raise TypeError(f"{caller}: label must be an integer or a tensor of them, got {describe(label)}")
+    batch = request.noise.batch_shape
+    try:
+        wanted = wanted.expand(batch).reshape(-1).long()
+    except RuntimeError:
+        raise ValueError(
+            f"{caller}: label must be one class, or of the noise's batch shape {tuple(batch)}, got {describe(label)}"
+        ) from None
+    if not bool(((wanted >= 0) & (wanted < classes)).all()):
+        raise ValueError(
+            f"{caller}: label must be a class from 0 to {classes - 1}, got {int(wanted.min())} to {int(wanted.max())}"
+        )
+    return wanted
 
 
 def own_seed(seed: int, purpose: str, mean: Tensor) -> int:

@@ -281,9 +281,8 @@ class ClassProbabilities:
 
     def __str__(self) -> str:
         lines = [f"class probabilities: {int(self.runs.sum()):,} runs of the network, {self.seconds:.2g} s"]
-        flat, bounds = self.probability.flatten(0, -2), self.interval.flatten(0, -3)
-        if self.probability.dim() == 1:
-            flat, bounds = self.probability.unsqueeze(0), self.interval.unsqueeze(0)
+        classes = self.probability.shape[-1]
+        flat, bounds = self.probability.reshape(-1, classes), self.interval.reshape(-1, classes, 2)
         for row in range(min(len(flat), ROWS)):
             best = flat[row].topk(min(3, flat.shape[1])).indices.tolist()
             words = [
@@ -294,6 +293,37 @@ class ClassProbabilities:
         if len(flat) > ROWS:
             lines.append(f"… {len(flat) - ROWS:,} more inputs")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class NearestFlip:
+    """The smallest changes of inputs that were found to change the answer: upper bounds of the least, no certificates.
+
+    >>> from netmoments import Gaussian, nearest_flip
+    >>> found = nearest_flip(torch.nn.Identity().eval(), Gaussian(torch.tensor([[1.0, 0.0], [9.0, 0.0]]), std=1.0))
+    >>> found.distance.shape, found.noise.shape, found.rival.tolist()
+    (torch.Size([2]), torch.Size([2, 2]), [1, 1])
+    """
+
+    noise: Tensor
+    """What is added to the mean, (*batch, *event); NaN where nothing was found."""
+    distance: Tensor
+    """Its length √(δᵀΣ⁻¹δ) in standard deviations of the noise, (*batch), in float64; ∞ where nothing was found."""
+    label: Tensor
+    """(*batch), the class that should win."""
+    rival: Tensor
+    """The class that wins there, (*batch); −1 where nothing was found."""
+    runs: Tensor
+    """Of the network for each entry, (*batch); a backward pass counts two."""
+
+    def __repr__(self) -> str:
+        found = self.distance[torch.isfinite(self.distance)]
+        if found.numel() == 0:
+            return f"NearestFlip(none found, {int(self.runs.sum()):,} runs)"
+        far = f"{float(found.min()):.3g}" + (f" to {float(found.max()):.3g}" if found.numel() > 1 else "")
+        missing = self.distance.numel() - found.numel()
+        none = f", none for {missing:,} of {self.distance.numel():,}" if missing else ""
+        return f"NearestFlip({far} standard deviations{none}, {int(self.runs.sum()):,} runs)"
 
 
 def stacked(values: list[float], batch: torch.Size, device: torch.device) -> Tensor:

@@ -79,9 +79,9 @@ def linearized_at(
     units, inputs = cut.relu.shape.numel(), points[0].numel()
     if indices.numel() * (units + inputs) * itemsize > limit:
         require_room(cut, points, indices, limit)
-    together = directions_at_once(points.device, model.largest, itemsize, memory_budget) // DIRECTIONS
-    together = min(max(1, together), model.most_images, len(points))
-    working = directions_at_once(points.device, model.largest * together, itemsize, memory_budget)
+    directions = directions_at_once(points.device, model.largest, itemsize, memory_budget)
+    together = min(max(1, directions // DIRECTIONS), model.most_images, len(points))
+    working = max(1, directions // together)
     groups = []
     with Progress("linearizing", len(points)) as progress, torch.inference_mode(False), full_precision():
         for start in range(0, len(points), together):
@@ -101,9 +101,9 @@ def tangent_at(model: NetworkModel, points: Tensor, indices: Tensor, memory_budg
     For networks without a ReLU: it has one unit, which is never open and has no weight.
     """
     model.require_differentiable()
-    together = directions_at_once(points.device, model.largest, points.element_size(), memory_budget) // DIRECTIONS
-    together = min(max(1, together), model.most_images, len(points))
-    working = directions_at_once(points.device, model.largest * together, points.element_size(), memory_budget)
+    directions = directions_at_once(points.device, model.largest, points.element_size(), memory_budget)
+    together = min(max(1, directions // DIRECTIONS), model.most_images, len(points))
+    working = max(1, directions // together)
     groups: list[Parts] = []
     with Progress("linearizing", len(points)) as progress:
         for start in range(0, len(points), together):

@@ -358,7 +358,7 @@ class Auto(Method):
                 computed = dataclasses.replace(chosen.moments(request), method=name, reason=reason)
                 return _exact(computed) if name == "exact" else computed
         indices = request.indices()
-        most = self.samples or min(MOST_SAMPLES, max(2 * PILOT, math.ceil(self.tolerance**-2)))
+        most = self.samples or min(MOST_SAMPLES, max(3 * PILOT, math.ceil(self.tolerance**-2)))
         goal = Goal(float(self.tolerance), most, self.seconds)
         products = request.products(indices.shape[1])
         chosen_outputs = None if request.outputs is None else indices

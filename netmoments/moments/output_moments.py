@@ -83,6 +83,9 @@ def output_moments(
     flat = request.model.answer(partial(chosen.moments, request))
     if flat.error is None and check != 0 and (check is not None or not request.wants_gradient):
         flat = checked(request, flat, CHECK if check is None else check)
+    if flat.samples and flat.error is not None:
+        rounding = torch.finfo(request.flat.mean.dtype).eps * flat.mean.detach().abs()
+        flat = dataclasses.replace(flat, error=allowing_for_rounding(flat, flat.error, rounding))
     return request.shaped(flat, seconds=time.perf_counter() - start)
 
 
@@ -110,6 +113,17 @@ def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:
         matrix,
     )
     return dataclasses.replace(found, error=errors, samples=int(sampled.samples.double().mean()))
+
+
+def allowing_for_rounding(found: OutputMoments, errors: MomentErrors, rounding: Tensor) -> MomentErrors:
+    """Errors of samples of scores that are known to `rounding` each: never less than that leaves open.
+
+    It counts where noise is so small that it hardly moves the last digits of the scores.
+    """
+    spread = found.variance.detach().sqrt()
+    least = (rounding * (2 * spread + rounding)).to(errors.variance.dtype)
+    mean = torch.maximum(errors.mean, rounding.to(errors.mean.dtype))
+    return MomentErrors(mean, torch.maximum(errors.variance, least), errors.covariance)
 
 
 def _of_affine_relu_affine(network: AffineReluAffine, noise: Any, method: Method, outputs: Choice) -> OutputMoments:

@@ -16,7 +16,6 @@ import json
 import math
 import re
 import sys
-import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,14 +26,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from netmoments.files import most_bytes, open_regular
+from netmoments.precision import quietly
 
 
 def load_exported(path: Path) -> ExportedNetwork:
     """The network in an archive of `torch.export.save`; nothing in the archive is run but its operators on tensors."""
     archive = safe_archive(path)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch's own reading
+        with quietly("The given buffer is not writable"):  # torch's own reading
             program = torch.export.load(archive).module()
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -32,11 +32,17 @@ ROOT = "network"
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a module: its name, and the operations it did, from the first to the last by place in the graph."""
+    """One call of a module, and the operations it did, from the first to the last by place in the graph."""
 
     path: str
+    """Of the module, as `named_modules` has it: empty for the network itself."""
     start: int
     stop: int
+
+    @property
+    def name(self) -> str:
+        """The path, to be read."""
+        return self.path or ROOT
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +68,7 @@ class NetworkGraph:
         """The module that a node belongs to, the innermost one."""
         place = self.place[node]
         holding = [call for call in self.calls if call.start <= place < call.stop]
-        return min(holding, key=lambda call: call.stop - call.start).path if holding else ROOT
+        return min(holding, key=lambda call: call.stop - call.start).name if holding else ROOT
 
     @cached_property
     def place(self) -> dict[Node, int]:
@@ -305,7 +311,7 @@ def _recorded_calls(network: nn.Module, calls: list[LayerCall]) -> Iterator[None
     for path, module in network.named_modules():
         if not isinstance(module, fx.GraphModule):
             handles.append(module.register_forward_pre_hook(entering))
-            handles.append(module.register_forward_hook(leaving(path or ROOT), always_call=True))
+            handles.append(module.register_forward_hook(leaving(path), always_call=True))
     try:
         yield
     finally:

@@ -352,8 +352,10 @@ class NetworkModel:
                 known.graph_addresses = addresses if held else None
             return known.graph
 
-    def kept(self, key: Any, make: Callable[[], Found]) -> Found:
+    def kept(self, key: Any, make: Callable[[], Found], unless: Callable[[Found], bool] | None = None) -> Found:
         """What `make` gives, kept for the next time if no derivative in the weights is wanted.
+
+        `unless` says of what it gives whether it holds the network itself, which it would keep alive if it were kept.
 
         It may hold numbers that were computed from the weights: it is made anew where torch counts that these were
         changed and they differ, or where they lie elsewhere. What torch does not count, `answer` notices.
@@ -376,11 +378,14 @@ class NetworkModel:
                         if (made.addresses, made.versions) != (addresses, versions):
                             del every[name]
             if found is None:
-                found = _Made(make(), self._weights(), addresses, versions)
+                value = make()
+                if unless is not None and unless(value):
+                    return value
+                found = _Made(value, self._weights(), addresses, versions)
                 self._finish()
             every[key] = found
-        value: Found = found.value
-        return value
+        kept: Found = found.value
+        return kept
 
     def _finish(self) -> None:
         """On a GPU, wait for what was asked of it: the next to use this may be on another stream, which would not."""
@@ -514,8 +519,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        given = [self._described(value) for value in args]
-        self.operations.append((func, given, {name: self._described(value) for name, value in kwargs.items()}))
+        self.operations.append((func, self._described(args), self._described(kwargs)))
         result = func(*args, **kwargs)
         for made in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(made, Tensor) and made not in self.known:
@@ -529,7 +533,9 @@ class _Recorder(TorchDispatchMode):
         if isinstance(value, float) and value != value:  # NaN differs from itself
             return "nan"
         if isinstance(value, list | tuple):
-            return [self._described(each) for each in value]
+            return list(map(self._described, value))
+        if isinstance(value, dict):
+            return dict(zip(value, map(self._described, value.values()), strict=True))
         if isinstance(value, torch.ScriptObject):  # packed weights, a profiler's record: not to be compared
             return type(value)
         return value

@@ -62,47 +62,28 @@ class FourthCumulants(NamedTuple):
     """How the variances of numbers and centres move together beyond the rows, (N, n, A)."""
 
 
-class CentreRows(NamedTuple):
-    """The numbers e, v, b and x of A centres, for each of P: (N, A, P) each."""
-
-    response: Tensor
-    along: Tensor
-    bent: Tensor
-    own: Tensor
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> CentreRows:
-        return CentreRows(change(self.response), change(self.along), change(self.bent), change(self.own))
-
-    def with_more(self, new: CentreRows) -> CentreRows:
-        response, along, bent, own = (torch.cat(pair, 1) for pair in zip(self, new, strict=True))
-        return CentreRows(response, along, bent, own)
-
-
 class Cumulants(NamedTuple):
     """Third cumulants of P numbers, by the rows of centres, and what fourth ones take, where they are kept."""
 
-    rows: CentreRows
+    rows: Tensor
+    """e, v, b and x of A centres, for each of the P numbers: (N, 4, A, P)."""
     fourth: FourthOrder | None
 
     @classmethod
     def none(cls, like: Tensor, *, fourth: bool) -> Cumulants:
         """Of Gaussian tensors with numbers (N, P): no centres."""
-        rows = like.new_zeros(len(like), 0, like.shape[-1])
+        rows = like.new_zeros(len(like), 4, 0, like.shape[-1])
         square, each = like.new_zeros(len(like), 0, 0), like.new_zeros(len(like), 0)
         further = FourthOrder(OwnCumulants(each, each, each, each), square, square, square) if fourth else None
-        return cls(CentreRows(rows, rows, rows, rows), further)
-
-    @property
-    def centres(self) -> int:
-        return self.rows.response.shape[1]
+        return cls(rows, further)
 
     def through(self, linear: Callable[[Tensor], Tensor]) -> Cumulants:
         """After a linear map of the numbers, which acts on rows (N, ..., P)."""
-        return self._replace(rows=CentreRows(*linear(torch.stack(self.rows, 1)).unbind(1)))
+        return self._replace(rows=linear(self.rows))
 
     def with_another(self, first: int) -> Tensor:
         """κ_iij of the first n numbers, twice, with all P: (N, n, P)."""
-        e, v, b, x = (rows[..., :first] for rows in self.rows)
+        e, v, b, x = self.rows[..., :first].unbind(1)
         return self._with_rows([2 * e * v, 2 * e * b, 2 * torch.addcmul(v * b, e, x), e * e])
 
     def of_windows(self, seen: list[Tensor], bend: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,9 +102,9 @@ class Cumulants(NamedTuple):
         return third, with_all
 
     def _with_rows(self, left: list[Tensor]) -> Tensor:
-        response, along, bent, own = self.rows
-        total = left[0].mT @ bent
-        for part, rows in zip(left[1:], (along, response, own), strict=True):
+        e, v, b, x = self.rows.unbind(1)
+        total = left[0].mT @ b
+        for part, rows in zip(left[1:], (v, e, x), strict=True):
             total = torch.baddbmm(total, part.mT, rows)
         return total
 
@@ -140,7 +121,7 @@ class Cumulants(NamedTuple):
         if self.fourth is None:
             return None
         own, between, variances, responses = self.fourth
-        e, v, b, x = (rows[..., :first] for rows in self.rows)
+        e, v, b, x = self.rows[..., :first].unbind(1)
         ee, ev, vv, shift = e * e, e * v, v * v, 4 * e * b
         third_bend, variance_bend, skew_slope, fourth = (part.unsqueeze(-1) for part in own)
         with_ee = torch.addcmul((0.5 * fourth) * ee, 2 * skew_slope, ev).addcmul(variance_bend, vv)

@@ -7,6 +7,7 @@ units and the cumulants of nearly all of them, without any chance. Elsewhere it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -23,8 +24,6 @@ from netmoments.propagate.sketch import REPLAYED_BYTES
 
 IMAGES_TOGETHER = {"cpu": 1, "cuda": 32}
 """Images whose noise goes through a network together, at most: more do not pay."""
-MOST_SHARED = 2.5
-"""Units that look at a number, on average over a layer; 2.25 for pools of 3×3 with steps of 2."""
 KEPT_COPIES = 3
 """Of what a layer takes for its square, what derivatives keep of it."""
 
@@ -45,7 +44,7 @@ def layerwise(
     itemsize = mean.element_size()
     kept = min(limit, piece_bytes("backward", mean.device)) if torch.is_grad_enabled() else limit
     as_squares = has_squares(plan, itemsize, kept)
-    need = (squares if as_squares else rows).need_of(plan, covariance.rank, itemsize)
+    need = squares.need_of(plan, itemsize) if as_squares else rows.need_of(plan, covariance.rank, itemsize)
     if need.bytes > limit:
         raise ValueError(
             f'{caller}: method="layerwise" needs {gigabytes(need.bytes)} for the covariances at {need.layer}, but '
@@ -54,8 +53,16 @@ def layerwise(
     if not plan.last.sources:
         constant = plan.last.value({})[outputs]
         return constant, constant.new_zeros(*outputs.shape, outputs.shape[1])
-    carried = _squares if as_squares else partial(rows.carried, beyond=rows.third_order)
-    together = max(1, min(limit // need.bytes, IMAGES_TOGETHER.get(mean.device.type, 1)))
+    together = max(1, min(limit // need.bytes, IMAGES_TOGETHER.get(mean.device.type, 1), len(mean)))
+    carried: Callable[[Plan, Tensor, Covariance, Tensor], tuple[Tensor, Tensor]]
+    if not as_squares:
+        carried = partial(rows.carried, beyond=rows.third_order)
+    elif mean.is_cuda and not torch.is_grad_enabled() and together * need.bytes <= REPLAYED_BYTES:
+        carried = _recorded_squares
+    else:
+        carried = squares.carried
+    if together == len(mean):
+        return carried(plan, mean, covariance, outputs)
     parts = []
     with Progress("images", len(mean)) as progress:
         for start in range(0, len(mean), together):
@@ -66,11 +73,8 @@ def layerwise(
     return torch.cat(means), torch.cat(covariances)
 
 
-def _squares(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """By squares; without derivatives on a GPU recorded, and replayed from then on, unless it takes much memory."""
-    taken = len(mean) * squares.need_of(plan, covariance.rank, mean.element_size()).bytes
-    if not mean.is_cuda or torch.is_grad_enabled() or taken > REPLAYED_BYTES:
-        return squares.carried(plan, mean, covariance, outputs)
+def _recorded_squares(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """By squares on a GPU, recorded, and replayed from then on."""
     scores, every = replayed(plan.recordings, partial(_from_dense, plan), mean, covariance.dense(), outputs)
     return scores, every
 
@@ -86,35 +90,44 @@ def with_variances(
     """What `layerwise` found, but for images with a negative variance, which cumulants have made: without these.
 
     Their corrections are of first order, and may be larger than a variance of which little is left. What is negative
-    among Gaussian layers is 0 but for rounding: scores of units that never move.
+    among Gaussian layers is 0 but for rounding: scores of units that never move. Nor are there cumulants where their
+    fourth powers are too large for the dtype; where variances are, too, that is an error.
     """
     scores, every = found
-    failed = (every.diagonal(dim1=-2, dim2=-1) < 0).any(-1)
+    failed = ~((every.diagonal(dim1=-2, dim2=-1) >= 0).all(-1) & _finite(scores, every))
     for place in failed.nonzero():
         some = slice(int(place), int(place) + 1)
-        own = squares.carried(plan, mean[some], covariance.entries(some), outputs[some], [0] * len(plan.stages))
+        if has_squares(plan, mean.element_size(), memory_limit(mean.device, None)):
+            own = squares.carried(plan, mean[some], covariance.entries(some), outputs[some], [0] * len(plan.stages))
+        else:
+            own = scores[some], every[some]
+        if not bool(_finite(*own)):
+            name = str(mean.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"layerwise: the variances on the way through the network are too large for {name}; take smaller units "
+                f"of the input{'' if mean.dtype == torch.float64 else ', or network and noise in float64'}"
+            )
         moves = own[1].diagonal(dim1=-2, dim2=-1) >= 0
         square = own[1] * (moves.unsqueeze(-1) & moves.unsqueeze(-2))
         scores, every = scores.index_copy(0, place, own[0]), every.index_copy(0, place, square)
     return scores, every
 
 
-def has_squares(plan: Plan, itemsize: int, limit: int) -> bool:
-    """Whether covariances are carried as squares.
+def _finite(scores: Tensor, every: Tensor) -> Tensor:
+    """Of which images means (N, k) and covariances (N, k, k) are."""
+    return scores.isfinite().all(-1) & every.isfinite().all(-1).all(-1)
 
-    They must fit (with derivatives, those of all layers together), and the cumulants of at least half the units of
-    every layer must be followed: where they are not, rows know as much. Units must not share most of their windows, as
-    those of a softmax or a normalisation do, all of whose covariances are far from their first terms.
+
+def has_squares(plan: Plan, itemsize: int, limit: int) -> bool:
+    """Whether covariances are carried as squares: where they know more than rows, and fit.
+
+    With derivatives, those of all layers together must fit.
     """
-    if any(stage.rule.windows.numel() > MOST_SHARED * stage.before.size for stage in plan.stages):
-        return False
-    layers = zip(plan.stages, squares.followed_units(plan), strict=True)
-    if any(2 * count < stage.rule.units for stage, count in list(layers)[:-1]):
-        return False
     copies = KEPT_COPIES * len(plan.stages) if torch.is_grad_enabled() else 1
-    return copies * squares.need_of(plan, 0, itemsize).bytes <= limit
+    return plan.once(squares.layout_of).worthwhile and copies * squares.need_of(plan, itemsize).bytes <= limit
 
 
 def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
     """The least memory that one image takes, `rank` being the noise's, at the layer that takes most of it."""
-    return min((way.need_of(plan, rank, itemsize) for way in (squares, rows)), key=lambda need: need.bytes)
+    ways = squares.need_of(plan, itemsize), rows.need_of(plan, rank, itemsize)
+    return min(ways, key=lambda need: need.bytes)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from netmoments.memory import elements_together
 from netmoments.network.exported import ExportedNetwork
-from netmoments.network.graph import ROOT, LayerCall, NetworkGraph, Node, Values, family, shape_of
+from netmoments.network.graph import LayerCall, NetworkGraph, Node, Values, family, shape_of
 from netmoments.network.model import NetworkModel
 from netmoments.network.validate import another_image
 from netmoments.precision import full_precision, value_and_slope
@@ -30,6 +31,7 @@ from netmoments.rules.registry import (
     operator_name,
 )
 
+Found = TypeVar("Found")
 aten = torch.ops.aten
 IN_ORDER = {
     aten.view, aten._unsafe_view, aten.reshape, aten.flatten, aten.unflatten, aten.squeeze, aten.unsqueeze, aten.clone,
@@ -122,13 +124,51 @@ class Segment:
     def _mapped(
         self, steps: list[tuple[Node, Callable[..., Any]]], fixed: Mapping[Node, Any], sources: Mapping[Node, Tensor]
     ) -> Tensor:
-        """The steps for every entry of the sources' leading dimensions."""
+        """The steps for every entry of the sources' leading dimensions, of which there may be none."""
+        like = next(iter(sources.values()))
+        if 0 in like.shape[:-1]:
+            return like.new_zeros(*like.shape[:-1], self.size)
         given = {node: sources[node].reshape(-1, *self.shapes[node]) for node in self.sources if node in sources}
-        first = next(iter(given))
-        together = elements_together("pass", given[first], self._largest)  # chunks are copied once more: not one alone
-        chunks = together if len(given[first]) > together else None
+        entries = like.shape[:-1].numel()
+        together = elements_together("pass", like, self._largest)  # chunks are copied once more: not one alone
+        chunks = together if entries > together else None
         found = torch.func.vmap(partial(self._run, steps, fixed), chunk_size=chunks)(given)
-        return found.unflatten(0, sources[first].shape[:-1])
+        return found.unflatten(0, like.shape[:-1])
+
+
+class Passage(NamedTuple):
+    """A segment as a map of all live numbers, end to end: to its results, and then what is kept beside them."""
+
+    segment: Segment
+    places: dict[Node, slice]
+    """Of the segment's sources, among the numbers before it."""
+    kept: tuple[slice, ...]
+    """Of what is needed later, among the same."""
+    before: int
+    """How many numbers it takes."""
+    after: int
+    """How many it gives."""
+
+    @classmethod
+    def of(cls, segment: Segment, live: Mapping[Node, int], kept: tuple[Node, ...]) -> Passage:
+        """Of live tensors in their order, with so many numbers each."""
+        ends = list(itertools.accumulate(live.values(), initial=0))
+        places = {node: slice(*ends[place : place + 2]) for place, node in enumerate(live)}
+        after = segment.size + sum(live[node] for node in kept)
+        sources = {node: places[node] for node in segment.sources}
+        return cls(segment, sources, tuple(places[node] for node in kept), ends[-1], after)
+
+    def values(self, numbers: Tensor) -> Tensor:
+        """The map at numbers (..., before): (..., after)."""
+        return self._with_kept(self.segment.values, numbers)
+
+    def linears(self, numbers: Tensor) -> Tensor:
+        """Its linear part, for directions likewise."""
+        return self._with_kept(self.segment.linears, numbers)
+
+    def _with_kept(self, change: Callable[[Mapping[Node, Tensor]], Tensor], numbers: Tensor) -> Tensor:
+        results = change({node: numbers[..., place] for node, place in self.places.items()})
+        return torch.cat([results] + [numbers[..., place] for place in self.kept], -1) if self.kept else results
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,8 +208,18 @@ class Plan:
     image: Node
     stages: tuple[Stage, ...]
     last: Segment
+    holds_network: bool = False
+    """Whether a rule is that of the network as a whole, and holds it."""
     recordings: dict[Any, Any] = field(default_factory=dict)
     """Work on a GPU that was recorded, to be replayed; it lives as long as the plan."""
+    _found: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, find: Callable[[Plan], Found]) -> Found:
+        """What a function finds of this plan, asked once."""
+        if find not in self._found:
+            self._found[find] = find(self)
+        found: Found = self._found[find]
+        return found
 
     @cached_property
     def sizes(self) -> dict[Node, int]:
@@ -201,6 +251,17 @@ class Plan:
             found.append(tuple(node for node in made if node in wanted))
         return found
 
+    @cached_property
+    def passages(self) -> tuple[Passage, ...]:
+        """Of every stage the way to its input, and last that to the scores, all live numbers going along."""
+        found: list[Passage] = []
+        live: tuple[Node, ...] = (self.image,)
+        for place, stage in enumerate(self.stages):
+            kept = tuple(node for node in self.needed[place + 1] if node is not stage.output)
+            found.append(Passage.of(stage.before, {node: self.sizes[node] for node in live}, kept))
+            live = (stage.output, *kept)
+        return (*found, Passage.of(self.last, {node: self.sizes[node] for node in live}, ()))
+
     def score_weights(self, outputs: Tensor, like: Tensor) -> dict[Node, Tensor]:
         """The weights of chosen scores (N, k) on what the last affine part reads, (N, k, n) each."""
         chosen = torch.nn.functional.one_hot(outputs, self.last.size).to(like)
@@ -226,9 +287,7 @@ def plan_of(model: NetworkModel, caller: str, otherwise: Otherwise | None = None
         model.require_derivatives()
         return _Planner(model.graph, model.network, model.image, caller, otherwise).plan()
 
-    if layer_rule(model.network) is not None:  # its plan holds the network itself, which it must not keep alive
-        return made()
-    return model.kept((otherwise, *LAYER_RULES.items()), made)
+    return model.kept((otherwise, *LAYER_RULES.items()), made, unless=lambda plan: plan.holds_network)
 
 
 class _Planner:
@@ -274,10 +333,10 @@ class _Planner:
             pending.extend(before.sources)
         place_of = {node: place for place, node in enumerate(self.graph.nodes)}
         stages.sort(key=lambda stage: place_of[stage.output])
-        return Plan(self.graph.image, tuple(stages), last)
+        return Plan(self.graph.image, tuple(stages), last, holds_network=any(own.path == "" for own in layers))
 
     def _module(self, call: LayerCall) -> nn.Module:
-        return self.modules["" if call.path == ROOT else call.path]
+        return self.modules[call.path]
 
     def _used(self) -> set[Node]:
         """The noisy operations that the scores depend on."""
@@ -387,7 +446,7 @@ class _Planner:
         leaving = [node for node in inside if any(user not in inside for user in node.users)]
         if len(entering) != 1 or len(leaving) != 1:
             raise ValueError(
-                f"{self.caller}: {own.path} ({type(module).__name__}) has a rule of its own, for which it must "
+                f"{self.caller}: {own.name} ({type(module).__name__}) has a rule of its own, for which it must "
                 f"take one tensor and return one; it takes {len(entering)} and returns {len(leaving)}"
             )
         (source,), (result,) = entering, leaving
@@ -396,11 +455,11 @@ class _Planner:
         example = self.like.new_zeros(shape_of(source))
         found = rule(module, example)
         if found is None:
-            self.affine[result] = _affine_layer(own.path, module, source, result, example, self.caller)
+            self.affine[result] = _affine_layer(own.name, module, source, result, example, self.caller)
         else:
-            self._require_same_values(own.path, module, found, source, result)
+            self._require_same_values(own.name, module, found, source, result)
             self.nonlinear[result] = self._merged(RuledCall(found, (source,)))
-            self.names[result] = own.path
+            self.names[result] = own.name
         return set(inside)
 
     def _require_same_values(

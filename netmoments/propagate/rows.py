@@ -15,73 +15,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from netmoments.covariances import Covariance
-from netmoments.network.graph import Node
+from netmoments.network.graph import Node, shape_of
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
+from netmoments.propagate.directions import (
+    Directions,
+    FactorLayout,
+    as_factors,
+    as_matrices,
+    colours,
+    inner_product_weights,
+    random_normals,
+    random_signs,
+    signs_of_colours,
+)
 from netmoments.propagate.plan import Plan, Segment, Stage
 from netmoments.rules.base import Local, ThirdCumulants, cholesky_root, whitened
 
-PAIRED = 32
-"""Directions of the noise of which all pairs are followed through the network; all of them if it has no more."""
+PAIRED = 48
+"""Directions of the noise of which all pairs are followed through the network, at most; all if it has no more."""
 SIGNS = 64
 """Rows of random signs (Hutchinson 1990) for what is neither linear nor quadratic."""
 MOST_DIRECTIONS = 9
 """Directions of a window whose third cumulants are kept, those of largest curvature; all of a 3×3 window's."""
 ROUGH_DIRECTIONS = 64
-"""Directions of the noise that give a first idea of what the scores depend on."""
-DEPENDENT = 1e-5
-"""A direction of which no more than this is left, beside those before it, adds none."""
+"""Random sums of the noise's directions that give a first idea of what the scores depend on."""
+MOST_LEADING = 16
+"""Directions that the scores depend on most, of which pairs with those are followed; no more than there are scores."""
 SCORE_PAIRED = 128
 """Directions of the noise of which all pairs count in the scores' quadratic part; all of them if it has no more."""
 MIXED = 32
 """Random sums of the rows that are not linear, for their part in it."""
-
-
-class FactorLayout(NamedTuple):
-    """Which rows of a tensor's factor are what, for noise ε ~ N(0, I) of r directions.
-
-    To second order a tensor is mean + Fᵀε + ½(Q[ε, ε] − tr Q) + rest, the rest uncorrelated between units where it
-    arises, with Cov = FᵀF + ½⟨Q, Q⟩ + its own. The rows are
-
-        linear     F, all r of them: this part is exact;
-        quadratic  Q of pairs of the first K directions, scaled so that products of rows give ½⟨Q, Q⟩;
-        rest       its deviation times random signs: sums of products have the right expectation;
-        turns      T, the change of F at a curved layer whose input is skewed, Σᵢⱼ Hᵢⱼ Qᵢfⱼ: of first order in Q, so
-                   that covariances have FᵀT + TᵀF of it.
-
-    A tensor that is affine in the image has the linear rows only.
-
-    With K < r the first directions, `leading`, are those the scores depend on most, and the others a random orthonormal
-    basis of the rest: see `inner_product_weights` for ⟨Q, Q'⟩ = Σₖₗ Qₖₗ Q'ₖₗ from the first K.
-    """
-
-    rank: int
-    paired: int
-    signs: int
-    leading: int
-    followed: slice
-    """The linear rows of which pairs are followed."""
-    quadratic: slice
-    covariance: slice
-    """The rows whose products are covariances: all but the turns."""
-    turns: slice
-    total: int
-    """Of all rows."""
-
-    @classmethod
-    def of(cls, rank: int, paired: int, signs: int, leading: int) -> FactorLayout:
-        pairs = paired * (paired + 1) // 2
-        products = rank + pairs + signs
-        slices = slice(0, paired), slice(rank, rank + pairs), slice(0, products), slice(products, products + paired)
-        return cls(rank, paired, signs, leading, *slices, products + paired)
 
 
 class Need(NamedTuple):
@@ -96,7 +67,7 @@ class ThirdOrder(NamedTuple):
 
     cumulants: ThirdCumulants
     turns: Tensor
-    """What their curvature adds to the output's linear part, (..., n, K): Σᵢⱼ Hᵢⱼ Qᵢfⱼ."""
+    """What their curvature adds to the output's linear part, Σᵢⱼ Hᵢⱼ Qᵢfⱼ, (..., n, K)."""
 
 
 class CurvedLayer(NamedTuple):
@@ -108,14 +79,14 @@ class CurvedLayer(NamedTuple):
     curvature: Tensor
     """(N, n, w, w)."""
     directions: Tensor
-    """Rows of the windows' factors: the first linear ones, and sums of others, (N, n, w, K + `MIXED`)."""
+    """Rows of the windows' factors: along those of the scores, and sums of others, (N, n, w, S + `MIXED`)."""
     rest: Tensor
     """The variance of what is neither linear nor quadratic, (N, n)."""
     pairs: Tensor | None
     """The covariances of all that is not linear, (N, n, n), where they are exact."""
 
     def quadratic(self, weights: Tensor) -> Tensor:
-        """M_i[k, l] = Σ_u a_iu H_u[f_k, f_l] for weights a (N, r, n), along the directions: (N, r, K, K)."""
+        """M_i[k, l] = Σ_u a_iu H_u[f_k, f_l] for weights a (N, r, n), along the directions: (N, r, S + `MIXED`, ·)."""
         curved = (self.curvature @ self.directions).flatten(1, 2)
         found = []
         for own in weights.unbind(1):
@@ -138,7 +109,7 @@ class Joint:
         self.factors = {node: self.factors[node] for node in kept} | {output: factor}
 
 
-Beyond = Callable[[FactorLayout, Tensor, Local, Tensor, Tensor], ThirdOrder] | None
+Beyond = Callable[[Directions, Tensor, Local, Tensor, Tensor], ThirdOrder] | None
 """What is computed beyond Gaussian tensors, if anything."""
 
 
@@ -150,7 +121,7 @@ def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
     output, and for third cumulants where there are any, and on four squares where pairs are exact. What is kept for the
     pass back is counted with the layers that come after it.
     """
-    layout = layout_for(rank, 1)
+    layout = layout_for(_event(plan), rank, MOST_LEADING)
     kept, worst = 0, Need("the scores", itemsize * rank * plan.sizes[plan.image])
     for place, stage in enumerate(plan.stages):
         n, w, p = stage.rule.units, stage.rule.width, stage.before.size
@@ -178,29 +149,27 @@ def carried(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, b
     """
     means = {plan.image: mean.flatten(1)}
     with full_precision(), Progress("layerwise", len(plan.stages) + 1) as progress:
-        image = image_factors(covariance, mean).expand(len(mean), -1, -1)
-        layout = layout_for(image.shape[1], outputs.shape[1])
-        if layout.leading:
-            slopes = rough_slopes(plan, means, image, outputs)
-            image = turned_towards(image, leading_directions(image, slopes, layout.leading))
+        image = covariance.root().mT.expand(len(mean), -1, -1)
+        directions = directions_for(plan, means, image, outputs)
+        layout = directions.layout
         joint = Joint(means, {plan.image: image})
         layers = []
         for place in range(len(plan.stages)):
-            layers.append(_through(joint, plan, place, layout, beyond))
+            layers.append(_through(joint, plan, place, directions, beyond))
             progress.advance(1)
         scores = plan.last.values(joint.means).gather(1, outputs)
         factor = _factor_after(joint, plan.last, layout)
         factor = factor.gather(2, outputs.unsqueeze(1).expand(-1, factor.shape[1], -1)).mT
-        every = score_covariance(plan, layers, layout, factor, outputs)
+        every = score_covariance(plan, layers, directions, factor, outputs)
         progress.advance(1)
     return scores, every
 
 
 @torch.no_grad()
 def rough_slopes(plan: Plan, means: dict[Node, Tensor], image: Tensor, outputs: Tensor) -> Tensor:
-    """The expected slopes of chosen scores (N, k) in the image, (N, k, n), roughly: from a few rows of its factor."""
-    few = min(ROUGH_DIRECTIONS, image.shape[1])
-    joint = Joint(dict(means), {plan.image: image[:, :few] * (image.shape[1] / few) ** 0.5})
+    """The expected slopes of chosen scores (N, k) in the image, (N, k, n), roughly: from sums of rows of its factor."""
+    few = random_signs(ROUGH_DIRECTIONS, image.shape[1], 0, image).mT @ image
+    joint = Joint(dict(means), {plan.image: few})
     gains = []
     for place, stage in enumerate(plan.stages):
         value, rows = stage.before.values(joint.means), stage.before.linears(joint.factors)
@@ -215,90 +184,91 @@ def rough_slopes(plan: Plan, means: dict[Node, Tensor], image: Tensor, outputs: 
 
 
 @torch.no_grad()
-def leading_directions(image: Tensor, slopes: Tensor, count: int) -> Tensor:
-    """The directions of the noise, (N, r, count), that scores with these slopes depend on most, given its factor."""
-    along = image @ slopes.mT
-    if along.shape[-1] == count:
-        return along
-    return torch.linalg.svd(along, full_matrices=False).U[..., :count]
+def directions_for(plan: Plan, means: dict[Node, Tensor], image: Tensor, outputs: Tensor) -> Directions:
+    """For an image's mean and factor (N, r, n), and scores with indices (N, k)."""
+    layout = layout_for(_event(plan), image.shape[1], outputs.shape[1])
+    colour = colours(_event(plan), layout.rank, PAIRED)
+    signs = signs_of_colours(colour, image.dtype, image.device)
+    scored = min(layout.rank, SCORE_PAIRED)
+    every = torch.eye(layout.rank, dtype=image.dtype, device=image.device).expand(len(image), -1, -1)
+    if not layout.leading:
+        return Directions.of(layout, every[..., :0], signs, every)
+    along = image @ rough_slopes(plan, means, image, outputs).mT
+    if along.shape[-1] > layout.leading:
+        along = torch.linalg.svd(along, full_matrices=False).U[..., : layout.leading]
+    along = along / torch.linalg.vector_norm(along, dim=(1, 2), keepdim=True).clamp(min=1e-30)
+    others = random_normals(layout.rank, scored - layout.leading, image.dtype, image.device)
+    basis = torch.linalg.qr(torch.cat([along, others.expand(len(image), -1, -1)], -1)).Q
+    leading = basis[..., : layout.leading]
+    return Directions.of(layout, leading, signs, every if scored == layout.rank else basis)
 
 
-def turned_towards(image: Tensor, directions: Tensor) -> Tensor:
-    """The image's rows (N, r, n) in a basis that begins with the span of the given directions, (N, r, d).
-
-    One Householder reflection for each that is not a sum of those before; FᵀF stays as it is.
-    """
-    directions = directions / torch.linalg.vector_norm(directions, dim=(1, 2), keepdim=True).clamp(min=1e-30)
-    for place in range(directions.shape[-1]):
-        normal = directions[..., place].clone()
-        normal[:, :place] = 0
-        length = torch.linalg.vector_norm(normal, dim=1)
-        normal[:, place] += torch.where(normal[:, place] >= 0, length, -length)
-        normal = normal / torch.linalg.vector_norm(normal, dim=1, keepdim=True).clamp(min=1e-30)
-        normal = torch.where(length.unsqueeze(-1) > DEPENDENT, normal, 0.0)
-        column, row = normal.unsqueeze(-1), normal.unsqueeze(-2)
-        image = image - 2 * column * (row @ image)  # I − 2vvᵀ
-        directions = directions - 2 * column * (row @ directions)
-    return image
-
-
-def _through(joint: Joint, plan: Plan, place: int, layout: FactorLayout, beyond: Beyond) -> CurvedLayer:
+def _through(joint: Joint, plan: Plan, place: int, directions: Directions, beyond: Beyond) -> CurvedLayer:
     """One affine part and nonlinear layer."""
     stage, rule = plan.stages[place], plan.stages[place].rule
-    value, rows = stage.before.values(joint.means), _factor_after(joint, stage.before, layout)
+    value, rows = stage.before.values(joint.means), _factor_after(joint, stage.before, directions.layout)
     mean, factor = rule.gathered(value), rule.rows_at_windows(rows)
-    covariance = _window_covariance(layout, factor)
+    covariance = _window_covariance(directions, factor)
     local = rule.local(mean, covariance)
-    layer = curved_layer(layout, stage, local, mean, factor, covariance)
+    layer = curved_layer(directions, stage, local, mean, factor, covariance)
     found = None
-    if beyond is not None and factor.shape[-1] > layout.rank:
-        found = beyond(layout, factor, local, covariance, rule.windows >= 0)
+    if beyond is not None and factor.shape[-1] > directions.layout.rank:
+        found = beyond(directions, factor, local, covariance, rule.windows >= 0)
         local = rule.local(mean, covariance, found.cumulants)._replace(curvature=local.curvature)
         layer = layer._replace(gain=local.gain)
-    joint.after(plan, place, local.mean, _output_factor(layout, local, factor, layer, found, place).mT)
+    joint.after(plan, place, local.mean, _output_factor(directions, local, factor, layer, found, place).mT)
     return layer
 
 
 def curved_layer(
-    layout: FactorLayout, stage: Stage, local: Local, mean: Tensor, factor: Tensor, covariance: Tensor
+    directions: Directions, stage: Stage, local: Local, mean: Tensor, factor: Tensor, covariance: Tensor
 ) -> CurvedLayer:
     """From the Gaussian moments of a layer's units, and their windows' means, factors and covariances."""
     beyond_linear = local.variance - local.linear_variance(covariance)
     rest = (beyond_linear - local.quadratic_variance(covariance)).clamp(min=0)
-    linear = factor[..., : min(layout.rank, SCORE_PAIRED)]
+    layout = directions.layout
+    linear = directions.for_scores(factor[..., : layout.rank])
     if factor.shape[-1] == layout.rank:
-        directions = torch.nn.functional.pad(linear, (0, MIXED))
+        along = torch.nn.functional.pad(linear, (0, MIXED))
     else:
         others = factor[..., layout.rank : layout.covariance.stop]
-        directions = torch.cat([linear, others @ random_signs(MIXED, others.shape[-1], 0, others)], -1)
+        along = torch.cat([linear, others @ random_signs(MIXED, others.shape[-1], 0, others)], -1)
     pairs = None
     if stage.rule.has_pairs:
         alone = factor.squeeze(-2)  # units that look at one number each
         every = alone[..., layout.covariance] @ alone[..., layout.covariance].mT
         if factor.shape[-1] > layout.rank:
-            half = alone[..., layout.followed] @ alone[..., layout.turns].mT
+            half = directions.half_turns(alone)
             every = every + half + half.mT
         every = torch.diagonal_scatter(every, covariance.flatten(-3), dim1=-2, dim2=-1)
         pairs = stage.rule.pairs(mean.squeeze(-1), every)
         assert pairs is not None
         pairs = torch.diagonal_scatter(pairs, beyond_linear, dim1=-2, dim2=-1)
-    return CurvedLayer(stage, local.gain, local.curvature, directions, rest, pairs)
+    return CurvedLayer(stage, local.gain, local.curvature, along, rest, pairs)
 
 
 def _output_factor(
-    layout: FactorLayout, local: Local, factor: Tensor, layer: CurvedLayer, found: ThirdOrder | None, place: int
+    directions: Directions, local: Local, factor: Tensor, layer: CurvedLayer, found: ThirdOrder | None, place: int
 ) -> Tensor:
     """The output's factor, (N, n, rows): the input's through the gains, and what the nonlinearity adds."""
+    layout = directions.layout
     gained = (local.gain.unsqueeze(-2) @ factor).squeeze(-2)
-    followed = factor[..., layout.followed]
-    quadratic = as_factors(followed.mT @ (local.curvature @ followed), layout)
+    quadratic = _bent(directions, local.curvature, factor[..., : layout.rank])
     signs = random_signs(layout.signs, layer.rest.shape[-1], place, layer.rest)
     rest = standard_deviation(layer.rest + mixed_variance(layout, local, factor))
-    turns = torch.zeros_like(gained[..., layout.followed]) if found is None else found.turns
-    own = torch.cat([quadratic, rest.unsqueeze(-1) * signs, turns], -1)
+    none = gained.new_zeros(*gained.shape[:-1], layout.paired)
+    own = [quadratic, rest.unsqueeze(-1) * signs, none if found is None else found.turns]
     if gained.shape[-1] == layout.rank:
-        return torch.cat([gained, own], -1)
-    return torch.cat([gained[..., : layout.rank], gained[..., layout.rank :] + own], -1)
+        return torch.cat([gained, *own], -1)
+    return torch.cat([gained[..., : layout.rank], gained[..., layout.rank :] + torch.cat(own, -1)], -1)
+
+
+def _bent(directions: Directions, curvature: Tensor, linear: Tensor) -> Tensor:
+    """The quadratic rows that units' curvatures make of windows' linear rows (N, n, w, r)."""
+    followed = directions.followed(linear)
+    curved = curvature @ followed
+    own = (curved * directions.with_other_signs(linear)).sum(-2)
+    return as_factors(torch.diagonal_scatter(curved.mT @ followed, own, dim1=-2, dim2=-1))
 
 
 def mixed_variance(layout: FactorLayout, local: Local, factor: Tensor) -> Tensor:
@@ -312,17 +282,18 @@ def mixed_variance(layout: FactorLayout, local: Local, factor: Tensor) -> Tensor
     return ((curved + 0.5 * bent) * bent.mT).sum((-2, -1)).clamp(min=0)
 
 
-def _window_covariance(layout: FactorLayout, factor: Tensor) -> Tensor:
+def _window_covariance(directions: Directions, factor: Tensor) -> Tensor:
     """S of every window, (..., n, w, w), from its factor.
 
     The turns T count to first order, C = FTᵀ + TFᵀ. So that S + C is never negative, it is taken as R(I + M/2)²Rᵀ with
     S = RRᵀ and M = R⁻¹CR⁻ᵀ, which is the same to first order.
     """
+    layout = directions.layout
     products = factor[..., layout.covariance]
     covariance = products @ products.mT
     if factor.shape[-1] == layout.rank:
         return covariance
-    half = factor[..., layout.followed] @ factor[..., layout.turns].mT
+    half = directions.half_turns(factor)
     root = cholesky_root(covariance)
     half = torch.linalg.solve_triangular(root, half, upper=False)
     half = torch.linalg.solve_triangular(root.mT, half, upper=True, left=False)
@@ -341,35 +312,42 @@ def _factor_after(joint: Joint, segment: Segment, layout: FactorLayout) -> Tenso
     return torch.cat([linear, segment.linears(others)], 1)
 
 
-def third_order(layout: FactorLayout, factor: Tensor, local: Local, covariance: Tensor, present: Tensor) -> ThirdOrder:
+def third_order(
+    directions: Directions, factor: Tensor, local: Local, covariance: Tensor, present: Tensor
+) -> ThirdOrder:
     """From windows' factors (..., n, w, rows), their Gaussian moments and covariances (..., n, w, w)."""
-    q = min(factor.shape[-2], MOST_DIRECTIONS)
+    layout, q = directions.layout, min(factor.shape[-2], MOST_DIRECTIONS)
     root, inverse = whitened(covariance, local.curvature, present, q)
     axes = inverse[..., :q, :]
-    along = axes @ factor[..., layout.followed]
-    towards = weighted_matrices(axes @ factor[..., layout.quadratic], layout) @ along.mT.unsqueeze(-3)
-    bends = along.unsqueeze(-3) @ towards
+    linear = factor[..., : layout.rank]
+    along, other = axes @ directions.followed(linear), axes @ directions.with_other_signs(linear)
+    matrices = as_matrices(axes @ factor[..., layout.quadratic], layout.paired)
+    alone = matrices.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    applied = matrices @ along.mT.unsqueeze(-3) + alone * (other - along).mT.unsqueeze(-3)  # Q_a f_c
+    bends = along.unsqueeze(-3) @ applied
+    bends = 0.5 * (bends + bends.mT)
     curvature = root[..., :q].mT @ local.curvature @ root[..., :q]
-    turns = (curvature.unsqueeze(-2) * towards).sum((-3, -1))
+    turns = (curvature.unsqueeze(-2) * applied).sum((-3, -1))
     kappa = bends + bends.transpose(-3, -2) + bends.transpose(-3, -1)  # Q_a[b, c] + Q_b[a, c] + Q_c[a, b]
     return ThirdOrder(ThirdCumulants(root, kappa), turns)
 
 
 def score_covariance(
-    plan: Plan, layers: list[CurvedLayer], layout: FactorLayout, factor: Tensor, outputs: Tensor
+    plan: Plan, layers: list[CurvedLayer], directions: Directions, factor: Tensor, outputs: Tensor
 ) -> Tensor:
     """Cov of chosen scores, (N, k, k), from their factors (N, k, rows) and output indices (N, k).
 
     With a the weights of a score on a layer's units, by the expected slopes behind it, the score is its linear part, a
     quadratic part ½(M[ε, ε] − tr M) with M = Σ a H[f, f] over all units of all layers, and what is beyond: Cov is the
-    sum of FFᵀ (and the turns), ½⟨M, M'⟩, and Σ a a' rest. Layers with exact pairs have those in place of their own part
+    sum of (F + T)(F + T)ᵀ, ½⟨M, M'⟩, and Σ a a' rest. Layers with exact pairs have those in place of their own part
     of ½⟨M, M'⟩.
     """
+    layout = directions.layout
     linear = factor[..., : layout.rank]
     total = linear @ linear.mT
     if factor.shape[-1] > layout.rank:
-        half = factor[..., layout.followed] @ factor[..., layout.turns].mT
-        total = total + half + half.mT
+        half, turns = directions.half_turns(factor), factor[..., layout.turns]
+        total = total + half + half.mT + turns @ turns.mT
     weights = plan.score_weights(outputs, factor)
     alone = len(layers) == 1 and layers[0].pairs is not None
     matrices: list[Tensor] = []
@@ -389,12 +367,12 @@ def score_covariance(
 
 
 def _half_products(matrices: Tensor, layout: FactorLayout) -> Tensor:
-    """½⟨M, M'⟩ of matrices (N, k, K + `MIXED`, ·): (N, k, k).
+    """½⟨M, M'⟩ of matrices (N, k, S + `MIXED`, ·): (N, k, k).
 
     Sums of other rows, s with E ssᵀ = the rows' products, count as one direction each, but not with themselves: the
     products of a sum with itself are not those of the rows.
     """
-    linear = inner_product_weights(layout, matrices.shape[-1] - MIXED, matrices)
+    linear = inner_product_weights(layout.rank, layout.leading, matrices.shape[-1] - MIXED, matrices)
     weights = torch.nn.functional.pad(linear, (0, MIXED, 0, MIXED), value=MIXED / (MIXED - 1))
     weights[-MIXED:, -MIXED:].fill_diagonal_(0.0)
     alone = linear[:1, -1:] if layout.leading else linear.diagonal()[:1]
@@ -404,81 +382,13 @@ def _half_products(matrices: Tensor, layout: FactorLayout) -> Tensor:
     return 0.5 * (matrices * weights).flatten(2) @ matrices.flatten(2).mT
 
 
-def layout_for(rank: int, scores: int) -> FactorLayout:
-    """For noise of so many directions and so many scores."""
-    paired = min(rank, PAIRED)
-    return FactorLayout.of(rank, paired, SIGNS, min(scores, paired // 2) if paired < rank else 0)
+def layout_for(event: tuple[int, ...], rank: int, scores: int) -> FactorLayout:
+    """For noise of so many directions of an event, and so many scores."""
+    coloured = int(colours(event, rank, PAIRED).max()) + 1
+    leading = min(scores, MOST_LEADING, rank - coloured)
+    return FactorLayout.of(rank, coloured + leading, SIGNS, leading)
 
 
-def inner_product_weights(layout: FactorLayout, paired: int, like: Tensor) -> Tensor:
-    """W, (K, K), with ⟨Q, Q'⟩ ≈ Σ W Q Q' over the first K directions.
-
-    With all directions W = 1. Of r random orthonormal ones, the first K give
-
-        r(r−1)/(K(K−1)) Σₖ≠ₗ QₖₗQ'ₖₗ + r/K Σₖ QₖₖQ'ₖₖ,
-
-    which is unbiased whatever the traces; its relative error is about √2/K. Pairs of a leading direction and a random
-    one have r/K, pairs of leading ones 1, with r and K then counting the random ones only.
-    """
-    rank, seen = layout.rank - layout.leading, paired - layout.leading
-    between = rank * (rank - 1) / (seen * (seen - 1)) if seen > 1 else 1.0
-    weights = torch.full((paired, paired), between, dtype=like.dtype, device=like.device)
-    weights.fill_diagonal_(rank / seen)
-    weights[: layout.leading] = weights[:, : layout.leading] = rank / seen
-    weights[: layout.leading, : layout.leading] = 1.0
-    return weights
-
-
-@cache
-def pair_places(paired: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Both members of every pair k ≤ l, (pairs,), and the number of each pair, (K, K)."""
-    first, second = torch.triu_indices(paired, paired)
-    number = torch.zeros(paired, paired, dtype=torch.int64)
-    number[first, second] = number[second, first] = torch.arange(len(first))
-    return first, second, number
-
-
-def as_factors(matrices: Tensor, layout: FactorLayout) -> Tensor:
-    """Q as symmetric matrices (..., K, K) to rows (..., pairs), whose products are ½⟨Q, Q'⟩."""
-    paired = matrices.shape[-1]
-    places, device = pair_places(paired), matrices.device
-    weights = inner_product_weights(layout, paired, matrices).sqrt()
-    weights.diagonal().mul_(0.5**0.5)
-    return (matrices * weights)[..., places[0].to(device), places[1].to(device)]
-
-
-def weighted_matrices(quadratic: Tensor, layout: FactorLayout) -> Tensor:
-    """W·Q, (..., K, K), from the rows (..., pairs) of Q: for products with other matrices."""
-    number = pair_places(layout.paired)[2].to(quadratic.device)
-    weights = inner_product_weights(layout, layout.paired, quadratic).sqrt()
-    weights.diagonal().mul_(2**0.5)
-    return quadratic[..., number] * weights
-
-
-@lru_cache(maxsize=2)
-def random_basis(rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A random orthogonal matrix (r, r), the same every time."""
-    with torch.inference_mode(False), torch.no_grad():  # else a basis kept from there would be unusable elsewhere
-        normal = torch.randn(rank, rank, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-        q, r = torch.linalg.qr(normal)
-        return (q * r.diagonal().sign()).to(dtype).to(device)
-
-
-def image_factors(covariance: Covariance, like: Tensor) -> Tensor:
-    """The linear rows of the image, (..., r, n)."""
-    if covariance.rank <= PAIRED:
-        return covariance.root().mT
-    return covariance.turned_root(random_basis(covariance.rank, like.dtype, like.device))
-
-
-def random_signs(rows: int, units: int, place: int, like: Tensor) -> Tensor:
-    """(units, rows) of ±1/√rows, the same every time for a place in the network."""
-    return _signs(rows, units, place, like.dtype, like.device)
-
-
-@lru_cache(maxsize=16)
-def _signs(rows: int, units: int, place: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        generator = torch.Generator().manual_seed(place)
-        signs = torch.randint(0, 2, (units, rows), generator=generator, dtype=torch.int8) * 2 - 1
-        return signs.to(device).to(dtype) / rows**0.5
+def _event(plan: Plan) -> tuple[int, ...]:
+    """The shape of an image."""
+    return tuple(shape_of(plan.image)[1:])

@@ -81,14 +81,14 @@ def sketched(
             constant, torch.zeros_like(constant), nothing, constant.new_zeros(*outputs.shape, mean[0].numel())
         )
     together = images_together(plan, mean, probes, outputs.shape[1], memory_budget)
+    if together >= len(mean):
+        return _sketched(plan, mean, covariance, outputs, probes, seed)
     parts = []
-    with full_precision(), Progress("sketches", len(mean)) as progress:
+    with Progress("sketches", len(mean)) as progress:
         for start in range(0, len(mean), together):
             some = slice(start, start + together)
             parts.append(_sketched(plan, mean[some], covariance.entries(some), outputs[some], probes, seed + start))
             progress.advance(len(mean[some]))
-    if len(parts) == 1:
-        return parts[0]
     fields = ("mean", "correction", "covariance", "slopes")
     return Sketched(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
 
@@ -145,7 +145,7 @@ def _followed(plan: Plan, mean: Tensor, deviations: Tensor, outputs: Tensor) -> 
     means = {plan.image: mean.flatten(1)}
     samples = {plan.image: means[plan.image].unsqueeze(1) + deviations}
     layers = []
-    with Progress("sketch", 2 * len(plan.stages)) as progress:
+    with full_precision(), Progress("sketch", 2 * len(plan.stages)) as progress:
         for place, stage in enumerate(plan.stages):
             layer = stage.rule.sketched(stage.before.values(means), stage.before.values(samples))
             means[stage.output], samples[stage.output] = layer.mean, layer.values

@@ -15,6 +15,7 @@ Nothing here waits for a value, so that a pass is recorded on a GPU as one graph
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,12 +24,11 @@ from torch import Tensor
 
 from netmoments.covariances import Covariance
 from netmoments.memory import elements_together
-from netmoments.network.graph import Node
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
-from netmoments.propagate.cumulants import CentreRows, Cumulants, FourthCumulants, FourthOrder, OwnCumulants
-from netmoments.propagate.plan import Plan, Segment
+from netmoments.propagate.cumulants import Cumulants, FourthCumulants, FourthOrder, OwnCumulants
+from netmoments.propagate.plan import Passage, Plan
 from netmoments.propagate.rows import MOST_DIRECTIONS, Need
 from netmoments.rules.base import Local, Nonlinearity, PowerMoments, ThirdCumulants, whitened
 
@@ -36,6 +36,8 @@ MOST_CENTRES = 4096
 """Units of all layers whose third cumulants are followed, at most."""
 CENTRES_WORK = 2**37
 """So many that they, times the square of the joint tensor's size, are no more than this."""
+MOST_SHARED = 2.5
+"""Units that look at a number, on average over a layer; 2.25 for pools of 3×3 with steps of 2."""
 SERIES = 4
 """Terms of the Hermite series of covariances where a rule has no exact pairs."""
 
@@ -50,53 +52,50 @@ class DenseJoint(NamedTuple):
     cumulants: Cumulants
 
 
-def carried(
-    plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, counts: list[int] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Means (N, k) and covariances (N, k, k) of the scores with indices `outputs` (N, k), for images (N, ...).
+class SquareLayout(NamedTuple):
+    """What carrying squares through a plan is like; see `layout_of`."""
 
-    So many units of each stage are followed as `counts` says, by default as their work allows; with none of any, what
-    enters a layer is taken for Gaussian.
-    """
-    counts = followed_units(plan) if counts is None else counts
-    with full_precision(), Progress("layerwise", len(plan.stages) + 1) as progress:
-        flat = mean.flatten(1)
-        dense = covariance.dense().expand(len(flat), -1, -1)
-        joint = DenseJoint(flat, dense, Cumulants.none(flat, fourth=has_fourth(plan, counts)))
-        nodes: tuple[Node, ...] = (plan.image,)
-        for place, stage in enumerate(plan.stages):
-            kept = tuple(node for node in plan.needed[place + 1] if node is not stage.output)
-            joint = through_segment(joint, plan, nodes, stage.before, kept)
-            joint = through_layer(joint, stage.rule, stage.before.size, counts[place])
-            nodes = (stage.output, *kept)
-            progress.advance(1)
-        joint = through_segment(
-            joint._replace(cumulants=Cumulants.none(joint.mean, fourth=False)), plan, nodes, plan.last, ()
-        )
-        progress.advance(1)
-    scores = joint.mean.gather(1, outputs)
-    rows = joint.covariance.gather(1, outputs.unsqueeze(-1).expand(-1, -1, joint.covariance.shape[-1]))
-    every = rows.gather(2, outputs.unsqueeze(1).expand(-1, outputs.shape[1], -1))
-    return scores, 0.5 * (every + every.mT)
+    followed: tuple[int, ...]
+    """Of how many units of each stage cumulants are followed."""
+    fourth: bool
+    """Whether fourth cumulants are kept: of layers with known own moments, all units of which are followed."""
+    largest: Need
+    """The stage that takes most memory for one image, were a number one byte: squares before and after, and of its
+    units; rows of centres."""
+    worthwhile: bool
+    """Whether squares know more than rows.
+
+    The cumulants of at least half the units of every layer must be followed: where they are not, rows know as much.
+    Units must not share most of their windows, as those of a softmax or a normalisation do, all of whose covariances
+    are far from their first terms."""
 
 
-def joint_sizes(plan: Plan) -> list[tuple[int, int]]:
-    """Numbers in the joint tensor before each stage, and with its input in place of what is no longer needed."""
-    found = []
-    for place, stage in enumerate(plan.stages):
-        before = sum(plan.sizes[node] for node in plan.needed[place])
-        kept = sum(plan.sizes[node] for node in plan.needed[place + 1] if node is not stage.output)
-        found.append((before, kept + stage.before.size))
-    return found
+def layout_of(plan: Plan) -> SquareLayout:
+    """The units that are followed, and what follows from that; `plan.once(layout_of)` finds it once."""
+    stages, followed = plan.stages, followed_units(plan)
+    earlier = list(zip(stages[:-1], followed[:-1], strict=True))
+    fourth = all(stage.rule.width == 1 and stage.rule.units == count for stage, count in earlier)
+    worthwhile = all(2 * count >= stage.rule.units for stage, count in earlier)
+    worthwhile &= all(stage.rule.windows.numel() <= MOST_SHARED * stage.before.size for stage in stages)
+    largest, centres = Need("the scores", plan.last.size**2), 0
+    for passage, stage, count in zip(plan.passages, stages, followed, strict=False):
+        before, after, n, w = passage.before, passage.after, stage.rule.units, stage.rule.width
+        squares = before * before + 2 * before * after + 2 * after * after + 6 * n * n + (2 * n * after if w > 1 else 0)
+        squares += n * w * w * 4
+        rows = 12 * centres * after + (8 * centres * centres if fourth else 0)
+        largest = max(largest, Need(stage.name, squares + rows), key=lambda need: need.bytes)
+        centres += count * min(w, MOST_DIRECTIONS)
+    return SquareLayout(followed, fourth, largest, worthwhile)
 
 
-def followed_units(plan: Plan) -> list[int]:
+def followed_units(plan: Plan) -> tuple[int, ...]:
     """Of how many units of each stage third cumulants are followed: all, or as many as their work allows.
 
     Before a stage with P numbers in its joint tensor there may be so many centres that they, times P², are no more than
     `CENTRES_WORK`; the layers before it share them, and the last has no use for any.
     """
-    most = [min(MOST_CENTRES, CENTRES_WORK // max(sizes) ** 2) for sizes in joint_sizes(plan)]
+    sizes = [max(passage.before, passage.after) for passage in plan.passages[:-1]]
+    most = [min(MOST_CENTRES, CENTRES_WORK // size**2) for size in sizes]
     counts, used = [0] * len(most), 0
     for place, stage in enumerate(plan.stages[:-1]):
         directions = min(stage.rule.width, MOST_DIRECTIONS)
@@ -104,57 +103,44 @@ def followed_units(plan: Plan) -> list[int]:
         share = max(0, min((most[after] - used) // (after - place) for after in later))
         counts[place] = min(stage.rule.units, share // directions)
         used += counts[place] * directions
-    return counts
+    return tuple(counts)
 
 
-def has_fourth(plan: Plan, counts: list[int]) -> bool:
-    """Whether fourth cumulants are kept: of layers with known own moments, all units of which are followed."""
-    layers = zip(plan.stages[:-1], counts[:-1], strict=True)
-    return all(stage.rule.width == 1 and stage.rule.units == count for stage, count in layers)
+def need_of(plan: Plan, itemsize: int) -> Need:
+    """The most memory that a stage takes for one image."""
+    layer, numbers = plan.once(layout_of).largest
+    return Need(layer, itemsize * numbers)
 
 
-def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
-    """The most memory that a stage takes for one image: squares before and after, and of its units; rows of centres."""
-    counts = followed_units(plan)
-    worst, centres = Need("the scores", itemsize * plan.last.size**2), 0
-    fourth = has_fourth(plan, counts)
-    for (before, after), stage, count in zip(joint_sizes(plan), plan.stages, counts, strict=True):
-        n, w = stage.rule.units, stage.rule.width
-        squares = before * before + 2 * before * after + 2 * after * after + 6 * n * n + (2 * n * after if w > 1 else 0)
-        squares += n * w * w * 4
-        rows = 12 * centres * after + (8 * centres * centres if fourth else 0)
-        needed = itemsize * (squares + rows)
-        if needed > worst.bytes:
-            worst = Need(stage.name, needed)
-        centres += count * min(w, MOST_DIRECTIONS)
-    return worst
+def carried(
+    plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, followed: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Means (N, k) and covariances (N, k, k) of the scores with indices `outputs` (N, k), for images (N, ...).
+
+    So many units of each stage are followed as is said, by default as their work allows; with none of any, what enters
+    a layer is taken for Gaussian.
+    """
+    layout = plan.once(layout_of)
+    followed, fourth = (layout.followed, layout.fourth) if followed is None else (followed, False)
+    with full_precision(), Progress("layerwise", len(plan.passages)) as progress:
+        flat = mean.flatten(1)
+        dense = covariance.dense().expand(len(flat), -1, -1)
+        joint = DenseJoint(flat, dense, Cumulants.none(flat, fourth=fourth))
+        *passages, last = plan.passages
+        for passage, stage, count in zip(passages, plan.stages, followed, strict=True):
+            joint = DenseJoint(*through_segment(joint, passage), joint.cumulants.through(passage.linears))
+            joint = through_layer(joint, stage.rule, stage.before.size, count)
+            progress.advance(1)
+        scores, square = through_segment(joint, last)
+        progress.advance(1)
+    rows = square.gather(1, outputs.unsqueeze(-1).expand(-1, -1, square.shape[-1]))
+    every = rows.gather(2, outputs.unsqueeze(1).expand(-1, outputs.shape[1], -1))
+    return scores.gather(1, outputs), 0.5 * (every + every.mT)
 
 
-def through_segment(
-    joint: DenseJoint, plan: Plan, nodes: tuple[Node, ...], segment: Segment, kept: tuple[Node, ...]
-) -> DenseJoint:
-    """An affine part: its results come first, then what is kept, of numbers that are in the order of `nodes`."""
-    places: dict[Node, slice] = {}
-    start = 0
-    for node in nodes:
-        places[node] = slice(start, start + plan.sizes[node])
-        start += plan.sizes[node]
-
-    def split(rows: Tensor, wanted: tuple[Node, ...]) -> dict[Node, Tensor]:
-        return {node: rows[..., places[node]] for node in wanted}
-
-    def linear(rows: Tensor) -> Tensor:
-        parts = [segment.linears(split(rows, segment.sources)), *split(rows, kept).values()]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-
-    values = [segment.values(split(joint.mean, segment.sources)), *split(joint.mean, kept).values()]
-    half = linear(joint.covariance).mT
-    mean, cumulants = torch.cat(values, -1), joint.cumulants
-    if cumulants.centres:
-        cumulants = cumulants.through(linear)
-    else:
-        cumulants = Cumulants.none(mean, fourth=cumulants.fourth is not None)
-    return DenseJoint(mean, linear(half), cumulants)
+def through_segment(joint: DenseJoint, passage: Passage) -> tuple[Tensor, Tensor]:
+    """Mean (N, P′) and covariance (N, P′, P′) after an affine part: A Σ Aᵀ by its rows, and then by its columns."""
+    return passage.values(joint.mean), passage.linears(passage.linears(joint.covariance).mT)
 
 
 def through_layer(joint: DenseJoint, rule: Nonlinearity, inputs: int, followed: int) -> DenseJoint:
@@ -187,7 +173,7 @@ class _Units:
         self.kurtosis: Tensor | None = None
         cumulants = joint.cumulants
         self.per_variance = self.inverse.square().clamp(max=torch.finfo(self.s.dtype).max)
-        if cumulants.centres:
+        if cumulants.rows.numel():
             third, self.spread = cumulants.with_another(n), cumulants.fourths(n)
             tame = (third.diagonal(dim1=-2, dim2=-1) * self.per_variance * self.inverse).abs() < MOST_SKEW
             if self.spread is not None:
@@ -228,9 +214,8 @@ class _Units:
             across = across + 0.5 * first[2].unsqueeze(-1) * self.third[..., n:]
         covariance = _joined(self.covariance, across, self.joint.covariance[:, n:, n:])
         mean = torch.cat([self.power.centre + self.mean, self.joint.mean[:, n:]], -1)
-        factor = torch.cat([gain, torch.ones_like(self.joint.mean[:, n:])], -1).unsqueeze(1)
-        before = self.joint.cumulants
-        cumulants = before._replace(rows=before.rows.each(lambda rows: rows * factor))
+        factor = torch.cat([gain, torch.ones_like(self.joint.mean[:, n:])], -1)[:, None, None]
+        cumulants = self.joint.cumulants.through(lambda rows: rows * factor)
         if followed:
             cumulants = self.with_centres(cumulants, followed)
         return DenseJoint(mean, covariance, cumulants)
@@ -264,8 +249,8 @@ class _Units:
         bent = 0.5 * _picked(self.bend, chosen).unsqueeze(-1) * along
         own = torch.cat([self.own_thirds(chosen), self.own_thirds_with_others(others, chosen)], -1)
         fourth = None if before.fourth is None else self.fourth_order(before.fourth)
-        new = CentreRows(_one_each(chosen, along, n), along, bent, own)
-        return Cumulants(before.rows.with_more(new), fourth)
+        new = torch.stack([_one_each(chosen, along, n), along, bent, own], 1)
+        return Cumulants(torch.cat([before.rows, new], 2), fourth)
 
     @cached_property
     def variance_slope(self) -> Tensor:
@@ -325,9 +310,8 @@ class _Units:
         )
         slope, share, bend = self.variance_slope, self.variance_share, own.variance_bend
         together = _series((slope, bend), (slope, bend), self.rho)
-        rows, n = self.joint.cumulants.rows, self.n
-        parts = rows.along, rows.response, rows.own
-        along, response, beyond = (part[..., :n] * self.inverse.unsqueeze(-2) for part in parts)
+        e, v, _, x = self.joint.cumulants.rows[..., : self.n].unbind(1)
+        along, response, beyond = (part * self.inverse.unsqueeze(-2) for part in (v, e, x))
         moved = slope.unsqueeze(-2) * beyond
         if self.spread is not None and self.twice is not None:
             mixed = slope.unsqueeze(-1) * share.unsqueeze(-2) * self.twice.mT
@@ -358,7 +342,7 @@ def _through_windows(joint: DenseJoint, rule: Nonlinearity, inputs: int, followe
     own = torch.diagonal_scatter(own, torch.maximum(look.local.variance, least), dim1=-2, dim2=-1)
     covariance = _joined(own, across, joint.covariance[:, inputs:, inputs:])
     mean = torch.cat([look.local.mean, joint.mean[:, inputs:]], -1)
-    cumulants = Cumulants(joint.cumulants.rows.each(look.through), None)
+    cumulants = joint.cumulants.through(look.through)._replace(fourth=None)
     if followed:
         cumulants = look.with_centres(cumulants, followed)
     return DenseJoint(mean, covariance, cumulants)
@@ -382,9 +366,10 @@ class _Windows:
         self.bend = turn.mT @ self.local.curvature @ turn
         """E ∇²f along them, (N, n, q, q)."""
         self.turned: Tensor | None = None
-        if joint.cumulants.centres:
-            rows = [part[..., :inputs].mT.contiguous() for part in joint.cumulants.rows]
-            each = len(mean) * joint.cumulants.centres * self.directions * max(self.directions, rule.width)
+        centres = joint.cumulants.rows.shape[2]
+        if centres:
+            rows = [part.mT.contiguous() for part in joint.cumulants.rows[..., :inputs].unbind(1)]
+            each = len(mean) * centres * self.directions * max(self.directions, rule.width)
             parts = []
             for some in self.in_parts(each):
                 seen = [self.along_axes(part, some) for part in rows]
@@ -403,14 +388,15 @@ class _Windows:
         return self.axes[:, units] @ columns[:, self.places[units]]
 
     def gained_rows(self, rows: Tensor) -> Tensor:
-        """Rows (N, R, p) of the input as rows (N, R, n) of the output."""
+        """Rows (N, ..., p) of the input as rows (N, ..., n) of the output."""
         total = torch.zeros_like(rows[..., :1])
+        gain = self.local.gain.reshape(len(rows), *[1] * (rows.dim() - 2), *self.local.gain.shape[1:])
         for place in range(self.rule.width):
-            total = total + self.local.gain[..., place].unsqueeze(1) * rows[..., self.places[:, place]]
+            total = total + gain[..., place] * rows[..., self.places[:, place]]
         return total
 
     def through(self, rows: Tensor) -> Tensor:
-        """Rows (N, R, P) of the joint tensor, with the output in the input's place."""
+        """Rows (N, ..., P) of the joint tensor, with the output in the input's place."""
         return torch.cat([self.gained_rows(rows[..., : self.inputs]), rows[..., self.inputs :]], -1)
 
     def quadratic_pairs(self) -> Tensor:
@@ -434,8 +420,8 @@ class _Windows:
         along = self.through(rows.flatten(1, 2))
         bent = self.through((0.5 * bend @ rows).flatten(1, 2))
         response = _one_each(chosen.repeat_interleave(self.directions, dim=-1), along, self.rule.units)
-        new = CentreRows(response, along, bent, torch.zeros_like(along))
-        return Cumulants(before.rows.with_more(new), None)
+        new = torch.stack([response, along, bent, torch.zeros_like(along)], 1)
+        return Cumulants(torch.cat([before.rows, new], 2), None)
 
 
 def _picked(rows: Tensor, chosen: Tensor | None) -> Tensor:

@@ -134,7 +134,16 @@ def nonlinear_matrix(units: Units, covariance: Tensor) -> Tensor:
             value = _nonlinear_sum(rule, h.unsqueeze(-1), h.unsqueeze(-2), rho, scratch)
             lower = value.mul_(s.unsqueeze(-1)).mul_(s.unsqueeze(-2)).tril_(-1)
             return lower + lower.mT  # symmetric to the bit, which two roundings of one pair are not
-    raise ValueError(f"correlations must be within [−1, 1], got {largest}: a mean or covariance holds NaN or infinity")
+    raise no_correlations(largest, rho.dtype)
+
+
+def no_correlations(largest: float, dtype: torch.dtype) -> ValueError:
+    """What is said where the largest of some correlations is NaN."""
+    name, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
+    return ValueError(
+        f"correlations must be within [−1, 1], got {largest}: a mean or covariance holds NaN or infinity (a {name} "
+        f"variance of more than {most:.0e} is infinite: take smaller units{'' if '64' in name else ', or float64'})"
+    )
 
 
 def orthant_excess(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None) -> Tensor:
@@ -332,9 +341,7 @@ def _by_correlation(
     low, high = (float(x) for x in torch.aminmax(rho))
     largest = max(-low, high)
     if not largest <= 1:
-        raise ValueError(
-            f"correlations must be within [−1, 1], got {largest}: a mean or covariance holds NaN or infinity"
-        )
+        raise no_correlations(largest, rho.dtype)
     rules = rules[: next(i for i, rule in enumerate(rules) if largest <= rule.limit) + 1]
     enough = next((i for i, rule in enumerate(series) if largest <= rule.limit), len(series))
     base = _cheapest_base(rules, series[: enough + 1], rho, largest)

@@ -28,26 +28,45 @@ _FRACTION_TERMS = {torch.float32: 16, torch.float64: 40}
 
 
 def open_probability(mean: Tensor, variance: Tensor) -> Tensor:
-    """P(z > 0) = Φ(h), the expected slope of the ReLU; 1/2 at m = s = 0."""
-    return distribution(standardize(mean, standard_deviation(variance)))
+    """P(z > 0) = Φ(h), the expected slope of the ReLU; 1/2 at m = s = 0. Relative accuracy in the left tail."""
+    h = standardize(mean.double(), standard_deviation(variance.double()))  # a rounding of h is amplified by h²
+    return distribution(h).to(variance.dtype)
 
 
-def tail_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """M_n(x) = ∫₀^∞ tⁿ exp(−xt − t²/2) dt for n = 0, 1, 2 and x ≥ `TAIL` (2 in float32).
+def tail_moments(x: Tensor, highest: int = 2) -> tuple[Tensor, ...]:
+    """M_n(x) = ∫₀^∞ tⁿ exp(−xt − t²/2) dt for n = 0, 1, … up to the highest, and x ≥ `TAIL` (2 in float32).
 
     φ(x)·M_n(x) is the n-th moment of a standard normal's excess over x; M₀ is Mills' ratio.
     Integration by parts gives x M_n + M_{n+1} = n M_{n−1}, hence M_n/M_{n−1} = n / (x + M_{n+1}/M_n):
     a continued fraction of positive terms, without the cancellation that the closed forms suffer
-    (a factor x⁴ for M₂). Relative error below 1e-14 in float64, 6e-7 in float32.
+    (a factor x⁴ for M₂). Relative error up to M₂ below 1e-14 in float64, 6e-7 in float32; of M₄ 4e-14 in float64.
     """
     terms = _FRACTION_TERMS[x.dtype]
     ratio = 0.5 * (torch.sqrt(x * x + 4 * (terms + 1)) - x)
-    for n in range(terms, 2, -1):
+    for n in range(terms, highest, -1):
         ratio = n / (x + ratio)
-    second = 2 / (x + ratio)
-    first = 1 / (x + second)
-    zeroth = 1 / (x + first)
-    return zeroth, first * zeroth, second * first * zeroth
+    ratios = []
+    for n in range(highest, 0, -1):
+        ratio = n / (x + ratio)
+        ratios.append(ratio)
+    found = [1 / (x + ratio)]
+    for following in reversed(ratios):
+        found.append(following * found[-1])
+    return tuple(found)
+
+
+def excess_moments(x: Tensor, bell: Tensor) -> tuple[Tensor, ...]:
+    """E max(u − x, 0)ⁿ for u ~ N(0, 1), x ≥ 0 in float64 and n = 0, …, 4 (n = 0: P(u > x)), `bell` being φ(x).
+
+    φ(x)M_n(x) in the tail, elsewhere x M_n + M_{n+1} = n M_{n−1} as it stands. Relative
+    error below 1e-12 up to n = 2 and 5e-12 up to n = 4, the most at x = 3, where each step of it loses digits.
+    """
+    below = distribution(-x)
+    near = [below, bell - x * below]
+    for n in range(1, 4):
+        near.append(n * near[-2] - x * near[-1])
+    far = tail_moments(x.clamp(min=TAIL), highest=4)
+    return tuple(torch.where(x > TAIL, bell * beyond, inside) for beyond, inside in zip(far, near, strict=True))
 
 
 def unit_mean(h: Tensor) -> Tensor:

@@ -204,20 +204,20 @@ class _PairsForm(Function):
         diagonal: bool,
         memory_budget: int | None,
     ) -> Tensor:
-        memory_budget = scratch_budget(mean.device, memory_budget)
         inputs = (mean, variance, left, right, weights)
         images = max(map(len, inputs))
         if fused.ENABLED and fused.available(mean):
             form = fused_form.pairs_form_diagonal if diagonal else fused_form.pairs_form
-            result = form(*inputs, _live(weights), memory_budget)
+            result = form(*inputs, _live(weights), scratch_budget(mean.device, memory_budget))
         elif images * mean.shape[1] ** 2 <= SMALL:
             result = _small_form(*inputs, images, diagonal)
         else:
-            result = _form(_USUAL, *inputs, images, diagonal, memory_budget)
+            result = _form(_USUAL, *inputs, images, diagonal, scratch_budget(mean.device, memory_budget))
         deep = _deep(mean, variance, weights, images)
         if bool(deep.any()):
             m, v, a, b, w = (images_of(x, deep).double() for x in inputs)
-            result[deep] = _form(_TAILS, m, v, a, b, w, int(deep.sum()), diagonal, memory_budget).to(result.dtype)
+            budget = scratch_budget(mean.device, memory_budget)
+            result[deep] = _form(_TAILS, m, v, a, b, w, int(deep.sum()), diagonal, budget).to(result.dtype)
         return result
 
     @staticmethod

@@ -1,10 +1,11 @@
-"""What the words of the command line mean."""
+"""What the words of the command line mean: a network with images, and what a report is to say of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from netmoments import data as datasets
 from netmoments.data.images import LabelledImages, correct, evenly_spread
 from netmoments.files import open_regular, printable, read_array
+from netmoments.gaussian import Gaussian
 from netmoments.network import zoo
 from netmoments.network.loading import load_network, with_preprocessing
 
@@ -84,6 +86,67 @@ class Subject:
     @property
     def source(self) -> str:
         return Path(self.data).name if Path(self.data).exists() else self.data
+
+
+RELATIVE_LEVELS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+"""Noise levels of the accuracy curve, in units of the chosen one."""
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """How much noise, and how well its effect is to be known."""
+
+    sigma: float
+    tolerance: float = 0.01
+    """Half-width of the 95 % intervals of flip probabilities."""
+    samples: int = 10_000
+    """Samples of each image for that, at most."""
+    rare: int | None = 24
+    """Images nearest to flipping whose flip probability is found to 10 % of itself; None for all."""
+    seconds: float | None = None
+    """That the whole may take; None for half a minute and a tenth of a second an image."""
+    method: str = "auto"
+    """Of the scores: "auto" for those that were sampled anyway, or a formula."""
+    covariance: Tensor | None = None
+    """Of the noise, in place of sigma² on every pixel: of the shape of an image, or (n, n)."""
+    seed: int = 0
+    scores: int = 10
+    """How many of the largest scores are shown when there are many classes."""
+    examples: int = 6
+    """Images that are shown with noisy copies and scores."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    attacks: int = 4
+    """Images that noise is made for, to fool the network."""
+    layer: int | str = -1
+    """The ReLU that these attacks keep exactly."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma < float("inf"):
+            raise ValueError(f"report: sigma must be a positive number (pixels are in [0, 1]), got {self.sigma}")
+        if not 0 < self.tolerance < 0.5:
+            raise ValueError(f"report: tolerance must be between 0 and 0.5 (0.01 for a point), got {self.tolerance}")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise ValueError(f"report: seconds must be a positive number, got {self.seconds}")
+        least = {"samples": 2, "scores": 2, "examples": 0, "attacks": 0, "rare": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ValueError(f"report: {name} must be at least {bound}, got {value}")
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        return tuple(self.sigma * level for level in RELATIVE_LEVELS)
+
+    def noise(self, pixels: Tensor, level: float = 1.0) -> Gaussian:
+        """On images (N, ...), at a level relative to the chosen one."""
+        if self.covariance is None:
+            return Gaussian(pixels, std=level * self.sigma, event_ndim=pixels.dim() - 1)
+        covariance = level**2 * self.covariance.to(pixels.device, pixels.dtype)
+        return Gaussian(pixels, covariance, event_ndim=pixels.dim() - 1)
+
+    def allowance(self, images: int) -> float:
+        """Seconds for so many images."""
+        return 30 + 0.1 * images if self.seconds is None else self.seconds
 
 
 LARGEST = 1e9

@@ -21,7 +21,7 @@ from netmoments.flips.result import shares_interval
 from netmoments.report.attack_page import attacked_cases, few_record
 from netmoments.report.attack_study import AttackStudy, NotAttacked, attackable
 from netmoments.report.attack_words import few_in_words
-from netmoments.report.noise_study import ALL_SCORES, COPIES, CurvePoint, Example, Study
+from netmoments.report.noise_study import ALL_SCORES, COPIES, CurvePoint, Example, FlippedImage, Study
 from netmoments.report.noise_words import (
     FRAGILE,
     answer_share,
@@ -30,10 +30,12 @@ from netmoments.report.noise_words import (
     chosen_point,
     flip_in_words,
     fragile_in_words,
+    largest_change_in_words,
     level_in_words,
     level_of,
     method_in_words,
     more_in_words,
+    nearest_in_words,
     noise_in_words,
     share_in_words,
     stopped_in_words,
@@ -199,8 +201,10 @@ def _example(found: Study, example: Example) -> dict[str, Any]:
         {"picture": small_picture(image), "answer": found.class_name(int(k)), "flipped": int(k) != predicted}
         for image, k in zip(example.noisy, example.noisy_classes, strict=True)
     ]
+    nearest = next((each for each in found.nearest if each.image == number), None)
     return {
         **_about(found, number),
+        "nearest": None if nearest is None else nearest_in_words(found, nearest),
         "copies": copies,
         "long": max(len(copy["answer"]) for copy in copies) > LONG_NAME,
         "chart": for_any_screen(partial(scores_chart, bars), SCORES_WIDE),
@@ -252,9 +256,11 @@ def playable(found: Study) -> dict[str, Any]:
     groups = sorted(set(kinds.tolist()))
     places = torch.full((len(found.images),), -1).scatter(0, numbers, torch.arange(len(numbers)))
     images = [_played(found, at_levels, number, 1 + groups.index(int(kinds[number]))) for number in numbers.tolist()]
-    for number, attack in _attacks_by_image(found).items():
-        if int(places[number]) >= 0:
-            images[int(places[number])]["attack"] = attack
+    nearest = {each.image: _flipped(found, each) for each in found.nearest}
+    for name, some in (("attack", _attacks_by_image(found)), ("nearest", nearest)):
+        for number, shown in some.items():
+            if int(places[number]) >= 0:
+                images[int(places[number])][name] = shown
     event = found.images.images[0]
     return {
         "levels": [
@@ -289,6 +295,7 @@ def _classes_shown(found: Study, at_levels: list[Study]) -> list[int]:
         return list(range(found.count))
     named = [found.predicted, found.scores.outputs.flatten(), *(each.rivals for each in at_levels)]
     named += [each.noisy_classes for each in found.examples]
+    named += [torch.tensor([each.becomes for each in found.nearest], dtype=torch.int64)]
     for more in (found.images.labels, None if found.copies is None else found.copies.flatten()):
         named += [] if more is None else [more]
     return torch.cat(named).unique().tolist()
@@ -338,6 +345,18 @@ def _played(found: Study, at_levels: list[Study], number: int, group: int) -> di
             [small_picture(noisy), int(k)] for noisy, k in zip(example.noisy, example.noisy_classes, strict=True)
         ],
     }  # fmt: skip
+
+
+def _flipped(found: Study, nearest: FlippedImage) -> dict[str, Any]:
+    """The smallest change that was found to flip an image: the image with it, and where it is."""
+    image = found.images.images[nearest.image]
+    return {
+        "picture": small_picture(image + nearest.change),
+        "over": small_picture(over_the_image(image, nearest.change)),
+        "to": nearest.becomes,
+        "distance": _digits(nearest.distance),
+        "largest": largest_change_in_words(nearest),
+    }
 
 
 def _played_level(each: Study, place: int, number: int) -> dict[str, Any]:
@@ -435,6 +454,7 @@ def _image_record(found: Study, number: int) -> dict[str, Any]:
     labels, scores = found.images.labels, found.scores
     low, high = found.interval[number].tolist()
     outputs = scores.outputs[number]
+    nearest = next((each for each in found.nearest if each.image == number), None)
     return {
         "name": found.images.names[number],
         "label": None if labels is None else int(labels[number]),
@@ -445,6 +465,13 @@ def _image_record(found: Study, number: int) -> dict[str, Any]:
         "flip_runs": int(found.runs[number]),
         "flip_route": found.route[number],
         "rival": int(found.rivals[number]),
+        "nearest_flip": None
+        if nearest is None
+        else {
+            "standard_deviations": nearest.distance,
+            "class": nearest.becomes,
+            "largest_change": float(nearest.change.abs().max()),
+        },
         "classes": outputs.tolist(),
         "mean": _numbers(scores.mean[number].tolist()),
         "mean_error": _numbers(scores.mean_error[number].tolist()),

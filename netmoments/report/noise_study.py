@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,21 +22,20 @@ from netmoments.data.images import LabelledImages
 from netmoments.flips.flip_probability import FlipGoal, entries_found
 from netmoments.flips.margins import Clock
 from netmoments.flips.result import shares_interval
+from netmoments.flips.search import nearest_flip
 from netmoments.flips.survey import Survey, SurveyGoal, expected_share_error, surveyed
 from netmoments.gaussian import Gaussian, random_seed
 from netmoments.moments.output_moments import output_moments
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.precision import full_precision
 from netmoments.progress import Progress
-from netmoments.report.arguments import with_classes_of
+from netmoments.report.arguments import RELATIVE_LEVELS, StudyConfig, with_classes_of
 from netmoments.report.attack_study import AttackStudy, NotAttacked, few_attacks
 from netmoments.report.pictures import drawable, drawn_noise
 from netmoments.report.words import seconds_in_words
 from netmoments.sampling.fast_network import fast_network
 
 CALLER = "report"
-RELATIVE_LEVELS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-"""Noise levels of the accuracy curve, in units of the chosen one."""
 RELATIVE_ERROR = 0.1
 """Of the flip probabilities of the images nearest to flipping."""
 RARE_RUNS = 50_000
@@ -55,63 +54,10 @@ COPIES = 5
 """Noisy copies that are shown of an image."""
 COPIES_SHARE = 0.1
 """Of the time, that the network may be asked about them."""
-
-
-@dataclass(frozen=True)
-class StudyConfig:
-    """How much noise, and how well its effect is to be known."""
-
-    sigma: float
-    tolerance: float = 0.01
-    """Half-width of the 95 % intervals of flip probabilities."""
-    samples: int = 10_000
-    """Samples of each image for that, at most."""
-    rare: int | None = 24
-    """Images nearest to flipping whose flip probability is found to 10 % of itself; None for all."""
-    seconds: float | None = None
-    """That the whole may take; None for half a minute and a tenth of a second an image."""
-    method: str = "auto"
-    """Of the scores: "auto" for those that were sampled anyway, or a formula."""
-    covariance: Tensor | None = None
-    """Of the noise, in place of sigma² on every pixel: of the shape of an image, or (n, n)."""
-    seed: int = 0
-    scores: int = 10
-    """How many of the largest scores are shown when there are many classes."""
-    examples: int = 6
-    """Images that are shown with noisy copies and scores."""
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    attacks: int = 4
-    """Images that noise is made for, to fool the network."""
-    layer: int | str = -1
-    """The ReLU that these attacks keep exactly."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.sigma < float("inf"):
-            raise ValueError(f"{CALLER}: sigma must be a positive number (pixels are in [0, 1]), got {self.sigma}")
-        if not 0 < self.tolerance < 0.5:
-            raise ValueError(f"{CALLER}: tolerance must be between 0 and 0.5 (0.01 for a point), got {self.tolerance}")
-        if self.seconds is not None and not 0 < self.seconds < math.inf:
-            raise ValueError(f"{CALLER}: seconds must be a positive number, got {self.seconds}")
-        least = {"samples": 2, "scores": 2, "examples": 0, "attacks": 0, "rare": 0}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                raise ValueError(f"{CALLER}: {name} must be at least {bound}, got {value}")
-
-    @property
-    def levels(self) -> tuple[float, ...]:
-        return tuple(self.sigma * level for level in RELATIVE_LEVELS)
-
-    def noise(self, pixels: Tensor, level: float = 1.0) -> Gaussian:
-        """On images (N, ...), at a level relative to the chosen one."""
-        if self.covariance is None:
-            return Gaussian(pixels, std=level * self.sigma, event_ndim=pixels.dim() - 1)
-        covariance = level**2 * self.covariance.to(pixels.device, pixels.dtype)
-        return Gaussian(pixels, covariance, event_ndim=pixels.dim() - 1)
-
-    def allowance(self, images: int) -> float:
-        """Seconds for so many images."""
-        return 30 + 0.1 * images if self.seconds is None else self.seconds
+NEAREST = 18
+"""Images, the most fragile first, of which the nearest flip is looked for; and those that have noisy copies."""
+NEAREST_RUNS, NEAREST_SHARE = 800, 0.1
+"""Of the network, that one is reckoned to take; of the time, that all may take."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +77,19 @@ class Example:
     image: int
     noisy: Tensor
     noisy_classes: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class FlippedImage:
+    """One image with the smallest change that was found to change its answer."""
+
+    image: int
+    change: Tensor
+    """What is added to the image, of its shape."""
+    distance: float
+    """Its length √(δᵀΣ⁻¹δ) in standard deviations of the chosen noise: |δ|/σ where that is the same on every pixel."""
+    becomes: int
+    """The class that wins then."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,6 +189,8 @@ class Study:
     copies: Tensor | None = None
     """The answers (L, N, c) to the noisy copies that `pictures.drawn_noise` gives; None where none were asked for."""
     examples: tuple[Example, ...] = ()
+    nearest: tuple[FlippedImage, ...] = ()
+    """Of the images shown first: as far as flips were found, and time allowed."""
     attacks: AttackStudy | NotAttacked | None = None
     """Noise made to fool the network, or why there is none; None where none was asked for."""
     stopped: str = ""
@@ -402,6 +363,10 @@ def _found(
             found, scores=_scores(model, noise, found), examples=examples_of(model, noise, found),
             copies=_answers_to_copies(model, pixels, found, plan),
         )  # fmt: skip
+        if numbers := nearest_candidates(found):
+            numbers = numbers[: int(NEAREST_SHARE * plan.seconds / (NEAREST_RUNS * plan.cost))]
+            nearest = nearest_of(model, noise, numbers, predicted[numbers], config.seed)
+            found = dataclasses.replace(found, nearest=nearest)
     except KeyboardInterrupt:
         found = dataclasses.replace(found, stopped=INTERRUPTED)
     return found
@@ -585,6 +550,25 @@ def example_images(found: Study) -> list[int]:
     rest = ranking[fragile:]
     spread = [rest[(2 * i + 1) * len(rest) // (2 * (count - fragile))] for i in range(count - fragile)]
     return ranking[:fragile] + spread
+
+
+def nearest_candidates(found: Study) -> list[int]:
+    """The images whose nearest flip is looked for: those with noisy copies, and the most fragile ones."""
+    if not found.config.examples:
+        return []
+    return list(dict.fromkeys([*example_images(found), *found.order[:NEAREST].tolist()]))
+
+
+def nearest_of(
+    model: NetworkModel, noise: Gaussian, numbers: Sequence[int], labels: Tensor, seed: int
+) -> tuple[FlippedImage, ...]:
+    """The nearest flips of images with these numbers and answers, but those of which none was found."""
+    if not numbers:
+        return ()
+    own = noise.entries(torch.tensor(list(numbers), device=noise.device))
+    found = nearest_flip(model, own, labels.to(noise.device), seed=seed)
+    rows = zip(numbers, found.noise.cpu(), found.distance.tolist(), found.rival.tolist(), strict=True)
+    return tuple(FlippedImage(*row) for row in rows if math.isfinite(row[2]))
 
 
 def attacks_on(network: nn.Module, found: Study) -> AttackStudy | NotAttacked | None:

@@ -1,12 +1,13 @@
 """A noise study of many images, in parts: kept on the disk, resumed, on every GPU here or on a Ray cluster.
 
-Two sweeps follow one another: samples of all images, and then the flip probabilities of those nearest to flipping, each
-a part at a time. Every image has random numbers of its own, so that the results depend on who computed what, and
-together with which others, by rounding only.
+Three sweeps follow one another: samples of all images, the flip probabilities of those nearest to flipping, and the
+nearest flips of those that are shown first, each a part at a time. Every image has random numbers of its own, so that
+the results depend on who computed what, and together with which others, by rounding only.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import math
@@ -21,20 +22,23 @@ import torch
 from torch import Tensor
 
 from netmoments.data.images import LabelledImages
-from netmoments.network.model import network_of
-from netmoments.report.arguments import Subject, with_classes_of
+from netmoments.gaussian import Gaussian
+from netmoments.network.model import NetworkModel, network_of
+from netmoments.report.arguments import StudyConfig, Subject, with_classes_of
 from netmoments.report.noise_study import (
     CALLER,
     CurvePoint,
+    FlippedImage,
     Level,
     Refined,
     Scores,
     Study,
-    StudyConfig,
     TimePlan,
     attacks_on,
     classifier,
     examples_of,
+    nearest_candidates,
+    nearest_of,
     rare_candidates,
     refined_together,
     survey_of,
@@ -83,6 +87,11 @@ def study_in_parts(subject: Subject, config: StudyConfig, classes: tuple[str, ..
         found = with_refined(found, rest.refined(run_sweep(rest, out, engine).columns))
     noise = config.noise(images.images.to(config.device))
     found = dataclasses.replace(found, examples=examples_of(model, noise, found))
+    numbers = nearest_candidates(found)
+    if numbers:
+        last = NearestSweep(subject, config, tuple(numbers), tuple(found.predicted[numbers].tolist()))
+        nearest = last.nearest(run_sweep(last, out, engine).columns, images.event_shape)
+        found = dataclasses.replace(found, nearest=nearest)
     return dataclasses.replace(found, attacks=attacks_on(network, found), seconds=time.perf_counter() - start)
 
 
@@ -188,14 +197,13 @@ def _joined_curve(columns: Mapping[str, np.ndarray], sigmas: Sequence[float]) ->
 
 
 @dataclass(frozen=True)
-class RareSweep:
-    """The flip probabilities of the images nearest to flipping."""
+class SomeImages:
+    """Work on some of the images, a few at a time: their numbers, and the answers to them without noise."""
 
     subject: Subject
     config: StudyConfig
     numbers: tuple[int, ...]
     predicted: tuple[int, ...]
-    name: str = "rare"
     unit: str = "images"
 
     @property
@@ -215,14 +223,67 @@ class RareSweep:
 
         def compute(item: int) -> Columns:
             part = slice(item * RARE_PART, (item + 1) * RARE_PART)
-            asked = self.numbers[part], self.predicted[part], self.config
-            found = model.answer(lambda: list(refined_together(model, noise, *asked)))
-            rows = sorted(found, key=lambda one: self.numbers.index(one.number))
-            return {name: np.array([getattr(one, name) for one in rows]) for name in vars(rows[0])}
+            return self.columns(model, noise, self.numbers[part], self.predicted[part])
 
         return compute
+
+    def columns(
+        self, model: NetworkModel, noise: Gaussian, numbers: tuple[int, ...], predicted: tuple[int, ...]
+    ) -> Columns:
+        """A row for each of these; `noise` is that of all images."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class RareSweep(SomeImages):
+    """The flip probabilities of the images nearest to flipping."""
+
+    name: str = "rare"
+
+    def columns(
+        self, model: NetworkModel, noise: Gaussian, numbers: tuple[int, ...], predicted: tuple[int, ...]
+    ) -> Columns:
+        found = model.answer(lambda: list(refined_together(model, noise, numbers, predicted, self.config)))
+        rows = sorted(found, key=lambda one: numbers.index(one.number))
+        return {name: np.array([getattr(one, name) for one in rows]) for name in vars(rows[0])}
 
     def refined(self, columns: Mapping[str, np.ndarray]) -> list[Refined]:
         names = [field.name for field in dataclasses.fields(Refined)]
         rows = zip(*(columns[name].tolist() for name in names), strict=True)
         return [Refined(**dict(zip(names, row, strict=True))) for row in rows]
+
+
+@dataclass(frozen=True)
+class NearestSweep(SomeImages):
+    """The nearest flips of the images that are shown first: a change is a text, the float32 of its pixels in base64."""
+
+    name: str = "nearest"
+
+    def columns(
+        self, model: NetworkModel, noise: Gaussian, numbers: tuple[int, ...], predicted: tuple[int, ...]
+    ) -> Columns:
+        found = {one.image: one for one in nearest_of(model, noise, numbers, torch.tensor(predicted), self.config.seed)}
+        rows = [found.get(number) for number in numbers]
+        return {
+            "image": np.array(numbers),
+            "distance": np.array([math.inf if row is None else row.distance for row in rows]),
+            "becomes": np.array([-1 if row is None else row.becomes for row in rows]),
+            "change": np.array(["" if row is None else _as_text(row.change) for row in rows]),
+        }
+
+    def nearest(self, columns: Mapping[str, np.ndarray], shape: Sequence[int]) -> tuple[FlippedImage, ...]:
+        """Those that were found."""
+        rows = zip(*(columns[name].tolist() for name in ("image", "change", "distance", "becomes")), strict=True)
+        return tuple(
+            FlippedImage(image, _from_text(change).reshape(tuple(shape)), distance, becomes)
+            for image, change, distance, becomes in rows
+            if change
+        )
+
+
+def _as_text(change: Tensor) -> str:
+    return base64.b64encode(change.float().contiguous().numpy().astype("<f4").tobytes()).decode()
+
+
+def _from_text(text: str) -> Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32))

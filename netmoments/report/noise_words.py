@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from netmoments.files import printable
 from netmoments.report.attack_study import AttackStudy, NotAttacked
 from netmoments.report.attack_words import draw_few
-from netmoments.report.noise_study import CurvePoint, Study
+from netmoments.report.noise_study import CurvePoint, FlippedImage, Study
 from netmoments.report.words import at_most_in_words, in_words, interval_in_words, seconds_in_words
 
 FRAGILE = 0.1
@@ -77,6 +78,19 @@ def _nothing_seen(found: Study, number: int) -> str:
     samples, runs = int(found.samples[number]), int(found.runs[number])
     by_samples = math.isclose(float(found.interval[number, 1]), min(1.0, 3 / samples), rel_tol=1e-3)
     return f"nothing seen in {samples:,} samples" if by_samples else f"nothing found in {runs:,} runs"
+
+
+def nearest_in_words(found: Study, nearest: FlippedImage) -> str:
+    """How far away the nearest flip is, and what it is."""
+    away = in_words(float(f"{nearest.distance:.2g}"))
+    return (
+        f"The smallest change found that makes it {found.class_name(nearest.becomes)} is {away} standard deviations of "
+        f"the noise away, {largest_change_in_words(nearest)}."
+    )
+
+
+def largest_change_in_words(nearest: FlippedImage) -> str:
+    return f"at most {math.ceil(255 * float(nearest.change.abs().max()))} of 255 grey levels on a pixel"
 
 
 def fragile_in_words(found: Study) -> str:
@@ -171,11 +185,13 @@ def more_in_words(found: Study) -> str:
 
 
 RANKED = 10
+WIDE_ENOUGH = 110
+"""Columns of a terminal, to show scores too."""
 
 
 def draw(found: Study) -> RenderableType:
     """The accuracy over noise, the most fragile images, noise made to fool the network, and what it took."""
-    parts: list[RenderableType] = [_curve(found), Text(), _ranking(found)]
+    parts: list[RenderableType] = [_curve(found), Text(), Ranking(found)]
     parts += [Text(said) for said in (bounded_in_words(found), more_in_words(found)) if said]
     if found.attacks is not None:
         parts += [Text(), Text("Noise made to fool it", style="bold"), _attacks(found.attacks)]
@@ -210,31 +226,40 @@ def _curve(found: Study) -> Group:
     return _under(f"{answer_share(found)}, {len(found.images):,} images", table)
 
 
-def _ranking(found: Study) -> Group:
-    table, labels = _table(), found.images.labels
-    table.add_column("image")
-    for name in ("label", "answer") if found.labelled else ("answer",):
-        table.add_column(name, justify="right")
-    table.add_column("flips", justify="right", no_wrap=True)
-    table.add_column("95 % interval", no_wrap=True)
-    table.add_column("to", justify="right")
-    table.add_column("score of the answer", justify="right")
-    table.add_column("of the other", justify="right")
-    for number in found.order[:RANKED].tolist():
-        predicted, rival = int(found.predicted[number]), int(found.rivals[number])
-        flip, known = flip_in_words(found, number)
-        cells = [
-            found.images.names[number],
-            *([] if labels is None else [found.class_name(int(labels[number]))]),
-            found.class_name(predicted),
-            flip,
-            known.removeprefix("between ").replace(" and ", " to "),
-            found.class_name(rival),
-            _score(found, number, predicted),
-            _score(found, number, rival),
-        ]
-        table.add_row(*(Text(printable(cell), overflow="ellipsis") for cell in cells))
-    return _under(f"The most fragile images at {noise_in_words(found)}: how often the answer flips", table)
+@dataclass(frozen=True, eq=False)
+class Ranking:
+    """The most fragile images as a table, with their scores where a terminal is wide enough for them."""
+
+    found: Study
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(f"The most fragile images at {noise_in_words(self.found)}: how often the answer flips", style="bold")
+        yield self.table(scores=options.max_width >= WIDE_ENOUGH)
+
+    def table(self, scores: bool) -> Table:
+        found, table, labels = self.found, _table(), self.found.images.labels
+        table.add_column("image", min_width=10)
+        for name in ("label", "answer") if found.labelled else ("answer",):
+            table.add_column(name, justify="right", min_width=len(name))
+        table.add_column("flips", justify="right", no_wrap=True)
+        table.add_column("95 % interval", no_wrap=True)
+        table.add_column("to", justify="right", min_width=2)
+        for name in ("score of the answer", "of the other") if scores else ():
+            table.add_column(name, justify="right", no_wrap=True)
+        for number in found.order[:RANKED].tolist():
+            predicted, rival = int(found.predicted[number]), int(found.rivals[number])
+            flip, known = flip_in_words(found, number)
+            cells = [
+                found.images.names[number],
+                *([] if labels is None else [found.class_name(int(labels[number]))]),
+                found.class_name(predicted),
+                flip,
+                known.removeprefix("between ").replace(" and ", " to "),
+                found.class_name(rival),
+                *([_score(found, number, predicted), _score(found, number, rival)] if scores else []),
+            ]
+            table.add_row(*(Text(printable(cell), overflow="ellipsis") for cell in cells))
+        return table
 
 
 def _attacks(attacks: AttackStudy | NotAttacked) -> RenderableType:

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape as escape_html
@@ -47,7 +48,15 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, loader=loader, finalize=shown
     )
+    environment.filters["whole_options"] = whole_options
     return environment.get_template(template).render(**values)
+
+
+def whole_options(text: str) -> Any:
+    """Text in which options of a command (--rare) are not broken over lines."""
+    from markupsafe import Markup, escape  # comes with jinja2
+
+    return Markup(re.sub(r"--[a-z]+", r'<span class="option">\g<0></span>', str(escape(shown(text)))))
 
 
 def png_data(image: Tensor) -> str:

@@ -146,7 +146,7 @@ class Nonlinearity(ABC):
         """Whether `pairs` has a formula, and the layer is small enough for it beside rows."""
         return self.has_pair_formula and self.units <= EXACT_PAIRS
 
-    @property
+    @cached_property
     def has_pair_formula(self) -> bool:
         return type(self).pairs is not Nonlinearity.pairs
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from netmoments.normal import density, distribution, standard_deviation, standardize
 from netmoments.relu.covariance import layer_covariance
-from netmoments.relu.marginal import expected_relu, nonlinear_variance, open_probability, unit_mean
+from netmoments.relu.marginal import excess_moments, expected_relu, nonlinear_variance, open_probability, unit_mean
 from netmoments.rules import sketch_launch
 from netmoments.rules.base import Local, OneInput, PowerMoments, SketchedLayer, ThirdCumulants
 from netmoments.rules.sampled import UnitMoments
@@ -128,37 +128,37 @@ class PiecewiseLinear(OneInput):
         """Exact: f is a straight line between its kinks, and derivatives in the mean are those of fᵏ.
 
         E fᵏ is that of the line through f(m), and what every kink changes of it on the side away from m (`_far_side`),
-        so that a kink far away changes nothing. With D the derivative in u, t a kink's place in u, v = f there and a, b
-        the slopes df/du after and before it, its part of E Dʳfᵏ is the (r − 2)-th derivative of what jumps there:
+        so that a kink far away changes nothing. All is computed in float64, since φ amplifies a rounding of h by h²:
+        moments of dead units are right to 1e-12 of themselves, 1e-6 in float32. With D the derivative in u, t a kink's
+        place in u, v = f there and a, b the slopes df/du after and before it, its part of E Dʳfᵏ is the (r − 2)-th
+        derivative of what jumps there:
 
             D²f = (a − b)φ,    D²f² = 2(f′²) + 2v(a − b)φ,    D³f³ = 6f′³ + 6v(a² − b²)φ + 3v²(a − b)φ t, …
         """
         own = (self.offset, self.slope, self.bends, self.kinks)
-        if len(self.kinks) <= MOST_KINKS and sketch_launch.available(mean.unsqueeze(1), variance, *own):
+        few = mean.is_cuda and len(self.kinks) <= MOST_KINKS
+        if few and sketch_launch.available(mean.unsqueeze(1), variance, *own):
             return sketch_launch.power_moments(own, mean, variance)
-        s, centre = standard_deviation(variance), self.values(mean.unsqueeze(-1))
-        bends = self._beside(self.bends, mean)
-        away = mean - self._beside(self.kinks, mean)
-        step = bends * away
-        right, left = (
-            torch.where(away < 0, step, 0.0).cumsum(0),
-            torch.where(away < 0, 0.0, step).flip(0).cumsum(0).flip(0),
-        )
-        after, rises = right - left + torch.where(away < 0, 0.0, step), (self.slope + bends.cumsum(0)) * s
-        level = torch.stack([after, after - step])
-        rise = torch.stack([rises, rises - bends * s])
-        through = (self.slope + torch.where(away < 0, 0.0, bends).sum(0)) * s
-        changed = _far_side(-standardize(away, s), level, rise)
-        powers = _moments(torch.zeros_like(mean), through, 1.0, 0.0, centre) + changed.powers.sum(1)
-        bent, squares, cubes = (part.sum(1) for part in changed[1:])
-        slopes = powers[5:]
-        return PowerMoments(
-            centre,
-            (powers[1], slopes[0], *bent),
-            (powers[2], 2 * slopes[1], 2 * slopes[3] + squares[0], *squares[1:]),
-            (powers[3], 3 * slopes[2], 6 * slopes[4] + cubes[0], 6 * slopes[5] + cubes[1], cubes[2]),
-            powers[4],
-        )
+        s, slope, bends = standard_deviation(variance.double()), self.slope.double(), self._beside(self.bends, mean)
+        away = mean.double() - self._beside(self.kinks, mean)
+        ahead, step = away <= 0, bends * away  # at a kink as torch's ReLU has it: its slope there is that before
+        right, left = torch.where(ahead, step, 0.0), torch.where(ahead, 0.0, step)
+        level = right.cumsum(0) - right - left.flip(0).cumsum(0).flip(0)
+        rises = (slope + bends.cumsum(0)) * s
+        changed = _far_side(-standardize(away, s), level, rises, rises - bends * s)
+        line = (slope + torch.where(ahead, 0.0, bends).sum(0)) * s
+        two, zero = line * line, torch.zeros_like(line)
+        powers = torch.stack([zero, two, zero, 3 * two * two]) + changed.powers.sum(1)
+        slopes = torch.stack([line, zero, line * two, two, zero, line * two]) + changed.slopes.sum(1)
+        first, second, third = (part.sum(1) for part in changed[2:])
+        found = [
+            *(powers[:1], slopes[:1], first),
+            *(powers[1:2], 2 * slopes[1:2], 2 * slopes[3:4] + second[:1], second[1:]),
+            *(powers[2:3], 3 * slopes[2:3], 6 * slopes[4:] + third[:2], third[2:]),
+            powers[3:],
+        ]
+        rows = torch.cat(found).to(mean.dtype).unbind()
+        return PowerMoments(self.values(mean.unsqueeze(-1)), rows[:7], rows[7:12], rows[12:17], rows[17])
 
     @property
     def is_relu(self) -> bool:
@@ -175,7 +175,8 @@ class PiecewiseLinear(OneInput):
         With m the distance from a kink and h = m/s, a ReLU has the mean mΦ + sφ, whose derivatives are Φ in m and φ in
         s, as if these were constants; the gain is slope + Σ bend Φ, the curvature Σ bend φ/s.
         """
-        s = standard_deviation(covariance.flatten(1))
+        variance = covariance.flatten(1)
+        s = standard_deviation(variance.clamp(max=torch.finfo(variance.dtype).max))  # of rounding, at a mean of 1e30
         bends, shifted = self.bends.unsqueeze(1), mean - self.kinks.unsqueeze(1)
         with torch.no_grad():
             h = standardize(shifted, s)
@@ -200,7 +201,9 @@ class _Changed(NamedTuple):
     """What K kinks change."""
 
     powers: Tensor
-    """E of 1, f, …, f⁴ and of f′, ff′, f²f′, f′², ff′², f′³, (11, K, N, n)."""
+    """E of f, …, f⁴, (4, K, N, n)."""
+    slopes: Tensor
+    """E of f′, ff′, f²f′, f′², ff′², f′³, (6, K, N, n)."""
     first: Tensor
     """Their part of E Dʳf, r = 2, …, 6, (5, K, N, n)."""
     second: Tensor
@@ -209,38 +212,44 @@ class _Changed(NamedTuple):
     """Of E Dʳf³, r = 2, 3, 4, but for 6ff′² and 6f′³."""
 
 
-def _moments(level: Tensor, rise: Tensor, mass: Tensor | float, bell: Tensor | float, value: Tensor) -> Tensor:
-    """E over u > t of powers of f = level + rise·u and its slope, in the order of `_Changed.powers`.
+def _far_side(t: Tensor, level: Tensor, high: Tensor, low: Tensor) -> _Changed:
+    """Of kinks at u = t between lines of slope `low` before and `high` after each, (K, N, n); before, level + low·u.
 
-    By parts, Mₖ = level·Mₖ₋₁ + rise·vᵏ⁻¹φ(t) + (k − 1)rise²Mₖ₋₂, with M₀ = P(u > t) and v = f(t). Over u < t it is the
-    same with −φ(t).
+    At a distance w beyond the kink, away from u = 0, f is v + Fw instead of v + Gw, so that fᵏ has changed by
+    Σⱼ (k over j) vᵏ⁻ʲ(Fʲ − Gʲ)wʲ: moments of the excess w, of one sign for a ReLU.
     """
-    square, edge = rise * rise, rise * bell
-    found = [mass * torch.ones_like(level), level * mass + edge]
-    for k in range(2, 5):
-        edge = edge * value
-        found.append(level * found[-1] + edge + (k - 1) * square * found[-2])
-    few = torch.stack(found[:3])
-    steep = square * few[:2]
-    return torch.cat([torch.stack(found), rise * few, steep, (rise * steep[0]).unsqueeze(0)])
-
-
-def _far_side(t: Tensor, level: Tensor, rise: Tensor) -> _Changed:
-    """Of kinks at u = t, (K, N, n), between lines level + rise·u after and before each, (2, K, N, n)."""
-    bell, mass, sign = density(t), distribution(-t.abs()), torch.where(t > 0, 1.0, -1.0).to(t)
-    value = level[1] + rise[1] * t
-    after, before = _moments(level, rise, mass, sign * bell, value).unbind(1)
-    high, low = rise
-    jump = (high - low) * bell
-    squared = jump * (high + low)
-    cubed = (high**3 - low**3) * bell
-    square = t * t
+    bell, sign = density(t), torch.where(t < 0, -1.0, 1.0).to(t)
+    w0, w1, w2, w3, w4 = excess_moments(sign * t, bell)
+    v, bend = level + low * t, high - low
+    two, three, four = bend * (high + low), bend * (high * high + high * low + low * low), high * high + low * low
+    one1, two2, three3, four4 = bend * w1, sign * two * w2, three * w3, sign * two * four * w4
+    powers = torch.stack(
+        [
+            one1,
+            2 * v * one1 + two2,
+            3 * v * (v * one1 + two2) + three3,
+            2 * v * (v * (2 * v * one1 + 3 * two2) + 2 * three3) + four4,
+        ]
+    )
+    one0, two0, two1, three1 = sign * bend * w0, sign * two * w0, two * w1, three * w1
+    slopes = torch.stack(
+        [
+            one0,
+            v * one0 + two1,
+            v * (v * one0 + 2 * two1) + sign * three * w2,
+            two0,
+            v * two0 + three1,
+            sign * three * w0,
+        ]
+    )
+    jump, squared, cubed = bend * bell, two * bell, three * bell
+    square, zero = t * t, torch.zeros_like(t)
     hermite = torch.stack([torch.ones_like(t), t, square - 1, t * (square - 3), square * (square - 6) + 3])
-    first, zero = jump * hermite, torch.zeros_like(t)
+    first = jump * hermite
     steps = torch.stack([zero, squared, squared * t])
-    second = 2 * (value * first[:3] + steps)
-    third = 3 * value * (value * first[:3] + 2 * steps) + torch.stack([zero, zero, 6 * cubed])
-    return _Changed(sign * (after - before), first, second, third)
+    second = 2 * (v * first[:3] + steps)
+    third = 3 * v * (v * first[:3] + 2 * steps) + torch.stack([zero, zero, 6 * cubed])
+    return _Changed(powers, slopes, first, second, third)
 
 
 def relu(count: int, like: Tensor) -> PiecewiseLinear:

@@ -240,7 +240,9 @@ def _matrix_product(call: OperatorCall) -> RuledCall | None:
 def _added_matrix_product(call: OperatorCall) -> RuledCall | None:
     """addmm of two noisy matrices to a constant."""
     offset, first, second = call.args[:3]
-    if isinstance(offset, fx.Node) or any(call.node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+    if isinstance(offset, fx.Node) or not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+        return None
+    if any(call.node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None
     return _sums_of_products(call, first, second, offset.expand(shape_of(call.node)).reshape(-1))
 

@@ -6,7 +6,7 @@ be imported and not used."""
 
 from __future__ import annotations
 
-from netmoments.relu.triton.kernels import INTERPRETED, constexpr, density, jit, standardized, tail_moments, tl
+from netmoments.relu.triton.kernels import INTERPRETED, constexpr, density, jit, standardized, tl
 
 FAR = constexpr(40.0)  # deviations, beyond which nothing happens
 
@@ -67,16 +67,32 @@ def single_inputs_kernel(
 
 
 @jit
-def half_line_moments(level, rise, mass, bell, value):
-    """E over u > t of f, …, f⁴ for f = level + rise·u: `piecewise_linear._moments`."""
-    square, edge = rise * rise, rise * bell
-    first = level * mass + edge
-    edge *= value
-    second = level * first + edge + square * mass
-    edge *= value
-    third = level * second + edge + 2 * square * first
-    edge *= value
-    return first, second, third, level * third + edge + 3 * square * second
+def excess_moments(x, bell):
+    """`marginal.excess_moments` in float64: of n = 0, …, 4."""
+    far = tl.maximum(x, 3.0)
+    ratio = 0.5 * (tl.sqrt(far * far + 164) - far)
+    for n in range(36):
+        ratio = (40 - n) / (far + ratio)
+    fourth = 4 / (far + ratio)
+    third = 3 / (far + fourth)
+    second = 2 / (far + third)
+    first = 1 / (far + second)
+    none = bell / (far + first)
+    one = first * none
+    two = second * one
+    three = third * two
+    below = 0.5 * (1 - tl.erf(x * 0.7071067811865476))
+    near = bell - x * below
+    nearer = below - x * near
+    nearest = 2 * near - x * nearer
+    tail = x > 3
+    return (
+        tl.where(tail, none, below),
+        tl.where(tail, one, near),
+        tl.where(tail, two, nearer),
+        tl.where(tail, three, nearest),
+        tl.where(tail, fourth * three, 3 * nearer - x * nearest),
+    )
 
 
 @jit
@@ -100,7 +116,7 @@ def power_moments_kernel(
         bend = tl.load(bends + k * units + unit, mask=inside, other=0).to(tl.float64)
         away = m - tl.load(kinks + k * units + unit, mask=inside, other=0).to(tl.float64)
         centre += bend * tl.maximum(away, 0.0)
-        through += tl.where(away < 0, 0.0, bend)
+        through += tl.where(away <= 0, 0.0, bend)
     through *= s
     # of the line through f(m): E f², E f⁴, E f′, E f²f′, E f′², E f′³; the others are 0
     one, three = tl.zeros_like(m), tl.zeros_like(m)
@@ -114,36 +130,37 @@ def power_moments_kernel(
         bend = tl.load(bends + k * units + unit, mask=inside, other=0).to(tl.float64)
         away = m - tl.load(kinks + k * units + unit, mask=inside, other=0).to(tl.float64)
         step = bend * away
-        before += tl.where(away < 0, step, 0.0)
+        before += tl.where(away <= 0, step, 0.0)
         after = before
         for j in tl.static_range(k + 1, KINKS):
             next_bend = tl.load(bends + j * units + unit, mask=inside, other=0).to(tl.float64)
             next_away = m - tl.load(kinks + j * units + unit, mask=inside, other=0).to(tl.float64)
-            after -= tl.where(next_away < 0, 0.0, next_bend * next_away)
+            after -= tl.where(next_away <= 0, 0.0, next_bend * next_away)
         low = risen * s
         risen += bend
         high = risen * s
         t = -standardized(away, s)
-        bell, x = density(t), tl.abs(t)
-        zeroth, _, _ = tail_moments(tl.maximum(x, 3.0))
-        mass = tl.where(x > 3, bell * zeroth, 0.5 * (1 - tl.erf(x * 0.7071067811865476)))
-        sign = tl.where(t > 0, 1.0, -1.0)
+        bell, sign = density(t), tl.where(t < 0, -1.0, 1.0)
+        w0, w1, w2, w3, w4 = excess_moments(tl.abs(t), bell)
         value = after - step + low * t
-        a1, a2, a3, a4 = half_line_moments(after, high, mass, sign * bell, value)
-        b1, b2, b3, b4 = half_line_moments(after - step, low, mass, sign * bell, value)
-        one += sign * (a1 - b1)
-        two += sign * (a2 - b2)
-        three += sign * (a3 - b3)
-        four += sign * (a4 - b4)
-        steep += sign * (high - low) * mass
-        once += sign * (high * a1 - low * b1)
-        twice += sign * (high * a2 - low * b2)
-        even += sign * (high * high - low * low) * mass
-        mixed += sign * (high * high * a1 - low * low * b1)
-        cube += sign * (high * high * high - low * low * low) * mass
-        jump = (high - low) * bell
-        squared = jump * (high + low)
-        cubed = (high * high * high - low * low * low) * bell
+        rise = high - low
+        rise2 = rise * (high + low)
+        rise3 = rise * (high * high + high * low + low * low)
+        by1, by2, by3 = rise * w1, sign * rise2 * w2, rise3 * w3
+        one += by1
+        two += 2 * value * by1 + by2
+        three += 3 * value * (value * by1 + by2) + by3
+        by4 = sign * rise2 * (high * high + low * low) * w4
+        four += 2 * value * (value * (2 * value * by1 + 3 * by2) + 2 * by3) + by4
+        steep += sign * rise * w0
+        once += value * sign * rise * w0 + rise2 * w1
+        twice += value * (value * sign * rise * w0 + 2 * rise2 * w1) + sign * rise3 * w2
+        even += sign * rise2 * w0
+        mixed += value * sign * rise2 * w0 + rise3 * w1
+        cube += sign * rise3 * w0
+        jump = rise * bell
+        squared = rise2 * bell
+        cubed = rise3 * bell
         tt = t * t
         d2 += jump
         d3 += jump * t

@@ -25,10 +25,11 @@ from netmoments.precision import full_precision
 from netmoments.progress import Progress
 from netmoments.sampling.fast_network import FastNetwork, fast_network, half_network
 from netmoments.sampling.pair_sums import FOLDS, PairEstimate, PairSums, Standing, block_sums, first_sums, lines
+from netmoments.sampling.rare_events import WIDE_PAIRS, WIDENING, wide_spread
 from netmoments.sampling.slopes import SlopeControls, expected_slopes, points_worth
 
 PILOT = 64
-"""Pairs of the first round."""
+"""Pairs of the first round; WIDE_PAIRS of them are at wider noise, and only say what may be missed (`rare_events`)."""
 GROWTH = 8
 """A round has at most so many times the pairs of all before: what few pairs say of a variance is not to be trusted."""
 MARGIN = 1.05
@@ -173,6 +174,8 @@ class _Sampling:
         own = random_seed(self.seed, "samples", 0)
         self.generator = torch.Generator(self.noise.device).manual_seed(own)
         most = max(FOLDS, goal.samples // 2 // FOLDS * FOLDS)
+        self.wide_pairs = WIDE_PAIRS if self.share == 1 and most >= PILOT else 0
+        most -= self.wide_pairs
         stopped, shown = None, 0
         with Progress("sampling", most) as progress:
             found = self._first_round(most, goal)
@@ -192,7 +195,7 @@ class _Sampling:
                     break
                 self._round(missing, most - found.pairs, goal, start)
                 found = self.sums.standing(self.fast.replayed)
-        runs = 2 * found.pairs + self.slopes.points + (2 * pilot if self.sums.correction else 0)
+        runs = 2 * (found.pairs + self.wide_pairs) + self.slopes.points + (2 * pilot if self.sums.correction else 0)
         wins = self.sums.wins / self.sums.wins.sum(-1, keepdim=True)
         how = described(self.share, self.slopes.points, self.remark)
         return Adaptive(found.estimate, runs, wins, found.reached, stopped, how)
@@ -206,9 +209,9 @@ class _Sampling:
         if self.on_gpu:  # where they cost next to nothing
             fitting = elements_together("pass", self.mean, 2 * entries * self.noise.size)
             pairs = max(PILOT, min(8 * PILOT, 32 * PILOT // entries, fitting) // FOLDS * FOLDS)
-        pairs = min(pairs, most)
-        drawn = self._draw(None, pairs, mirrored)
-        first, second = self.fast.replayed("pairs", self.fast.pairs, self.mean, *drawn, self.outputs)
+        pairs = min(pairs - self.wide_pairs, most)
+        drawn, wide = self._draw(None, pairs, mirrored), self._draw_wide()
+        first, second, *wide_values = self._first_values(drawn, wide)
         low: tuple[Tensor, ...] = ()
         runs = min(goal.tolerance**-2, goal.samples)
         if self.half is not None:
@@ -219,12 +222,18 @@ class _Sampling:
                 self.model, self.fast, self.noise, self.outputs, points_worth(first, second, runs),
                 products=self.products, seed=self.seed, memory_budget=self.memory_budget,
             )  # fmt: skip
+        spread = None
+        if wide_values:
+            (spread,) = self.fast.replayed("wide", _spread_of_wide, self.slopes.slopes, wide, *wide_values)
         kind = "first sums", self.products, mirrored, goal.tolerance
         work = partial(first_sums, self.products, mirrored, goal.tolerance)
-        given = self.slopes.slopes, drawn[0], first, second, *low
+        given = self.slopes.slopes, spread, drawn[0], first, second, *low
         centre, sums, wins, bad, costs, decisions, *correction = self.fast.replayed(kind, work, *given)
         self.sums = PairSums(centre, self.noise.dtype, self.products, self.slopes.known, costs)
         self.sums.correction = tuple(correction)
+        self.sums.wide = spread
+        if not mirrored:
+            self.sums.heavy = 0.0
         self.sums.add(mirrored, None, sums, wins, bad)
         if self.on_gpu:
             self.model.look()
@@ -273,6 +282,29 @@ class _Sampling:
         found = network.replayed(("block", self.products), work, *own, *self._draw(where, count, mirrored))
         self.sums.add(mirrored, where, *found)
 
+    def _first_values(self, drawn: tuple[Tensor, Tensor | None], wide: Tensor | None) -> tuple[Tensor, ...]:
+        """Outputs (p, E, d) at both inputs of the first pairs, and of wide ones in the same run, if the network can
+        take these.
+        """
+        if wide is None:
+            return self.fast.replayed("pairs", self.fast.pairs, self.mean, *drawn, self.outputs)
+        pairs = len(drawn[0])
+        try:
+            every = self.fast.replayed(
+                "pairs", self.fast.pairs, self.mean, torch.cat([drawn[0], wide]), None, self.outputs
+            )
+        except Exception:  # of inputs that the noise itself would hardly give
+            self.wide_pairs = 0
+            return self._first_values(drawn, None)
+        return *(x[:pairs] for x in every), *(x[pairs:] for x in every)
+
+    def _draw_wide(self) -> Tensor | None:
+        """Deviations (p, E, n) at wider noise, if any are wanted, which leave the other samples as they are."""
+        if self.wide_pairs == 0:
+            return None
+        generator = torch.Generator(self.noise.device).manual_seed(random_seed(self.seed, "wide", 0))
+        return WIDENING * self.noise.covariance.draw((self.wide_pairs, len(self.mean)), generator)
+
     def _draw(self, where: Tensor | None, pairs: int, mirrored: bool) -> tuple[Tensor, Tensor | None]:
         """Deviations (p, A, n) from the means: of the first sample of a pair; of the second, if it is not mirrored."""
         covariance = self.noise.covariance
@@ -308,6 +340,12 @@ def _sums_of_block(
     """`block_sums` of pairs that a network is run on."""
     first, second = network.pairs(mean, deviations, others, outputs)
     return block_sums(first, second, lines(slopes, deviations, others), centre, products)
+
+
+def _spread_of_wide(slopes: Tensor | None, deviations: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+    """`wide_spread` of mirrored pairs with these deviations."""
+    control = lines(slopes, deviations, None)
+    return (wide_spread(first, second, None if control is None else control[0]),)
 
 
 class _Overflow(Exception):

@@ -34,11 +34,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from netmoments.sampling.rare_events import WIDE_PAIRS, left_by_a_line, unseen_spread
+
 FOLDS = 4
 SHRINKING = 1000
 """Pairs at which the slope on u² has half its weight."""
 MOST_SHARE = 1.0
 """Errors of variances of more than this are only made larger as if they were this."""
+HEAVY = 10.0
+"""How much larger stated errors are for being badly known: see `_mean_with_error`."""
 ROUNDING = 16
 """Units in the last place of an output's mean, up to which it is taken not to vary."""
 HALF_SHARE = 0.5
@@ -75,22 +79,26 @@ def allowing_for_skewness(found: PairEstimate) -> PairEstimate:
     return PairEstimate(found.mean, found.second, found.mean_error, found.second_error * squared)
 
 
-def allowing_for_the_unseen(found: PairEstimate, samples: Tensor) -> PairEstimate:
-    """The same with what that many samples, (E,), cannot have shown: one more that control and mean know nothing of.
+def allowing_for_the_unseen(found: PairEstimate, samples: Tensor, wide: Tensor | None = None) -> PairEstimate:
+    """The same with larger errors, for what that many samples, (E,), cannot have shown.
 
-    Where the control explains every sample, nothing is left to judge its error by; yet a unit that opens once in so
-    many samples may not have been seen at all. One more sample that is off by the output's own deviation moves the mean
-    by 1/n of that, and the variance by √2/n of itself. An event that is rarer, or larger, than that is not covered.
+    One more sample that control and mean know nothing of, and that is off by the output's own deviation, moves the mean
+    by 1/n of that, and the variance by √2/n of itself: where the control explains every sample, nothing else is left to
+    judge its error by. Samples at wider noise, if there are any, count among these n; and variances of what is left
+    are at least `unseen_spread` of theirs (2, E, d). An event that is rarer, or larger, than both is not covered.
     """
-    share = 1 / samples.unsqueeze(-1)
     deviation = found.variance.clamp(min=0).sqrt()
-    each = share * deviation
-    squares = each * deviation
-    if found.second.dim() == 3:
+    each = deviation / (samples if wide is None else samples + 2 * WIDE_PAIRS).unsqueeze(-1)
+    mean_error, second_error, squares = found.mean_error, found.second_error, each * deviation
+    products = found.second.dim() == 3
+    if products:
         squares = each.unsqueeze(-1) * deviation.unsqueeze(-2)
-    return found._replace(
-        mean_error=found.mean_error + each.square(), second_error=found.second_error + 2 * squares.square()
-    )
+    if wide is not None:
+        of_mean, of_second = 2 * unseen_spread(wide, samples) / samples.unsqueeze(-1)
+        if products:
+            of_second = (of_second.unsqueeze(-1) * of_second.unsqueeze(-2)).sqrt()
+        mean_error, second_error = torch.maximum(mean_error, of_mean), torch.maximum(second_error, of_second)
+    return found._replace(mean_error=mean_error + each.square(), second_error=second_error + 2 * squares.square())
 
 
 def relative_errors(estimate: PairEstimate, dtype: torch.dtype) -> Tensor:
@@ -136,6 +144,10 @@ class PairSums:
         """About which all sums are, (E, d): float64, of values that the samples' dtype has."""
         self.dtype, self.products, self.known, self.costs = dtype, products, known, costs
         self.correction: tuple[Tensor, ...] = ()
+        self.wide: Tensor | None = None
+        """What samples at wider noise show, `wide_spread`."""
+        self.heavy = HEAVY
+        """How much larger errors are for being badly known; 0 for those of plain samples."""
         self.sums: dict[bool, Tensor] = {}
         """By whether the pairs are mirrored."""
         self.wins = torch.zeros_like(centre)
@@ -160,11 +172,12 @@ class PairSums:
 
         The work is done by `replayed` (see `FastNetwork.replayed`).
         """
-        work = partial(estimated, self.products, self.dtype)
+        work = partial(estimated, self.products, self.dtype, self.heavy)
         sums = self.sums.get(True), self.sums.get(False)
         *found, errors = replayed(
-            ("estimate", self.products), work, self.centre, *sums, self.known, self.costs, *self.correction
-        )
+            ("estimate", self.products, self.heavy), work, self.centre, *sums, self.known, self.costs, self.wide,
+            *self.correction,
+        )  # fmt: skip
         pairs = [each[..., 0].sum(1) for each in sums if each is not None]
         told = torch.cat([errors, sum(pairs[1:], pairs[0]), self.bad[:1].double(), *also]).cpu()
         entries = len(errors)
@@ -175,19 +188,21 @@ class PairSums:
 def estimated(
     products: bool,
     dtype: torch.dtype,
+    heavy: float,
     centre: Tensor,
     mirrored: Tensor | None,
     independent: Tensor | None,
     known: Tensor | None,
     costs: Tensor | None,
+    wide: Tensor | None,
     *correction: Tensor,
 ) -> tuple[Tensor, ...]:
     """The numbers of a `PairEstimate` from sums of one or both kinds (see `PairSums`), and the tolerance it meets.
 
-    Its errors allow for skewness, the tolerance does not.
+    Its errors and that tolerance allow for what is badly known, or may not have been seen; the errors for skewness too.
     """
     kinds = [
-        of_one_kind(centre, sums, known, products, kind)
+        of_one_kind(centre, sums, known, products, kind, heavy)
         for kind, sums in ((True, mirrored), (False, independent))
         if sums is not None
     ]
@@ -199,7 +214,7 @@ def estimated(
     if correction:
         found = corrected(found, centre, *correction)
     pairs = torch.stack([each[..., 0].sum(1) for each in (mirrored, independent) if each is not None]).sum(0)
-    found = allowing_for_the_unseen(found, 2 * pairs)
+    found = allowing_for_the_unseen(found, 2 * pairs, wide)
     return *allowing_for_skewness(found), relative_errors(found, dtype)
 
 
@@ -208,6 +223,7 @@ def first_sums(
     mirrored: bool,
     tolerance: float,
     slopes: Tensor | None,
+    wide: Tensor | None,
     deviations: Tensor,
     first: Tensor,
     second: Tensor,
@@ -215,16 +231,17 @@ def first_sums(
 ) -> tuple[Tensor, ...]:
     """Of a first few pairs: the centre, the sums about it, costs, decisions; the correction of low precision, if any.
 
-    From values (p, E, d), exact and if there are any in low precision, and what `lines` takes. The decisions are the
-    share of pairs to be mirrored; whether low precision is used, as its correction is known well enough; and whether
-    its values were all numbers. If it is not used, the sums are of exact values and the correction is 0.
+    From values (p, E, d), exact and if there are any in low precision, what `lines` takes, and `wide_spread`. The
+    decisions are the share of pairs to be mirrored; whether low precision is used, as its correction is known well
+    enough; and whether its values were all numbers. If it is not used, the sums are of exact values and the correction
+    is 0.
     """
     centre = ((first + second) / 2).mean(0).double()
     control = lines(slopes, deviations, None)
     found = block_sums(first, second, control, centre, products)
     costs, share = centre.new_ones(2, 2), centre.new_zeros(1)
     if mirrored:
-        costs = pair_costs(first, second, None if control is None else control[0])
+        costs = pair_costs(first, second, None if control is None else control[0], wide)
         share = mirrored_share(costs)
     if not low:
         return centre, *found, costs, share
@@ -276,9 +293,8 @@ def block_sums(
 
     def total(*factors: Tensor) -> Tensor:
         """Σ over pairs of the sum of x xᵀ, or of the squares."""
-        if products:
-            return sum((x.mT @ x).flatten(2) for x in factors)  # type: ignore[return-value]
-        return sum(summed(x**2) for x in factors)  # type: ignore[return-value]
+        x = factors[0] if len(factors) == 1 else torch.cat(factors, 2)
+        return (x.mT @ x).flatten(2) if products else summed(x**2)
 
     first, second = (dealt(x - centre.to(x.dtype)) for x in (first, second))
     even, odd = (first + second) / 2, (first - second) / 2
@@ -307,10 +323,13 @@ def block_sums(
     return torch.cat([count, *means, *of_values, *of_lines], -1), wins, bad
 
 
-def of_one_kind(centre: Tensor, sums: Tensor, known: Tensor | None, products: bool, mirrored: bool) -> PairEstimate:
+def of_one_kind(
+    centre: Tensor, sums: Tensor, known: Tensor | None, products: bool, mirrored: bool, heavy: float = 0.0
+) -> PairEstimate:
     """The estimate from the sums (E, FOLDS, m) of mirrored pairs, or of independent ones, about a centre (E, d).
 
-    Means and products go through the same regression, side by side.
+    Means and products go through the same regression, side by side. Their squared errors are right on average, or
+    larger where they are badly known themselves: see `_mean_with_error` for `heavy`.
     """
     numbers = sums.shape[-1] - 1  # 7d + 9d², or 16d
     outputs = round((math.sqrt(49 + 36 * numbers) - 7) / 18) if products else numbers // 16
@@ -341,7 +360,7 @@ def of_one_kind(centre: Tensor, sums: Tensor, known: Tensor | None, products: bo
             expected = beside(torch.zeros_like(each), flat), beside(each, flat)
     value, error = _controlled(
         counts, beside(even, target), beside(own(even_even), target_target), beside(even_u, target_u),
-        beside(even_w, target_w), _Control(*map(beside, mean_control, control)), expected,
+        beside(even_w, target_w), _Control(*map(beside, mean_control, control)), expected, heavy,
     )  # fmt: skip
     mean, second = value[:, :outputs], value[:, outputs:]
     mean_error, second_error = error[:, :outputs], error[:, outputs:]
@@ -383,32 +402,30 @@ def chosen(where: Tensor, one: PairEstimate, other: PairEstimate) -> PairEstimat
     )  # fmt: skip
 
 
-def pair_costs(first: Tensor, second: Tensor, line: Tensor | None) -> Tensor:
+def pair_costs(first: Tensor, second: Tensor, line: Tensor | None, wide: Tensor | None = None) -> Tensor:
     """What a sample is worth: the variances that controls leave, of means in units of the output's variance, of
     variances in units of twice its square; for mirrored samples, and for independent ones, (2, 2).
 
     From values (p, E, d) of both samples of a few mirrored pairs, and their control. A sample adds the inverse of its
-    cost to the precision of an estimate.
+    cost to the precision of an estimate. What these pairs may have missed, by `wide_spread`, is counted in: where they
+    are without an event that others will show, they would seem to be worth more than all others.
     """
     odd, even = (first - second).double() / 2, (first + second).double() / 2
     even = even - even.mean(0)
     control = torch.zeros_like(odd) if line is None else line.double()
-    variance = (odd**2 + even**2).mean(0)
-    square = control**2
-
-    def share(left: Tensor, scale: Tensor) -> Tensor:
-        return (left / scale).nan_to_num(0.0, 0.0, 0.0).mean().clamp(min=1e-12)
-
-    mirrored = [
-        2 * share(_unexplained(even, square), variance),
-        share(_unexplained(odd**2 + even**2, square), variance**2),
-    ]
+    target = odd**2 + even**2
+    variance = target.mean(0)
     values, controls = torch.cat([odd + even, even - odd]), torch.cat([control, -control])
-    independent = [
-        share(_unexplained(values, controls), variance),
-        share(_unexplained(values**2, controls**2), variance**2) / 2,
-    ]
-    return torch.stack([*mirrored, *independent]).reshape(2, 2)
+    left = torch.stack([
+        left_by_a_line(torch.stack([even, target], 1), (control**2).unsqueeze(1)),
+        left_by_a_line(torch.stack([values, values**2], 1), torch.stack([controls, controls**2], 1)),
+    ])  # fmt: skip
+    if wide is not None:
+        unseen = unseen_spread(wide, variance.new_full((len(variance),), 2 * len(first)))
+        left = left + torch.stack([unseen, 2 * unseen])
+    shares = (left / torch.stack([variance, variance**2])).nan_to_num(0.0, 0.0, 0.0).mean((2, 3)).clamp(min=1e-12)
+    (a0, a1), (b0, b1) = (each.unbind() for each in shares)
+    return torch.stack([2 * a0, a1, b0, b1 / 2]).reshape(2, 2)  # of a sample, half a pair; by 2v² for variances
 
 
 def mirrored_share(costs: Tensor) -> Tensor:
@@ -433,15 +450,6 @@ def pair_weights(costs: Tensor, mirrored: Tensor, independent: Tensor) -> tuple[
     return of_mean, of_second
 
 
-def _unexplained(target: Tensor, control: Tensor) -> Tensor:
-    """The variance of a target over the first dimension that is left by a regression on a control."""
-    target, control = target - target.mean(0), control - control.mean(0)
-    power = control.square().mean(0)
-    with_control = (target * control).mean(0)
-    explained = torch.where(power > 0, with_control**2 / torch.where(power > 0, power, 1.0), 0.0)
-    return (target.square().mean(0) - explained).clamp(min=0)
-
-
 class _Control(NamedTuple):
     """Sums of the powers of a control u."""
 
@@ -459,6 +467,7 @@ def _controlled(
     with_second: Tensor,
     control: _Control,
     expected: tuple[Tensor, Tensor] | None,
+    heavy: float,
 ) -> tuple[Tensor, Tensor]:
     """The mean of a target t with controls u and u² of known means, and its squared error, from sums (E, F, k).
 
@@ -466,10 +475,8 @@ def _controlled(
     shrunk where there are few pairs, which know little of u⁴. The estimate is the mean of all r, its squared error
     their variance divided by how many there are. The sums are of t, t², t u, t u² and the powers of u, by fold.
     """
-    total = counts.sum(1)
     if expected is None:
-        mean = target.sum(1) / total
-        return mean, (square.sum(1) / total - mean**2).clamp(min=0) / (total - 1)
+        return _mean_with_error(counts, target, square, heavy)
     n, t, tu, tw, u, uu, uw, ww = (
         x.sum(1, keepdim=True) - x for x in (counts, target, with_first, with_second, *control)
     )
@@ -494,8 +501,26 @@ def _controlled(
     t_u, t_w = with_first - first * target, with_second - second * target
     residual = target - a * u_sum - b * w_sum
     squares = square + a**2 * u_square + b**2 * w_square + 2 * (a * b * u_w - a * t_u - b * t_w)
-    mean = residual.sum(1) / total
-    return mean, (squares.sum(1) / total - mean**2).clamp(min=0) / (total - 1)
+    return _mean_with_error(counts, residual, squares, heavy)
+
+
+def _mean_with_error(counts: Tensor, values: Tensor, squares: Tensor, heavy: float) -> tuple[Tensor, Tensor]:
+    """A mean and its squared error, their variance by their number, from sums (E, F, k) of values and their squares.
+
+    The variances v_f of the F folds about the mean of all say how well their average v is known: its own variance is
+    q v², with q = Σ(v_f/v − 1)²/F(F − 1). That is 2/n for n normal numbers, and up to 1 where a few of them are most of
+    the spread. If too few of these were seen, the mean is off and v too small at once: v is taken as (1 + heavy q²)v.
+    """
+    total = counts.sum(1)
+    mean = values.sum(1) / total
+    centre = mean.unsqueeze(1)
+    own = ((squares + centre * (centre * counts - 2 * values)) / counts).clamp(min=0)
+    variance = (own * counts).sum(1) / total
+    error = variance / (total - 1)
+    if heavy == 0:
+        return mean, error
+    q = (own - variance.unsqueeze(1)).square().sum(1) / (FOLDS * (FOLDS - 1) * variance.square().clamp(min=1e-300))
+    return mean, error * (1 + heavy * q.square())
 
 
 class CorrectionSums:

@@ -26,6 +26,8 @@ MOST_POINTS = 16
 """Points at which gradients are taken, at most."""
 UNSEEN_POINTS = 8
 """The same where the share of the variance that is even is not waited for, on a GPU."""
+TOGETHER = 64
+"""Gradients that are taken at once on a CPU, at most."""
 SLOPE_NUMBERS = 2**26
 """Slopes are kept for all inputs of a call if these are no more numbers than that."""
 
@@ -110,12 +112,13 @@ def expected_slopes(
 def _average_gradients(fast: FastNetwork, points: Tensor, count: int, outputs: Tensor | None) -> Tensor:
     """Average gradients (A, d, n) of d outputs at K points (K, A, ...) of each of A entries.
 
-    One output at a time with one run for all, or on a GPU all at once, each with a run of its own.
+    One output at a time with one run for all; or all at once, each with a run of its own, on a GPU, or where these are
+    no more than fit into a batch, and a step takes longer to ask for than to do.
     """
     number, entries = points.shape[:2]
     rows = points.flatten(0, 1).clone()  # not a tensor of inference mode
     chosen = None if outputs is None else outputs.repeat(number, 1)
-    if rows.device.type == "cuda":
+    if rows.device.type == "cuda" or count * len(rows) <= min(TOGETHER, fast.batch):
         each = torch.arange(count, device=rows.device).repeat_interleave(len(rows)).unsqueeze(1)
         each = each if chosen is None else chosen.repeat(count, 1).gather(1, each)
         slopes = fast.gradients(rows.repeat(count, *(1,) * (rows.dim() - 1)), each)
@@ -131,9 +134,12 @@ def _average_gradients(fast: FastNetwork, points: Tensor, count: int, outputs: T
 def _of_variance_one(covariance: Covariance, products: bool, slopes: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Slopes (E, d, n) scaled so that each control has the variance 1, or 0 where it has none, and R.
 
-    The covariance is the one given, with these tensors."""
-    exact = covariance.with_tensors([x.double() for x in tensors])
-    spread = exact.push_diagonal(slopes.double()).sqrt()
-    scaled = (slopes / spread.unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).to(slopes.dtype)
-    known = exact.push(scaled.double()) if products else exact.push_diagonal(scaled.double())
+    The covariance is the one given, with these tensors. R is that of slopes which are not rounded to their dtype.
+    """
+    exact, given = covariance.with_tensors([x.double() for x in tensors]), slopes.double()
+    known = exact.push(given) if products else exact.push_diagonal(given)
+    spread = (known.diagonal(dim1=-2, dim2=-1) if products else known).clamp(min=0).sqrt()
+    by = (1 / spread).nan_to_num(0.0, 0.0, 0.0)
+    known = (known * (by.unsqueeze(-1) * by.unsqueeze(-2) if products else by**2)).nan_to_num(0.0, 0.0, 0.0)
+    scaled = (given * by.unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).to(slopes.dtype)
     return scaled, known.expand(len(slopes), *known.shape[1:])

@@ -7,7 +7,8 @@ import pytest
 import torch
 from scipy import ndimage
 
-from netmoments.attacks.evaluation import Success, noisy_scores, structural_similarity
+from netmoments import memory
+from netmoments.attacks.evaluation import Success, noisy_scores, scores_of, structural_similarity
 from netmoments.attacks.margins import fooled_margin
 from tests.attacks.problems import random_images, small_network
 
@@ -25,6 +26,17 @@ def test_structural_similarity_is_that_of_a_filter(generator):
         likeness = (2 * ma * mb + 1e-4) * (2 * vab + 9e-4) / ((ma**2 + mb**2 + 1e-4) * (va + vb + 9e-4))
         assert ours == pytest.approx(likeness.mean(), rel=1e-10)
     torch.testing.assert_close(structural_similarity(x, x, 1.0), torch.ones(2, dtype=torch.float64))
+
+
+def test_scores_in_pieces_are_those_of_all_together(generator, monkeypatch):
+    network, images = small_network(), random_images(generator)
+    taken: list[int] = []
+    handle = network.register_forward_pre_hook(lambda module, inputs: taken.append(len(inputs[0])))
+    whole = scores_of(network, images)
+    monkeypatch.setitem(memory.PIECE["cpu"], "inputs", 2 * images[0].numel() * images.element_size())
+    torch.testing.assert_close(scores_of(network, images), whole)
+    handle.remove()
+    assert taken == [3, 2, 1]
 
 
 def test_samples_of_an_image_do_not_depend_on_the_images_beside_it(generator):

@@ -5,7 +5,9 @@ import torch
 
 import netmoments as nm
 from netmoments.flips.frequent import (
+    PILOT,
     PLAIN_SHARES,
+    Pilot,
     by_frequencies,
     by_guided_frequencies,
     guided,
@@ -73,14 +75,20 @@ def test_winners_are_counted():
     assert abs(float(wins[1]) / 1000 - 0.5) < 5 * 0.5 / math.sqrt(1000)
 
 
+def counting_of(margins):
+    search = alone(Search.from_noise(margins, margins.generator))
+    search.refit()
+    pilot = alone(Pilot.of(margins, PILOT))
+    return guided(margins, search, Target(1e-9, absolute=0.01), margins.generator, pilot)
+
+
 def counting(flips, failing, ratio):
     """Runs of plain noise with these flips, of which a guide with this density says this."""
     network = linear()
     margins = margins_of(network, nm.Gaussian(at_distance(network, 1.0), std=1.0))
-    search = alone(Search.from_noise(margins, margins.generator))
-    search.refit()
-    work = guided(margins, search, Target(1e-9, absolute=0.01), margins.generator)
+    work = counting_of(margins)
     work.flips, work.failing = [flips], [torch.stack([torch.zeros_like(failing), failing], 1)]
+    work.failing_as_seen = [failing.square()]
     work.ratios, work.origin = [torch.stack([torch.ones_like(ratio), ratio], 1)], [torch.zeros(len(flips)).long()]
     return work
 
@@ -104,3 +112,17 @@ def test_plain_samples_come_first_while_they_are_missing():
     assert work.divided(1000)[0] >= 130
     assert work.unseen == pytest.approx(3 / 2 / 1.959964 / 20)
     assert work.plain_flips == (0, 20)
+
+
+def test_both_controls_have_the_means_they_say():
+    """Over 20,000 plain samples: within five standard errors."""
+    margins = margins_of(Corner(1.0, 1.2).eval(), nm.Gaussian(torch.zeros(6), std=1.0))
+    work = counting_of(margins)
+    white = margins.normal(20_000)
+    work.add(white, alone(margins.of(white)), 0)
+    controls = work.controls()
+    assert controls.values.shape == (20_000, 2)
+    for place in range(2):
+        values = controls.values[:, place]
+        error = math.hypot(float(values.std()) / math.sqrt(len(values)), controls.errors[place])
+        assert abs(float(values.mean()) - controls.known[place]) < 5 * error

@@ -122,3 +122,49 @@ def test_plain_noise_is_itself():
     assert PlainNoise().draw(normal, torch.Generator()) is normal
     assert PlainNoise().ratio(normal).tolist() == [1.0] * 4
     assert PlainNoise().failing(normal).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("above", [0.0, 0.4])
+def test_surrogates_as_plain_samples_have_seen_them(above):
+    """Margins that are above a linear surrogate q = 1 + z by a known mean and deviation: h = Φ(−(q + m)/d), whose mean
+    is Φ(−(1 + m)/√(1 + d²)) to the rounding of the directions, 1e-6; samples have the density they say.
+    """
+    generator = torch.Generator().manual_seed(0)
+    own = guide((surrogate(1.0, curved=0.0),), generator)
+    white = torch.randn(4000, SIZE, generator=generator)
+    rest = torch.randn(4000, generator=generator, dtype=torch.float64)
+    rest = above + 0.7 * (rest - rest.mean()) / rest.std()
+    smallest = own.margins(own.coordinates(white)).amin(1) + rest
+    seen = own.as_seen(white, smallest).sharpened(generator)
+    assert seen.seen == pytest.approx((above, 0.7), abs=1e-6)
+    truth = tail((1 + above) / math.sqrt(1 + 0.7**2))
+    assert abs(seen.expected_seen[0] - truth) < 5 * seen.expected_seen[1] + 1e-6
+    assert seen.expected == pytest.approx(tail(1 / math.sqrt(1.09)), abs=5 * seen.expected_error + 1e-6)
+    plain = torch.randn(100_000, SIZE, generator=generator)
+    ratio = seen.ratio(plain)
+    assert abs(float(ratio.mean()) - 1) < 0.03
+    drawn = seen.draw(torch.randn(20_000, SIZE, generator=generator), generator)
+    terms = seen.failing_as_seen(drawn) / seen.ratio(drawn)
+    assert abs(float(terms.mean()) - truth) < 5 * float(terms.std()) / math.sqrt(len(terms))
+
+
+def test_what_plain_samples_see_is_no_more_than_margins_vary_and_no_less_than_the_best_leaves():
+    generator = torch.Generator().manual_seed(0)
+    own = guide((surrogate(1.0, curved=0.0),), generator, 4000)
+    white = torch.randn(64, SIZE, generator=generator)
+    exact = own.margins(own.coordinates(white)).amin(1)
+    assert own.as_seen(white, exact).seen == pytest.approx((0.0, own.spreads[0][1]), abs=1e-12)
+    other = 0.1 * torch.randn(64, generator=generator, dtype=torch.float64)
+    assert own.as_seen(white, other).seen[1] == pytest.approx(max(float(other.std()), own.spreads[0][1]))
+
+
+def test_a_guide_that_is_sure_of_everything_still_has_a_density():
+    """Margins that are so far above surrogates that none of the pool would flip, or all."""
+    generator = torch.Generator().manual_seed(0)
+    own = guide((surrogate(1.0, curved=0.0),), generator, 4000)
+    white = torch.randn(64, SIZE, generator=generator)
+    for far in (-200.0, 200.0):
+        sure = own.as_seen(white, own.margins(own.coordinates(white)).amin(1) + far)
+        assert bool((sure.ratio(white) > 0).all())
+        assert bool(torch.isfinite(sure.ratio(white)).all())
+        assert float(sure.chance.sum()) == pytest.approx(1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import netmoments as nm
-from netmoments.flips.importance import by_importance, controlled
+from netmoments.flips.importance import Controls, by_importance, controlled
 from netmoments.flips.margins import alone
 from netmoments.flips.result import Target
 from netmoments.flips.search import Search
@@ -58,7 +58,34 @@ def test_a_control_with_a_known_mean_changes_nothing_but_the_variance():
     generator = torch.Generator().manual_seed(0)
     chance = torch.rand(20_000, generator=generator, dtype=torch.float64)
     flips = (torch.rand(20_000, generator=generator) < chance).double()
-    found = controlled(flips, chance, torch.ones_like(flips), 0.5, 0.0)
-    plain = controlled(flips, chance, torch.ones_like(flips), 0.0, 0.0)
-    assert abs(found.probability - 0.5) < 5 * found.error
-    assert found.error < 0.85 * plain.error
+    both = torch.stack([chance, chance.square()], 1)
+    one, two, none = (
+        Controls(both[:, :1], (0.5,), (0.0,)),
+        Controls(both, (0.5, 1 / 3), (0.0, 0.0)),
+        Controls(both, (0.0,), (0.0,)),
+    )
+    plain = controlled(flips, torch.ones_like(flips), none)
+    for controls in (one, two):
+        found = controlled(flips, torch.ones_like(flips), controls)
+        assert abs(found.probability - 0.5) < 5 * found.error
+        assert found.error < 0.85 * plain.error
+
+
+def test_the_error_of_what_is_known_of_a_control_counts():
+    """A slope of about 1 on a control whose mean is known to ±0.1."""
+    generator = torch.Generator().manual_seed(0)
+    chance = torch.rand(20_000, generator=generator, dtype=torch.float64)
+    flips = (torch.rand(20_000, generator=generator) < chance).double()
+    found = controlled(flips, torch.ones_like(flips), Controls(chance.unsqueeze(1), (0.5,), (0.1,)))
+    assert found.error == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("known", [0.01, 0.05, 0.2])
+def test_the_largest_sample_is_measured_by_the_estimate_whatever_was_expected(known):
+    """What is left of one run over their number, whether surrogates expect more flips than there are, or fewer."""
+    generator = torch.Generator().manual_seed(0)
+    flips = (torch.rand(2000, generator=generator) < 0.05).double()
+    found = controlled(
+        flips, torch.ones_like(flips), Controls(torch.full_like(flips, known).unsqueeze(1), (known,), (0.0,))
+    )
+    assert found.largest * found.probability == pytest.approx((1 - float(flips.mean())) / 2000)

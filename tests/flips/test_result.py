@@ -1,6 +1,7 @@
 """What an estimate is, when it is enough, when two agree; and how it is shown."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,6 +64,8 @@ def test_classes_are_printed():
         runs=torch.tensor([100]), met=torch.tensor([True]), seconds=0.1,
     )  # fmt: skip
     assert "0: 0.7 (0.7 to 0.7)" in str(classes)
+    alone = replace(classes, probability=classes.probability[0], interval=classes.interval[0])
+    assert "0: 0.7 (0.7 to 0.7)" in str(alone)
     assert classes.winner.tolist() == [0]
     assert "2 classes" in repr(classes)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -255,6 +256,53 @@ def check_network(rng: np.random.Generator) -> None:
         assert torch.equal(found.covariance, found.covariance.mT), "not symmetric to the bit"
 
 
+FUNCTIONS = (nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.Softplus, nn.ReLU6, nn.Sigmoid, nn.ELU, nn.LeakyReLU)
+
+
+def picture_network(rng: np.random.Generator, dtype: torch.dtype) -> tuple[nn.Module, tuple[int, ...]]:
+    """A convolution, perhaps a normalisation, a pool, a softmax, two nonlinear layers; and the shape of its inputs."""
+
+    def perhaps(share: float, layer: Callable[[], nn.Module]) -> list[nn.Module]:
+        return [layer()] if rng.random() < share else []
+
+    def function() -> nn.Module:
+        return FUNCTIONS[0 if rng.random() < 0.4 else int(rng.integers(len(FUNCTIONS)))]()
+
+    channels, side, maps, width = (int(rng.integers(*ends)) for ends in ((1, 3), (4, 7), (1, 4), (2, 7)))
+    layers = [nn.Conv2d(channels, maps, 3, padding=1), *perhaps(0.3, lambda: nn.BatchNorm2d(maps)), function()]
+    layers += [[nn.MaxPool2d(2)], [nn.AvgPool2d(2)], [nn.AdaptiveAvgPool2d(2)], []][int(rng.integers(4))]
+    layers += [nn.Flatten()]
+    features = nn.Sequential(*layers).eval()(torch.zeros(1, channels, side, side)).shape[1]
+    layers += [*perhaps(0.3, lambda: nn.LayerNorm(features)), nn.Linear(features, width), function()]
+    layers += [*perhaps(0.3, lambda: nn.LayerNorm(width)), nn.Linear(width, 3), *perhaps(0.2, lambda: nn.Softmax(-1))]
+    network = nn.Sequential(*layers).to(dtype).eval()
+    for tensor in network.parameters():
+        tensor.data = torch.tensor(rng.normal(size=tuple(tensor.shape)) * 10.0 ** rng.uniform(-1.5, 0.7)).to(dtype)
+    return network, (channels, side, side)
+
+
+def check_kinds(rng: np.random.Generator) -> None:
+    """By every method, with the errors that are stated."""
+    dtype, method = dtype_of(rng), ("linear", "layerwise", "sketch", "sampling", "auto")[int(rng.integers(5))]
+    network, shape = picture_network(rng, dtype)
+    given = nm.Gaussian(torch.tensor(rng.normal(size=shape)).to(dtype), std=float(10.0 ** rng.uniform(-3, 0.7)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "linear" warns of smooth functions
+        found = nm.output_moments(network, given, method, samples=300 if method == "auto" else None)
+    assert bool(torch.isfinite(found.mean).all()), "the mean is not finite"
+    assert bool((torch.isfinite(found.variance) & (found.variance >= 0)).all()), "not a variance"
+    assert found.covariance is not None
+    assert torch.equal(found.covariance, found.covariance.mT), "not symmetric to the bit"
+    values = torch.linalg.eigvalsh(found.covariance.double())
+    largest = float(values[-1].clamp(min=0).sqrt())
+    allowed = 100 * EPS[dtype] * largest * (largest + float(found.mean.double().norm()))  # scores are rounded, too
+    if method in ("layerwise", "auto"):  # corrections of first order, and control variates, keep no sign
+        assert found.error is not None
+        assert found.error.covariance is not None
+        allowed += 5 * float(found.error.covariance.double().norm())
+    assert float(values[0]) >= -allowed, f"smallest eigenvalue {float(values[0]):.2g}, allowed {-allowed:.2g}"
+
+
 def check_digits(rng: np.random.Generator) -> None:
     """The covariance and orthant probability of a pair beside 40 digits, at the numbers that float64 has."""
     h = float(heights(rng, 1)[0]) if rng.random() < 0.5 else -float(rng.uniform(3, 37))
@@ -314,6 +362,12 @@ CAMPAIGNS = {
         1_000,
         "`output_moments` of small networks by every method, both dtypes, every structure of noise",
         "finite mean, variance ≥ 0, covariance symmetric to the bit",
+    ),
+    "kinds of layers": Campaign(
+        check_kinds,
+        600,
+        "`output_moments` of small networks for images: convolutions, pools, normalisations, smooth functions, softmax",
+        'the same; covariance positive semidefinite to rounding, by "layerwise" and "auto" to five stated errors',
     ),
     "40 digits": Campaign(
         check_digits,

@@ -1,4 +1,4 @@
-"""Networks whose weights are not plain tensors of one dtype, and inputs that share memory."""
+"""Networks that are nearly dead, numbers near the ends of a dtype, odd weights, and inputs that share memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import netmoments as nm
+from tests.fuzz.oracle import mean_and_variance
 from tests.fuzz.workloads import METHODS
 
 NOISE = nm.Gaussian(torch.linspace(-1, 1, 3), std=0.1)
@@ -90,3 +91,61 @@ def test_memory_that_entries_share(method):
     shared = nm.output_moments(network, nm.Gaussian(NOISE.mean, covariance=matrix), METHODS[method]())
     alone = nm.output_moments(network, nm.Gaussian(NOISE.mean, covariance=matrix.clone()), METHODS[method]())
     torch.testing.assert_close(shared.variance, alone.variance)
+
+
+def dead(h: float, units: int, dtype: torch.dtype) -> nn.Module:
+    """The sum of so many ReLUs of h + x."""
+    network = nn.Sequential(nn.Linear(1, units), nn.ReLU(), nn.Linear(units, 1)).to(dtype).eval()
+    for parameter, value in zip(network.parameters(), (1, h, 1, 0), strict=True):
+        nn.init.constant_(parameter, value)
+    return network
+
+
+@pytest.mark.parametrize("method", ["auto", "layerwise", "two-stage"])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1.5e-6), (torch.float64, 1e-12)])
+def test_units_that_hardly_ever_open(method, dtype, rtol):
+    """Mean and variance relative to themselves, alone and where 100 units open together; then only small, not NaN."""
+    for h in (-3.5, -7.0, -12.0, -13.0, -25.0, -37.0):
+        exact = mean_and_variance(h)
+        for units in (1, 100):
+            found = nm.output_moments(dead(h, units, dtype), nm.Gaussian(torch.zeros(1, dtype=dtype), std=1.0), method)
+            for one, other in ((found.mean, exact[0] * units), (found.variance, exact[1] * units**2)):
+                if other > 10 * torch.finfo(dtype).tiny:
+                    assert float(one) == pytest.approx(float(other), rel=rtol)
+                else:
+                    assert 0 <= float(one) <= 11 * torch.finfo(dtype).tiny
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("mean", "std"), [(1.0, 1e12), (0.0, 1e16), (1e18, 1e12), (5e29, 1.0), (1.0, 1e-18), (0.0, 1e-20)]
+)
+def test_numbers_near_the_ends_of_float32(method, mean, std):
+    """Moments are finite as long as variances fit, though their squares do not."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)).eval()
+    found = nm.output_moments(network, nm.Gaussian(torch.tensor([0.3, -0.7, 1.1]) * mean, std=std), METHODS[method]())
+    assert bool(found.mean.isfinite().all())
+    assert bool((found.variance.isfinite() & (found.variance >= 0)).all())
+
+
+def test_variances_too_large_for_the_dtype():
+    """1e42 is none of float32's: an error says so."""
+    network = nn.Sequential(nn.Linear(3, 6), nn.Tanhshrink(), nn.Linear(6, 2)).eval()
+    nn.init.constant_(network[0].weight, 1e5)
+    with pytest.raises(
+        ValueError, match=r"too large for float32; take smaller units of the input, or network and noise"
+    ):
+        nm.output_moments(network, nm.Gaussian(torch.zeros(3), std=1e16), "layerwise")
+    perceptron = dead(0.0, 2, torch.float32)
+    nn.init.constant_(perceptron[0].weight, 1e5)
+    with pytest.raises(ValueError, match=r"a float32 variance of more than 3e\+38 is infinite"):
+        nm.output_moments(perceptron, nm.Gaussian(torch.zeros(1), std=1e16), "layerwise")
+
+
+def test_inputs_that_are_taken_for_masks():
+    """Beyond 1e30, where no linear layer looks linear: refused by name, or known from samples."""
+    noise = nm.Gaussian(torch.tensor([3e29, -7e29, 1.1e30]), std=1.0)
+    with pytest.raises(ValueError, match="no rule for addmm in 0 as it is called there"):
+        nm.output_moments(perceptron(), noise, "layerwise")
+    assert bool(nm.output_moments(perceptron(), noise, "sketch").mean.isfinite().all())

@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[nn.Module, nm.Gaussian], object]] = {
     **{name: partial(nm.output_moments, method=method()) for name, method in METHODS.items()},
     "auto": partial(nm.output_moments, samples=300),
     "flips": partial(nm.flip_probability, absolute_error=0.1, runs=400),
-    "class probabilities": partial(nm.class_probabilities, absolute_error=0.1, runs=400),
+    "class probabilities": partial(nm.class_probabilities, absolute_error=0.3, runs=100),
     "plain sampling": partial(nm.monte_carlo, samples=50),
     "expected scores": lambda network, noise: nm.attacks.ExpectedLogits(network, 0.2)(noise.mean.unsqueeze(0)),
     "a new network": lambda _, noise: nm.output_moments(small_network(), noise, "layerwise", check=20),
@@ -86,14 +86,14 @@ def growth(work: Callable[[], object], calls: int, before: int) -> int:
     return resident_bytes() - start
 
 
-def over_methods(calls: int) -> None:
-    """A line for each method: how much the process grew over so many calls."""
-    network, noise = small_network(), noise_of()
-    for name, call in CALLS.items():
-        print(f"{growth(partial(call, network, noise), calls, min(500, calls))} {name}", flush=True)
+def over_calls(calls: str, *names: str) -> None:
+    """A line for each kind of call, of all or those named: how much the process grew over so many of them."""
+    network, noise, many = small_network(), noise_of(), int(calls)
+    for name in names or CALLS:
+        print(f"{growth(partial(CALLS[name], network, noise), many, min(500, many))} {name}", flush=True)
 
 
-def over_shapes(shapes: int, before: int) -> None:
+def over_shapes(shapes: str, before: str) -> None:
     """The same over inputs of so many shapes of about one size, each new to the network, after some others."""
     network = small_network()
     every = iter(sorted(itertools.product(range(4, 24), repeat=2), key=lambda shape: -shape[0] * shape[1]))
@@ -101,7 +101,7 @@ def over_shapes(shapes: int, before: int) -> None:
     def next_shape() -> None:
         nm.output_moments(network, noise_of(*next(every)), "two-stage")
 
-    print(f"{growth(next_shape, shapes, before)} shapes", flush=True)
+    print(f"{growth(next_shape, int(shapes), int(before))} shapes", flush=True)
 
 
 def until_the_end() -> None:
@@ -132,9 +132,9 @@ def settings() -> tuple[object, ...]:
     )
 
 
-def interrupted(times: int) -> None:
+def interrupted(count: str) -> None:
     """Ctrl-C at random moments: the network and torch's settings are as they were, and the next answers are right."""
-    noise, random = noise_of(), Random(0)
+    noise, random, times = noise_of(), Random(0), int(count)
     exact, before = list(answers(small_network(), noise)), settings()
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     for _ in range(times):
@@ -156,7 +156,7 @@ def interrupted(times: int) -> None:
 
 
 WORK: dict[str, Callable[..., None]] = {
-    "methods": over_methods,
+    "calls": over_calls,
     "shapes": over_shapes,
     "end": until_the_end,
     "interrupts": interrupted,
@@ -164,5 +164,5 @@ WORK: dict[str, Callable[..., None]] = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    what, *count = sys.argv[1:]
-    WORK[what](*map(int, count))
+    what, *arguments = sys.argv[1:]
+    WORK[what](*arguments)

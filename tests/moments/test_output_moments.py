@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import netmoments as nm
 from tests.closeness import assert_close
 from tests.moments.problems import PROPAGATED, assert_same, deep, means, noise, perceptron
-from tests.networks import FACTORIES, inputs, network
+from tests.networks import FACTORIES, inputs, network, seeded
 
 # shapes and batches
 
@@ -356,6 +356,7 @@ def test_a_network_without_a_derivative_is_refused_not_given_zero_variance(chang
 
 
 def test_a_network_made_in_inference_mode_is_sampled_or_refused_in_words():
+    torch.manual_seed(0)
     with torch.inference_mode():
         net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
     given = nm.Gaussian(torch.zeros(4), std=0.1)
@@ -480,3 +481,16 @@ def test_bad_input(case):
     call, error, message = BAD[case]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("method", ["auto", nm.Sampling(200), "linear"])
+def test_noise_below_the_last_digit_has_an_error_that_says_so(method):
+    """Float32 scores of samples do not differ then: their variance of 0 is no better known than their digits."""
+    net = seeded(lambda: nn.Sequential(*(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))))
+    mean = torch.tensor([0.4, -0.2, 0.9, 1.3])
+    for std in (1e-9, 1e-15):
+        true = nm.output_moments(net.double(), nm.Gaussian(mean.double(), std=std), "linear", check=0)
+        found = nm.output_moments(net.float(), nm.Gaussian(mean, std=std), method)
+        assert found.error is not None
+        assert bool(((found.variance - true.variance).abs() <= 3 * found.error.variance).all())
+        assert bool(((found.mean - true.mean).abs() <= 3 * found.error.mean).all())

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import netmoments as nm
 from netmoments.network.model import network_of
+from netmoments.network.validate import same_values
 from tests.network.small import POINT, returning, small
 from tests.networks import network, seeded
 
@@ -174,3 +175,13 @@ def test_a_network_that_is_saturated_wherever_it_is_looked_at(steep):
 def test_a_network_that_rounds_has_no_derivative():
     with pytest.raises(ValueError, match="their derivative is zero or missing"):
         nm.output_moments(Rounded().eval(), nm.Gaussian(POINT[0], std=0.1), "linear")
+
+
+def test_values_that_are_not_finite_are_the_same_in_the_same_places_only():
+    """What torch records of a network that leaves it, for numpy say, is whatever was in memory: NaN among it."""
+    nan, inf = float("nan"), float("inf")
+    found = torch.tensor([nan, 1.0, -inf])
+    assert same_values(found, found + torch.tensor([0.0, 1e-7, 0.0]))
+    assert not same_values(found, torch.tensor([2.0, 1.0, -inf]))
+    assert not same_values(torch.tensor([nan, 1.0]), torch.tensor([nan, 2.0]))
+    assert not same_values(torch.tensor([inf, 1.0]), torch.tensor([1.0, 1.0]))

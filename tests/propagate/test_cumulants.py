@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from netmoments.propagate.cumulants import CentreRows, Cumulants
+from netmoments.propagate.cumulants import Cumulants
 from netmoments.propagate.squares import DenseJoint, through_layer
 from netmoments.rules.piecewise_linear import between, relu
 from netmoments.rules.smooth import Elementwise
@@ -20,9 +20,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def dense(rows: CentreRows) -> Tensor:
+def dense(rows: Tensor) -> Tensor:
     """κ_ijk = Σ P(e, v, b) + ½P(e, e, x), term by term."""
-    e, v, b, x = rows
+    e, v, b, x = rows.unbind(1)
     total = torch.zeros(e.shape[0], *[e.shape[-1]] * 3, dtype=e.dtype)
     for one, other, last, share in ((e, v, b, 1.0), (e, e, x, 0.5)):
         product = torch.einsum("nai,naj,nak->nijk", one, other, last)
@@ -32,14 +32,14 @@ def dense(rows: CentreRows) -> Tensor:
 
 
 def test_contractions_of_third_cumulants():
-    cumulants = Cumulants(CentreRows(*(normal(2, 5, 7, seed=seed) for seed in range(4))), None)
+    cumulants = Cumulants(normal(2, 4, 5, 7), None)
     kappa = dense(cumulants.rows)
     own = torch.stack([kappa[:, i, i, i] for i in range(4)], 1)
     assert_close(cumulants.with_another(4)[..., :4].diagonal(dim1=-2, dim2=-1), own, rtol=1e-12)
     assert_close(cumulants.with_another(4), torch.stack([kappa[:, i, i] for i in range(4)], 1), rtol=1e-12, atol=1e-12)
     axes, bend = normal(2, 3, 2, 7, seed=5), normal(2, 3, 2, 2, seed=6)
     bend = bend + bend.mT
-    seen = [torch.einsum("nuqp,nap->nuqa", axes, rows) for rows in cumulants.rows]
+    seen = [torch.einsum("nuqp,nap->nuqa", axes, rows) for rows in cumulants.rows.unbind(1)]
     third, turned = cumulants.of_windows(seen, bend)
     assert_close(third, torch.einsum("nuai,nubj,nuck,nijk->nuabc", axes, axes, axes, kappa), rtol=1e-11, atol=1e-11)
     wanted = torch.einsum("nuab,nuai,nubj,nijk->nuk", bend, axes, axes, kappa)

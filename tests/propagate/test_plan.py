@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -268,3 +270,65 @@ def test_a_rule_must_give_what_its_layer_gives(monkeypatch):
     sampled = nm.monte_carlo(network, noise, 20_000, seed=1)
     handle.remove()
     assert bool(((hooked - sampled.mean).abs() <= 5 * sampled.mean_standard_error).all())
+
+
+def test_a_layer_called_network_has_its_rule(monkeypatch):
+    """It was taken for the network as a whole, and its rule left out."""
+    from netmoments.rules import registry
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.network, self.last = nn.Linear(3, 3), _Doubled(), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.last(self.network(self.first(x)))
+
+    monkeypatch.setitem(registry.LAYER_RULES, _Doubled, nm.rules.elementwise)
+    (stage,) = plan(Wrapped().eval(), torch.zeros(1, 3)).stages
+    assert stage.name == "network"
+
+
+def test_a_plan_that_holds_the_network_is_not_kept(monkeypatch):
+    """The one cache must not keep a network alive whose own class has a rule."""
+    from netmoments.rules import registry
+
+    monkeypatch.setitem(registry.LAYER_RULES, _Doubled, nm.rules.elementwise)
+    network = _Doubled().eval()
+    with torch.no_grad():
+        assert plan(network, torch.zeros(1, 3)) is not plan(network, torch.zeros(1, 3))
+    alive = weakref.ref(network)
+    del network
+    gc.collect()
+    assert alive() is None
+
+
+def test_passages_carry_all_live_numbers_along():
+    """What a residual adds again later goes through beside the layer, rows of none included."""
+    make, shape = SMALL["residual"]
+    x = image(*shape)
+    cut = plan(seeded(make), x)
+    assert cut.passages[0].before == x[0].numel()
+    for passage, stage, following in zip(cut.passages, cut.stages, cut.passages[1:], strict=False):
+        assert following.before == passage.after - stage.before.size + stage.rule.units
+        numbers = torch.randn(2, 3, passage.before, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
+        moved = passage.values(numbers) - passage.values(torch.zeros_like(numbers))
+        torch.testing.assert_close(passage.linears(numbers), moved)
+        for place, kept in enumerate(passage.kept):
+            start = passage.segment.size + sum(other.stop - other.start for other in passage.kept[:place])
+            assert torch.equal(moved[..., start : start + kept.stop - kept.start], numbers[..., kept])
+        assert passage.linears(numbers[:, :0]).shape == (2, 0, passage.after)
+    assert any(passage.kept for passage in cut.passages)
+    assert cut.passages[-1].after == cut.last.size
+
+
+def test_what_is_found_of_a_plan_is_found_once():
+    make, shape = SMALL["residual"]
+    cut, asked = plan(seeded(make), image(*shape)), []
+
+    def stages(found: Plan) -> int:
+        asked.append(found)
+        return len(found.stages)
+
+    assert cut.once(stages) == cut.once(stages) == len(cut.stages)
+    assert asked == [cut]

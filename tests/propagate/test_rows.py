@@ -1,32 +1,16 @@
-"""Covariances as rows: which rows stand for what, products of quadratic ones from some directions, those that lead."""
+"""Covariances as rows: what layers make of them, with third cumulants and without, and the directions that lead."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from netmoments.propagate import rows as by_parts
-from netmoments.propagate.rows import (
-    FactorLayout,
-    Joint,
-    as_factors,
-    carried,
-    image_factors,
-    inner_product_weights,
-    layout_for,
-    mixed_variance,
-    need_of,
-    random_basis,
-    random_signs,
-    third_order,
-    turned_towards,
-    weighted_matrices,
-)
+from netmoments.propagate.directions import FactorLayout
+from netmoments.propagate.rows import Joint, carried, directions_for, layout_for, mixed_variance, need_of, third_order
 from netmoments.rules.base import Local
-from tests.closeness import assert_close, assert_within_standard_errors
+from tests.closeness import assert_close
 from tests.networks import seeded
 from tests.propagate.small import SMALL, image, isotropic, plan, sampled
 
@@ -73,17 +57,18 @@ def test_layers_lose_no_variance_on_the_way():
     make, shape = SMALL["2×2 pools"]
     network, x = seeded(make), image(*shape)
     cut, std = plan(network, x), 1.0
-    layout = layout_for(x.numel(), 1)._replace(leading=0)
     samples = x + std * normal(20_000, *shape, seed=1)
     with torch.no_grad():
-        joint = Joint({cut.image: x.flatten(1)}, {cut.image: image_factors(isotropic(std, x), x).expand(1, -1, -1)})
+        joint = Joint({cut.image: x.flatten(1)}, {cut.image: isotropic(std, x).root().mT.expand(1, -1, -1)})
+        directions = directions_for(cut, joint.means, joint.factors[cut.image], torch.zeros(1, 1, dtype=torch.int64))
         seen = {cut.image: samples.flatten(1)}
         for place, stage in enumerate(cut.stages[:-1]):
-            by_parts._through(joint, cut, place, layout, third_order)
+            by_parts._through(joint, cut, place, directions, third_order)
             seen[stage.output] = stage.rule.values(stage.rule.gathered(stage.before.values(seen)))
         last = cut.stages[-1].before
-        rows, sampled_variance = by_parts._factor_after(joint, last, layout), last.values(seen).var(0)
-    found = rows[:, layout.covariance].square().sum(1) + 2 * (rows[:, layout.followed] * rows[:, layout.turns]).sum(1)
+        rows, sampled_variance = by_parts._factor_after(joint, last, directions.layout), last.values(seen).var(0)
+    turned = directions.half_turns(rows.mT).diagonal(dim1=-2, dim2=-1)
+    found = rows[:, directions.layout.covariance].square().sum(1) + 2 * turned
     assert float(found.sum() / sampled_variance.sum()) == pytest.approx(1, abs=0.02)
 
 
@@ -135,53 +120,8 @@ def symmetric(count: int, size: int, seed: int = 0) -> Tensor:
     return matrices + matrices.mT
 
 
-@pytest.mark.parametrize(("rank", "scores"), [(4, 2), (32, 10), (33, 10), (784, 10), (784, 40)])
-def test_rows_are_one_after_the_other(rank, scores):
-    layout = layout_for(rank, scores)
-    paired = min(rank, 32)
-    assert layout.paired == paired
-    assert layout.leading == (min(scores, 16) if rank > 32 else 0)
-    parts = [slice(0, rank), layout.quadratic, slice(layout.quadratic.stop, layout.covariance.stop), layout.turns]
-    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
-    assert [part.stop - part.start for part in parts] == [rank, paired * (paired + 1) // 2, layout.signs, paired]
-    assert (layout.followed, layout.covariance.start) == (slice(0, paired), 0)
-
-
-def test_products_of_quadratic_rows_are_half_the_inner_products():
-    layout, matrices = layout_for(7, 3), symmetric(5, 7)
-    rows = as_factors(matrices, layout)
-    assert_close(rows @ rows.mT, 0.5 * torch.einsum("aij,bij->ab", matrices, matrices), rtol=1e-13, atol=1e-12)
-    assert_close(weighted_matrices(rows, layout), matrices, rtol=1e-13)
-
-
-@pytest.mark.parametrize("leading", [0, 3])
-def test_some_directions_give_the_inner_product_without_bias(leading):
-    """Over random bases of what does not lead; the matrices have traces, which a plain share would get wrong."""
-    rank, paired, runs = 12, 7, 4000
-    layout = FactorLayout.of(rank, paired, 64, leading)
-    first, second = symmetric(2, rank) + torch.eye(rank, dtype=torch.float64)
-    weights = inner_product_weights(layout, paired, first)
-    basis, upper = torch.linalg.qr(normal(runs, rank - leading, rank - leading, seed=1))
-    turn = torch.eye(rank, dtype=torch.float64).repeat(runs, 1, 1)
-    turn[:, leading:, leading:] = basis * upper.diagonal(dim1=1, dim2=2).sign().unsqueeze(1)
-    one, other = ((turn.mT @ matrix @ turn)[:, :paired, :paired] for matrix in (first, second))
-    found = (weights * one * other).sum((1, 2))
-    assert_within_standard_errors(found.mean(), (first * second).sum(), found.std() / math.sqrt(runs))
-
-
-def test_random_rows_are_the_same_every_time():
-    like = torch.zeros((), dtype=torch.float64)
-    basis = random_basis(9, like.dtype, like.device)
-    assert_close(basis @ basis.mT, torch.eye(9, dtype=torch.float64), atol=1e-14)
-    assert torch.equal(basis, random_basis(9, like.dtype, like.device))
-    signs = random_signs(64, 10, 3, like)
-    assert bool((signs.abs() == 1 / 8).all())
-    assert torch.equal(signs, random_signs(64, 10, 3, like))
-    assert not torch.equal(signs, random_signs(64, 10, 4, like))
-
-
 def test_leading_directions_reduce_the_chance_error(monkeypatch):
-    """Variances with 32 of 72 directions, some of them those the scores depend on or all at random, against all 72."""
+    """Variances with 32 sums of 72 directions, with those that the scores depend on and without, against all 72."""
     make, shape = SMALL["residual"]
     network, x = seeded(make), image(*shape)
 
@@ -191,9 +131,7 @@ def test_leading_directions_reduce_the_chance_error(monkeypatch):
 
     leading = variance()
     with monkeypatch.context() as none_leads:
-        none_leads.setattr(
-            "netmoments.propagate.rows.layout_for", lambda rank, scores: FactorLayout.of(rank, 32, 64, 0)
-        )
+        none_leads.setattr("netmoments.propagate.rows.MOST_LEADING", 0)
         at_random = variance()
     monkeypatch.setattr("netmoments.propagate.rows.PAIRED", 128)
     every = variance()
@@ -202,12 +140,26 @@ def test_leading_directions_reduce_the_chance_error(monkeypatch):
     assert errors[0] < errors[1] / 3
 
 
-def test_turning_towards_directions_keeps_the_covariance():
-    """The first rows span the directions (the second is twice the first, and adds none), FᵀF stays."""
-    rows, towards = normal(2, 9, 20), normal(2, 9, 3, seed=1)
-    towards[..., 1] = 2 * towards[..., 0]
-    turned = turned_towards(rows, towards)
-    assert_close(turned.mT @ turned, rows.mT @ rows, rtol=1e-12, atol=1e-12)
-    wanted = towards.mT @ rows  # what the noise along a direction does
-    span = torch.linalg.qr(turned[:, :3].mT).Q
-    assert_close(wanted.mT - span @ (span.mT @ wanted.mT), torch.zeros(2, 20, 3), atol=1e-10)
+@pytest.mark.parametrize(("scores", "leading"), [(1, 1), (10, 10), (40, 16)])
+def test_no_more_directions_lead_than_there_are_scores(scores, leading):
+    assert layout_for((1, 28, 28), 784, scores).leading == leading
+    assert layout_for((1, 28, 28), 784, scores).paired == 36 + leading
+    assert layout_for((40,), 40, scores)[1:4] == (40, 64, 0)
+
+
+def test_units_that_see_a_small_part_of_an_image_have_no_chance_error(monkeypatch):
+    """Two convolutions see 5 × 5 numbers, each of its own colour, of 12 × 12: as with all 144 directions."""
+    network = seeded(lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten()))
+    x = image(1, 12, 12)
+    monkeypatch.setattr("netmoments.propagate.rows.MOST_LEADING", 0)
+
+    def means() -> Tensor:
+        with torch.no_grad():
+            return by_rows(network, x, 0.5)[0]
+
+    some = means()
+    monkeypatch.setattr("netmoments.propagate.rows.SIGNS", 0)  # what is neither linear nor quadratic
+    without = means()
+    monkeypatch.setattr("netmoments.propagate.rows.PAIRED", 144)
+    assert_close(without, means(), rtol=1e-12, atol=1e-12)
+    assert float((some - without).abs().max()) > 1e-6

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import netmoments as nm
-from netmoments.relu.marginal import TAIL, tail_moments, unit_nonlinear_variance
+from netmoments.normal import density
+from netmoments.relu.marginal import TAIL, excess_moments, open_probability, tail_moments, unit_nonlinear_variance
 from tests.closeness import assert_close
 from tests.fuzz.oracle import mean_and_variance
 
@@ -148,6 +149,26 @@ def test_tail_moments(dtype, rtol):
             for v in x.tolist()
         ]
         assert_close(moment, torch.tensor(exact, dtype=torch.float64), rtol=rtol, what=f"M_{n}")
+
+
+def test_excess_moments():
+    """Of themselves, on both sides of where the tail begins, against the closed form with digits enough."""
+    x = torch.tensor([0.0, 0.4, 1.7, 2.99, 3.01, 6.0, 12.0, 25.0, 37.0], dtype=torch.float64)
+    found = excess_moments(x, density(x))
+    for place, v in enumerate(x.tolist()):
+        with mpmath.workdps(400):
+            exact = [mpmath.ncdf(-v), mpmath.npdf(v) - v * mpmath.ncdf(-v)]
+            for n in range(1, 4):
+                exact.append(n * exact[-2] - v * exact[-1])
+        for n, moment in enumerate(found):
+            assert_close(moment[place][None], [float(exact[n])], rtol=1e-12 if n < 3 else 5e-12, what=f"{n} at {v}")
+
+
+def test_the_gate_of_a_dead_unit_in_float32():
+    """Of itself: h is not rounded to float32 on the way."""
+    mean, variance = torch.tensor([-4.1, -9.3, -11.9]), torch.tensor([0.81, 1.21, 1.1])
+    exact = [float(mpmath.ncdf(m / mpmath.sqrt(v))) for m, v in zip(mean.tolist(), variance.tolist(), strict=True)]
+    assert_close(open_probability(mean, variance), exact, rtol=2e-7)
 
 
 def test_tails_in_float32():

@@ -8,7 +8,7 @@ import json
 import re
 
 from netmoments.attacks.sparse_smooth import SparseSmooth
-from netmoments.report.noise_study import StudyConfig
+from netmoments.report.arguments import StudyConfig
 
 STUDIED = StudyConfig(0.1, tolerance=0.02, samples=4000, rare=4, seconds=300, examples=4, attacks=2)
 """Everything a report has; there is time enough wherever this runs."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from netmoments.data.images import LabelledImages
 from netmoments.report.arguments import (
+    StudyConfig,
     accuracy_in_words,
     class_names_in,
     class_numbered,
@@ -174,3 +175,19 @@ def test_a_number_or_all():
     assert count_or_all("--rare", "all") is None
     with pytest.raises(ValueError, match="--rare 'some': give a number, or all"):
         count_or_all("--rare", "some")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sigma": -0.1}, "sigma must be a positive number"),
+        ({"samples": 1}, "samples must be at least 2, got 1"),
+        ({"tolerance": 0.7}, "tolerance must be between 0 and 0.5"),
+        ({"seconds": 0.0}, "seconds must be a positive number, got 0"),
+        ({"rare": -1}, "rare must be at least 0, got -1"),
+        ({"attacks": -1}, "attacks must be at least 0, got -1"),
+    ],
+)
+def test_what_a_report_cannot_be_asked_is_explained(given, message):
+    with pytest.raises(ValueError, match=f"report: {message}"):
+        StudyConfig(**{"sigma": 0.1, **given})

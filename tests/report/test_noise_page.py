@@ -24,7 +24,14 @@ from netmoments.report import noise_page
 from netmoments.report.attack_study import AttackStudy, NotAttacked
 from netmoments.report.noise_page import as_record, render_page, write_report
 from netmoments.report.noise_study import COPIES, Study, study
-from netmoments.report.noise_words import band_in_words, chosen_point, draw, flip_in_words, share_in_words
+from netmoments.report.noise_words import (
+    band_in_words,
+    chosen_point,
+    draw,
+    flip_in_words,
+    nearest_in_words,
+    share_in_words,
+)
 from netmoments.report.page import TEMPLATES
 from netmoments.report.pictures import drawn_noise
 from tests.report.shown import PLAIN, SPELT_OUT, STRANGE, STUDIED, in_a_terminal, read_on_the_page, strict_json
@@ -259,6 +266,33 @@ def test_attacks_are_over_their_images(found, provenance):
         assert dict(image["attack"]["facts"])["samples fooled"]
 
 
+def test_nearest_flips_are_on_the_page_and_in_the_record(found, provenance):
+    page = render_page(found, provenance, "m", "d")
+    images = {image["number"]: image for image in played(page)["images"]}
+    record = as_record(found, provenance, "m", "d")["images"]
+    assert found.nearest
+    for each in found.nearest:
+        shown = images[each.image]["nearest"]
+        assert shown["to"] == each.becomes
+        assert shown["distance"] == pytest.approx(each.distance, rel=1e-3)
+        assert shown["picture"].startswith("data:image/png")
+        assert shown["over"].startswith("data:image/png")
+        kept = record[each.image]["nearest_flip"]
+        assert (kept["standard_deviations"], kept["class"]) == (each.distance, each.becomes)
+    without = set(images) - {each.image for each in found.nearest}
+    assert without
+    assert not any("nearest" in images[number] or record[number]["nearest_flip"] for number in without)
+    said = read_on_the_page(page)
+    for each in found.nearest[: STUDIED.examples]:
+        assert nearest_in_words(found, each) in said
+
+
+def test_a_study_without_nearest_flips_has_a_page(found, provenance):
+    page = render_page(dataclasses.replace(found, nearest=()), provenance, "m", "d")
+    assert not any("nearest" in image for image in played(page)["images"])
+    assert "smallest change found that" not in read_on_the_page(page)
+
+
 def test_of_thousands_of_images_the_most_fragile_are_played_with(found, provenance, monkeypatch):
     monkeypatch.setattr(noise_page, "PLAYED", 30)
     page = render_page(found, provenance, "m", "d")
@@ -421,6 +455,28 @@ def test_the_copies_that_are_drawn_are_those_the_network_was_asked_about(opened,
     noisy = eight_bit + found.config.sigma * drawn_noise(number, COPIES, (1, 8, 8))
     wanted = (255 * noisy.clamp(0, 1)).round()
     assert bool(((torch.tensor(drawn).reshape_as(wanted) - wanted).abs() <= 1).all())
+
+
+def test_the_nearest_flip_of_an_image_goes_with_the_slider(opened, found):
+    page = opened()
+    nearest = {each.image: each for each in found.nearest}
+    page.locator("#ranking button").first.click()
+    each = nearest[int(found.order[0])]
+    assert page.inner_text("#panel-nearest-said").startswith(
+        f"The smallest change found that makes it {each.becomes} is {each.distance:.2g} standard deviations"
+    )
+    assert page.locator("#panel-flipped-picture").is_visible()
+    assert page.inner_text("#panel-flipped-to") == str(each.becomes)
+    page.locator("#panel-level").fill("6")
+    assert f"is {each.distance / 2:.2g} standard deviations of the noise away at σ = 0.2," in page.inner_text(
+        "#panel-nearest-said"
+    )
+    page.keyboard.press("Escape")
+    page.select_option("#sort", "robust")
+    page.locator("#ranking button").first.click()
+    assert int(found.at(6).order[-1]) not in nearest
+    assert not page.locator("#panel-flipped").is_visible()
+    assert page.inner_text("#panel-nearest-said")
 
 
 def test_noise_that_was_made_is_over_its_image(opened, found):

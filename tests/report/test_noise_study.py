@@ -12,8 +12,9 @@ from torch import nn
 import netmoments as nm
 from netmoments.data.images import LabelledImages
 from netmoments.report import attack_study, noise_study
+from netmoments.report.arguments import RELATIVE_LEVELS
 from netmoments.report.attack_study import NotAttacked
-from netmoments.report.noise_study import COPIES, RELATIVE_LEVELS, StudyConfig, example_images, study
+from netmoments.report.noise_study import COPIES, NEAREST, example_images, study
 from netmoments.report.pictures import drawn_noise
 from netmoments.sampling.monte_carlo import class_frequencies
 from tests.report.shown import PLAIN, STUDIED
@@ -166,6 +167,36 @@ def test_samples_alone(network, digits):
     assert torch.equal(few.scores.mean, again.scores.mean)
 
 
+def test_nearest_flips_are_flips_and_no_farther_than_samples_say(network, found):
+    """Seen by the network; and half of the noise is beyond the plane through one: p ≥ Φ(−distance), nearly."""
+    numbers = [each.image for each in found.nearest]
+    assert numbers == list(dict.fromkeys([*example_images(found), *found.order[:NEAREST].tolist()]))
+    pixels = torch.stack([found.images.images[each.image] + each.change for each in found.nearest])
+    with torch.no_grad():
+        answers = network(pixels).argmax(1).tolist()
+    assert answers == [each.becomes for each in found.nearest]
+    assert all(answer != int(found.predicted[number]) for answer, number in zip(answers, numbers, strict=True))
+    for each in found.nearest:
+        assert each.distance == pytest.approx(float(each.change.norm()) / STUDIED.sigma, rel=1e-4)
+    nearest = min(found.nearest, key=lambda each: each.distance)
+    assert nearest.image in found.order[:3].tolist()
+
+
+def test_nearest_flips_take_a_share_of_the_time_and_none_where_nothing_is_shown(network, digits, monkeypatch):
+    assert study(network, digits.first(3), dataclasses.replace(QUIET, examples=0)).nearest == ()
+    assert len(study(network, digits.first(3), QUIET).nearest) == 3
+    monkeypatch.setattr(noise_study, "NEAREST_RUNS", 1e12)
+    assert study(network, digits.first(3), QUIET).nearest == ()
+
+
+def test_images_that_nothing_flips_have_no_nearest_flip():
+    network = nn.Sequential(nn.Flatten(), nn.Linear(16, 2)).eval()
+    nn.init.zeros_(network[1].weight)
+    network[1].bias.data = torch.tensor([1.0, 0.0])
+    images = LabelledImages(torch.rand(3, 1, 4, 4), None, tuple("abc"), ())
+    assert study(network, images, QUIET).nearest == ()
+
+
 def test_time_that_ends_the_work_is_said(network, digits):
     hasty = study(network, digits.first(5), dataclasses.replace(STUDIED, seconds=1e-6))
     assert hasty.stopped == "the time allowed"
@@ -175,7 +206,7 @@ def test_time_that_ends_the_work_is_said(network, digits):
     assert "the time allowed" in hasty.attacks.reason
 
 
-@pytest.mark.parametrize("raises_in", ["_levels", "entries_found", "examples_of"])
+@pytest.mark.parametrize("raises_in", ["_levels", "entries_found", "examples_of", "nearest_flip"])
 def test_an_interruption_keeps_what_is_known(network, digits, monkeypatch, raises_in):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -187,7 +218,8 @@ def test_an_interruption_keeps_what_is_known(network, digits, monkeypatch, raise
     assert bool((kept.samples >= 192).all())
     assert kept.curve[1 if raises_in == "_levels" else 4].sigma == STUDIED.sigma
     assert [level.sigma for level in kept.levels] == [point.sigma for point in kept.curve]
-    assert kept.examples == ()
+    assert len(kept.examples) == (4 if raises_in == "nearest_flip" else 0)
+    assert kept.nearest == ()
 
 
 @pytest.mark.parametrize("activation", [nn.SiLU, nn.Tanh])
@@ -282,12 +314,6 @@ BAD = {
         lambda net, images: study(net, dataclasses.replace(images, labels=images.labels + 7, classes=()), QUIET),
         r"the label of test/\d+ is 16, but the network has 10 scores, 0 to 9",
     ),
-    "sigma": (lambda net, images: StudyConfig(-0.1), "sigma must be a positive number"),
-    "samples": (lambda net, images: StudyConfig(0.1, samples=1), "samples must be at least 2, got 1"),
-    "tolerance": (lambda net, images: StudyConfig(0.1, tolerance=0.7), "tolerance must be between 0 and 0.5"),
-    "seconds": (lambda net, images: StudyConfig(0.1, seconds=0.0), "seconds must be a positive number, got 0"),
-    "rare": (lambda net, images: StudyConfig(0.1, rare=-1), "rare must be at least 0, got -1"),
-    "attacks": (lambda net, images: StudyConfig(0.1, attacks=-1), "attacks must be at least 0, got -1"),
     "one score": (
         lambda net, images: study(nn.Sequential(net, nn.Linear(10, 1)).eval(), images, QUIET),
         r"has only 1 score; make it two",

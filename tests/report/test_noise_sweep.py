@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from netmoments.report.arguments import Subject
-from netmoments.report.noise_study import Study, StudyConfig, TimePlan, survey_of
-from netmoments.report.noise_sweep import PART, RareSweep, SurveySweep, engine_named, study_in_parts
+from netmoments.report import noise_sweep
+from netmoments.report.arguments import StudyConfig, Subject
+from netmoments.report.noise_study import NEAREST, Study, TimePlan, example_images, survey_of
+from netmoments.report.noise_sweep import PART, NearestSweep, RareSweep, SurveySweep, engine_named, study_in_parts
 from netmoments.sweep.item import Finished, Sweep
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.on_ray import RayEngine
@@ -58,6 +61,40 @@ def assert_same(one: Study, other: Study) -> None:
     counted = one.runs == one.samples
     torch.testing.assert_close(one.flip[counted], other.flip[counted])
     torch.testing.assert_close(one.flip, other.flip, rtol=0.3, atol=0)  # three of its standard errors
+    assert [each.image for each in one.nearest] == [each.image for each in other.nearest]
+    assert [each.becomes for each in one.nearest] == [each.becomes for each in other.nearest]
+    distances = [torch.tensor([each.distance for each in found.nearest]) for found in (one, other)]
+    torch.testing.assert_close(*distances, rtol=1e-2, atol=0)
+
+
+def test_nearest_flips_in_parts_are_those_of_the_whole(whole):
+    network, _ = SUBJECT.load()
+    with torch.no_grad():
+        answers = [
+            int(network((whole.images.images[each.image] + each.change).unsqueeze(0)).argmax())
+            for each in whole.nearest
+        ]
+    assert answers == [each.becomes for each in whole.nearest]
+
+
+def test_parts_from_before_nearest_flips_are_still_used(whole, tmp_path):
+    """They have a folder of their own, which is made when it is missing."""
+    assert_same(study_in_parts(SUBJECT, CONFIG, (), tmp_path, LocalEngine(["cpu"])), whole)
+    kept = {path: path.stat().st_mtime_ns for name in ("survey", "rare") for path in (tmp_path / name).glob("part*")}
+    assert kept
+    shutil.rmtree(tmp_path / "nearest")
+    assert_same(study_in_parts(SUBJECT, CONFIG, (), tmp_path, LocalEngine(["cpu"])), whole)
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+def test_an_image_without_a_flip_is_a_row_that_is_left_out():
+    sweep = NearestSweep(SUBJECT, CONFIG, (3, 5), (1, 2))
+    columns = {
+        "image": np.array([3, 5]), "distance": np.array([2.5, np.inf]), "becomes": np.array([7, -1]),
+        "change": np.array([noise_sweep._as_text(torch.tensor([[[0.5, -0.25]]])), ""]),
+    }  # fmt: skip
+    (one,) = sweep.nearest(columns, (1, 1, 2))
+    assert (one.image, one.distance, one.becomes, one.change.tolist()) == (3, 2.5, 7, [[[0.5, -0.25]]])
 
 
 def test_all_images_are_studied(whole):
@@ -67,6 +104,7 @@ def test_all_images_are_studied(whole):
     assert bool((whole.interval[:, 0] <= whole.flip).all())
     assert bool((whole.flip <= whole.interval[:, 1]).all())
     assert len(whole.examples) == 2
+    assert len(whole.nearest) == len({*whole.order[:NEAREST].tolist(), *example_images(whole)})
     assert whole.scores.mean.shape == whole.shares.shape == (PART + 10, 10)
 
 

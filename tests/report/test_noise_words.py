@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import pytest
 import torch
+from rich.console import Console
 
 from netmoments.data.images import Skipped
-from netmoments.report.noise_study import CurvePoint, study
+from netmoments.report.noise_study import CurvePoint, FlippedImage, study
 from netmoments.report.noise_words import (
+    Ranking,
     band_in_words,
     bounded_in_words,
     chosen_point,
@@ -19,6 +22,7 @@ from netmoments.report.noise_words import (
     level_in_words,
     method_in_words,
     more_in_words,
+    nearest_in_words,
     noise_in_words,
     share_in_words,
     stopped_in_words,
@@ -163,3 +167,27 @@ def test_scores_that_are_not_followed_are_left_out(found):
     outputs = torch.zeros_like(found.scores.outputs)
     alone = dataclasses.replace(found, scores=dataclasses.replace(found.scores, outputs=outputs))
     assert "most fragile" in in_a_terminal(draw(alone))
+
+
+def test_a_nearest_flip_is_so_many_deviations_away_and_so_many_grey_levels(found):
+    change = torch.zeros(1, 8, 8)
+    change[0, 2, 2] = -0.1
+    near = FlippedImage(0, change, 3.14, 7)
+    assert nearest_in_words(found, near) == (
+        "The smallest change found that makes it 7 is 3.1 standard deviations of the noise away, at most 26 of 255 "
+        "grey levels on a pixel."
+    )
+
+
+@pytest.mark.parametrize(("width", "scores"), [(80, False), (120, True)])
+def test_the_ranking_fits_the_terminal(found, width, scores):
+    """Nothing is cut or broken at 80 columns; scores are there where there is room."""
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(Ranking(found))
+    text = console.export_text()
+    assert ("score of the answer" in text) is scores
+    assert "…" not in text
+    first = found.images.names[int(found.order[0])]
+    (line,) = [line for line in text.splitlines() if line.startswith(f" {first} ")]
+    assert flip_in_words(found, int(found.order[0]))[0] in line
+    assert len(text.strip().splitlines()) == 4 + 10

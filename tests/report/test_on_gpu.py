@@ -10,7 +10,8 @@ import torch
 
 import netmoments as nm
 from netmoments.data.images import LabelledImages
-from netmoments.report.noise_study import Study, StudyConfig, study
+from netmoments.report.arguments import StudyConfig
+from netmoments.report.noise_study import Study, study
 from tests.gpu import NEEDS_CUDA, tf32_allowed
 
 pytestmark = [pytest.mark.gpu, NEEDS_CUDA]

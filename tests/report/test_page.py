@@ -53,6 +53,13 @@ def test_values_are_escaped(template):
     assert page.render(template, name="<σ>") == "<p>&lt;σ&gt;</p>"
 
 
+def test_options_are_not_broken_over_lines_and_the_rest_is_escaped(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "TEMPLATES", tmp_path)
+    (tmp_path / "page.html").write_text("{{ said|whole_options }}", encoding="utf-8")
+    said = page.render("page.html", said="<b> --rare all\x1b")
+    assert said == '&lt;b&gt; <span class="option">--rare</span> all\\x1b'
+
+
 def test_what_is_missing_is_an_error(template):
     from jinja2 import UndefinedError
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mpmath
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import gradcheck
 
-from netmoments.rules.piecewise_linear import PiecewiseLinear, between
+from netmoments.rules.piecewise_linear import PiecewiseLinear, between, one_kink, relu
+from tests.closeness import assert_close
 
 HARD_TANH = between(torch.tensor([-0.5]).double(), torch.tensor([0.4]).double(), 1, torch.zeros(1).double())
 
@@ -43,6 +46,67 @@ def test_pairs_of_two_kinks_are_exact():
     y = first.clamp(-0.5, 0.4)
     expected = (weight * y * second).sum() - (weight * y).sum() * (weight * second).sum()
     assert float(total) == pytest.approx(float(expected), abs=1e-7)
+
+
+def exact_powers(h: float, std: float) -> list[list[float]]:
+    """E[yᵏ Heᵣ(u)] of y = relu(std·(h + u)) for k = 1, …, 4, by integrals over the part that is open, to 40 digits."""
+    with mpmath.workdps(40):
+        orders = (7, 5, 5, 1)
+
+        def moment(k: int, r: int) -> float:
+            def height(w: mpmath.mpf) -> mpmath.mpf:
+                polynomial = [mpmath.mpf(1), w - h]
+                while len(polynomial) <= r:
+                    polynomial.append((w - h) * polynomial[-1] - (len(polynomial) - 1) * polynomial[-2])
+                return w**k * polynomial[r] * mpmath.exp(h * w - w * w / 2)
+
+            total = mpmath.quad(height, [0, 0.2, 0.6, 2, 6, 16])
+            return float(mpmath.mpf(std) ** k * mpmath.npdf(h) * total)
+
+        return [[moment(k, r) for r in range(order)] for k, order in enumerate(orders, start=1)]
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 2e-7)])
+@pytest.mark.parametrize("h", [-3.5, -7.0, -12.0, -30.0])
+def test_powers_of_dead_units(h, dtype, rtol):
+    """All their moments to relative accuracy, down to the smallest numbers: none is a difference of larger ones."""
+    std = 2.0 if h > -20 else 4.0
+    mean, variance = torch.full((1, 1), h * std, dtype=dtype), torch.full((1, 1), std * std, dtype=dtype)
+    power = relu(1, mean).power_moments(mean, variance)
+    for found, exact in zip((*power[1:4], (power.fourth,)), exact_powers(h, std), strict=True):
+        for one, other in zip(found, exact, strict=True):
+            assert_close(one[0], [other], rtol=rtol, atol=torch.finfo(dtype).tiny)
+
+
+def test_derivatives_at_a_kink():
+    """Where the mean is at the kink, dE f/dm is the expected slope all the same."""
+    for slope, bend in ((0.0, 1.0), (0.1, 0.9), (-1.0, 2.0)):
+        rule = one_kink(*torch.tensor([[slope], [bend]], dtype=torch.float64))
+        mean = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+        power = rule.power_moments(mean, torch.full_like(mean, 0.7))
+        (found,) = torch.autograd.grad((power.centre + power.first[0]).sum(), mean)
+        assert_close(found[0], [slope + bend / 2], atol=1e-15)
+
+
+def test_derivatives_of_powers():
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((4,), (4,), (2, 4), (2, 4), (2, 4), (2, 4))
+    *own, mean, std = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    rule = PiecewiseLinear(*own)
+
+    def every(mean: Tensor, variance: Tensor) -> Tensor:
+        power = rule.power_moments(mean, variance)
+        return torch.stack([*power.first, *power.second, *power.third, power.fourth])
+
+    assert gradcheck(every, ((3 * mean).requires_grad_(), (std.square() + 0.1).requires_grad_()))
+
+
+def test_an_infinite_spread_of_probes():
+    """Near the end of float32 the sampled variance is rounding, and overflows: the mean is that without noise."""
+    moments = relu(2, torch.zeros(1)).sketch_moments(
+        torch.tensor([[1e30, -1e30]]), torch.full((1, 2, 1, 1), torch.inf), 4
+    )
+    assert_close(moments.mean, torch.tensor([[1e30, 0.0]]), rtol=1e-6)
 
 
 def _parts(rule: PiecewiseLinear) -> tuple[Tensor, ...]:

@@ -29,6 +29,7 @@ from netmoments.sampling.adaptive import (
 from netmoments.sampling.fast_network import FastNetwork, fast_network
 from netmoments.sampling.monte_carlo import class_frequencies
 from netmoments.sampling.pair_sums import FOLDS
+from netmoments.sampling.rare_events import WIDE_PAIRS
 from tests.closeness import assert_close
 from tests.gaussians import KINDS, SIZE, structures
 from tests.networks import Residual, inputs, network, seeded
@@ -436,11 +437,15 @@ def test_values_of_low_precision_are_corrected(low_precision):
         assert BOUNDS[0] < float(spread.min()) <= float(spread.max()) < BOUNDS[1], name
 
 
+FIRST = 2 * (PILOT - WIDE_PAIRS)
+"""Samples of the first round that are in low precision as well."""
+
+
 def test_low_precision_that_is_too_rough_is_not_used(low_precision):
     expected = moments(NET, tolerance=0.02)
     counted = low_precision(lambda y: torch.round(y))
     found = moments(NET, tolerance=0.02)
-    assert sum(counted) == 2 * PILOT
+    assert sum(counted) == FIRST
     assert torch.equal(found.mean, expected.mean)
     assert found.reason == expected.reason
 
@@ -463,12 +468,12 @@ def test_what_low_precision_cannot_hold_is_done_anew_and_said(net, seldom, low_p
         low_precision(lambda y: (seen.append(y[:, 0].detach()), y)[1])
         nm.output_moments(net, given, tolerance=0.01)
         values = torch.cat(seen)
-        first, largest = float(values[: 2 * PILOT].max()), float(values.max())
+        first, largest = float(values[:FIRST].max()), float(values.max())
         assert first < largest
         limit = (first + largest) / 2
     counted = low_precision(lambda y: torch.where(y[:, :1] > limit, math.inf, y))
     found = nm.output_moments(net, given, tolerance=0.01)
-    assert (sum(counted) > 2 * PILOT) == seldom
+    assert (sum(counted) > FIRST) == seldom
     assert found.reason == expected.reason + ", in float32 as float16 overflowed"
     assert torch.equal(found.mean, expected.mean)
     assert torch.equal(found.covariance, expected.covariance)

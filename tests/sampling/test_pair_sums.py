@@ -14,6 +14,7 @@ from torch import Tensor
 import netmoments as nm
 from netmoments.sampling.pair_sums import (
     FOLDS,
+    HEAVY,
     SHRINKING,
     CorrectionSums,
     PairEstimate,
@@ -32,6 +33,7 @@ from netmoments.sampling.pair_sums import (
     pair_weights,
     relative_errors,
 )
+from netmoments.sampling.rare_events import SQUARES, WIDE_PAIRS, WIDENING
 from tests.closeness import assert_close
 from tests.networks import random_network
 
@@ -78,14 +80,16 @@ class Pairs:
             sums.add(self.mirrored, None, *found)
         return sums
 
-    def estimate(self, products: bool = True, blocks: list[int] | None = None, off: float = 0.1) -> PairEstimate:
+    def estimate(
+        self, products: bool = True, blocks: list[int] | None = None, off: float = 0.1, heavy: float = 0.0
+    ) -> PairEstimate:
         """About a centre that is off by a fraction of a standard deviation."""
         centre = (MEAN + off * COVARIANCE.diagonal().sqrt()).expand(self.first.shape[1:])
         known = self.known
         if known is not None:
             known = (known if products else known.diagonal()).expand(len(centre), *known.shape[: 1 + products])
         sums = self.sums(centre.clone(), products, blocks or [len(self.first)]).sums[self.mirrored]
-        return of_one_kind(centre, sums, known, products, self.mirrored)
+        return of_one_kind(centre, sums, known, products, self.mirrored, heavy)
 
 
 def draw(pairs: int, entries: int, control: str = "none", *, mirrored: bool = True, seed: int = 1) -> Pairs:
@@ -197,6 +201,45 @@ def test_what_the_samples_cannot_have_shown():
     assert_close(alone.variance_error, found.variance_error, rtol=1e-6)
 
 
+def test_what_wider_noise_shows_is_in_the_errors():
+    """A share of its spread by the pairs there are; and its samples count among those that saw nothing."""
+    mean, second = torch.tensor([[3.0, 0.0]]), torch.tensor([[[4.0, 1.0], [1.0, 1.0]]])
+    samples, wide = torch.tensor([96.0]), torch.tensor([[[5.0, 0.0]], [[7.0, 2.0]]])
+    small = PairEstimate(mean, second, torch.full_like(mean, 1e-9), torch.full_like(second, 1e-9))
+    found = allowing_for_the_unseen(small, samples, wide)
+    share, one_more = 96 ** (1 / WIDENING**2 - 1) / 48, 1 / (96 + 2 * WIDE_PAIRS)
+    assert_close(found.mean_error, [[5 * share + 4 * one_more**2, 1e-9 + one_more**2]], rtol=1e-5)
+    expected = [[[7.0, math.sqrt(14)], [math.sqrt(14), 2.0]]]
+    own = torch.tensor([[[4.0, 2.0], [2.0, 1.0]]])
+    assert_close(found.second_error, torch.tensor(expected) * share / SQUARES + 2 * (own * one_more) ** 2, rtol=1e-5)
+    large = small._replace(mean_error=torch.ones_like(mean), second_error=torch.ones_like(second))
+    found = allowing_for_the_unseen(large, samples, wide)
+    assert_close(found.mean_error, [[1 + 4 * one_more**2, 1 + one_more**2]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_errors_that_are_badly_known_are_larger(mirrored):
+    """By 1 + heavy·q², q from the variances of the folds about the mean of all, without a control as it is here."""
+    pairs = draw(64, 2, mirrored=mirrored)
+    plain, found = (pairs.estimate(off=0.0, heavy=heavy) for heavy in (0.0, 7.0))
+    assert torch.equal(plain.mean, found.mean)
+    assert torch.equal(plain.second, found.second)
+    even = ((pairs.first + pairs.second) / 2).unflatten(0, (FOLDS, -1))
+    folds = (even - even.mean((0, 1))).square().mean(1)
+    q = (folds / folds.mean(0) - 1).square().sum(0) / (FOLDS * (FOLDS - 1))
+    assert_close(found.mean_error / plain.mean_error, 1 + 7 * q**2, rtol=1e-8)
+    assert bool((found.second_error >= plain.second_error).all())
+
+
+def test_one_value_that_is_all_of_the_spread():
+    """q is 1: the squared error is 1 + heavy times as large."""
+    first = torch.zeros(64, 1, 2, dtype=torch.float64)
+    first[5] = 1000.0
+    plain, found = (Pairs(first, first, None, None).estimate(False, heavy=heavy, off=0.0) for heavy in (0.0, 7.0))
+    # of its fold 15 values and of the others all are at the mean, but for 1/64 of the largest
+    assert_close(found.mean_error / plain.mean_error, torch.full((1, 2), 8.0), rtol=0.1)
+
+
 def test_some_entries_may_have_more_pairs():
     pairs = draw(96, 3, "expected slopes")
     centre, known = MEAN.expand(3, 2).clone(), pairs.known.expand(3, 2, 2)
@@ -210,14 +253,14 @@ def test_some_entries_may_have_more_pairs():
     standing = sums.standing(at_once, torch.tensor([7.0]))
     assert standing.pairs.tolist() == [96, 32, 96]
     assert (standing.infinite, standing.told.tolist()) == (0, [7.0])
-    found = of_one_kind(centre, sums.sums[True], known, True, True)
+    found = of_one_kind(centre, sums.sums[True], known, True, True, HEAVY)
     stated = allowing_for_the_unseen(found, torch.tensor([192, 64, 192], dtype=torch.float64))
     assert torch.equal(standing.reached, relative_errors(stated, torch.float64))
     assert all(map(torch.equal, standing.estimate, allowing_for_skewness(stated)))
     for entries, count, blocks in (([0, 2], 96, [32, 64]), ([1], 32, [32])):
         values = [x[:count, entries] for x in (pairs.first, pairs.second)]
         alone = Pairs(*values, pairs.line[:, :count, entries], pairs.known)
-        expected = alone.estimate(blocks=blocks, off=0.0)
+        expected = alone.estimate(blocks=blocks, off=0.0, heavy=HEAVY)
         for name in ("mean", "second", "mean_error", "second_error"):
             assert_close(getattr(found, name)[entries], getattr(expected, name), rtol=1e-9, atol=1e-15, what=name)
 
@@ -386,6 +429,19 @@ def test_two_kinds_of_pairs_are_one_estimate():
             assert float(error.mean()) < float(getattr(kind, f"{name}_error").mean())
 
 
+def test_what_the_first_pairs_may_have_missed_is_in_the_costs():
+    """Of mirrored samples and of independent ones alike: a pair of either sees an event as often."""
+    seen = draw(64, 1, "expected slopes", seed=9)
+    values = seen.first, seen.second, seen.line[0]
+    wide = torch.tensor([[[5.0, 0.0]], [[0.0, 2.0]]], dtype=torch.float64)
+    missed = pair_costs(*values, wide) - pair_costs(*values)
+    even = (seen.first + seen.second) / 2
+    variance = (((seen.first - seen.second) / 2) ** 2 + (even - even.mean(0)) ** 2).mean(0)[0]
+    share = 128 ** (1 / WIDENING**2 - 1)
+    of_mean, of_second = 5 * share / variance[0], 2 * share / SQUARES / variance[1] ** 2
+    assert_close(missed, torch.stack([of_mean, of_second / 2]).expand(2, 2), rtol=1e-8)
+
+
 def test_costs_are_what_pairs_leave():
     """Of a sample, half a pair: the errors of estimates, in units of the variance and of its square."""
     pairs = 4000
@@ -450,7 +506,7 @@ def first_pairs(low_by: float) -> tuple[Tensor, ...]:
     deviations = STD * torch.randn(64, 2, 5, dtype=torch.float64, generator=generator)
     values = [NETWORK((POINT + x).reshape(-1, 5)).reshape(64, 2, 2) for x in (deviations, -deviations)]
     low = [x + low_by * torch.randn(x.shape, dtype=torch.float64, generator=generator) for x in values]
-    return first_sums(True, True, 0.1, SLOPES.expand(2, -1, -1), deviations, *values, *low)
+    return first_sums(True, True, 0.1, SLOPES.expand(2, -1, -1), None, deviations, *values, *low)
 
 
 def test_first_pairs_decide_whether_low_precision_is_used():

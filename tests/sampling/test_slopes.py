@@ -10,6 +10,7 @@ from torch import nn
 
 import netmoments as nm
 from netmoments.network.model import NetworkModel
+from netmoments.sampling import slopes
 from netmoments.sampling.fast_network import fast_network
 from netmoments.sampling.slopes import MOST_POINTS, SlopeControls, expected_slopes, points_worth
 
@@ -55,6 +56,19 @@ def test_slopes_of_chosen_outputs(affine):
     found = slopes_of(affine, noise, False, outputs=torch.tensor([[1], [0]]))
     expected = torch.stack([WEIGHT[1:], WEIGHT[:1]])
     torch.testing.assert_close(found.slopes, expected / expected.norm(dim=-1, keepdim=True))
+
+
+def test_gradients_at_once_are_those_of_one_output_at_a_time(monkeypatch):
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double().eval()
+    noise = nm.Gaussian(torch.zeros(2, 3, dtype=torch.float64), 1.0)
+    for outputs in (None, torch.tensor([[1, 3], [0, 2]])):
+        together = slopes_of(network, noise, True, outputs=outputs)
+        with monkeypatch.context() as patch:
+            patch.setattr(slopes, "TOGETHER", 0)
+            alone = slopes_of(network, noise, True, outputs=outputs)
+        torch.testing.assert_close(together.slopes, alone.slopes)
+        torch.testing.assert_close(together.known, alone.known)
 
 
 def test_an_output_that_does_not_depend_on_the_noise_has_no_slope(affine):

@@ -321,6 +321,7 @@ function drawPanel() {
   overNoise(at("panel-flips"), 190, `how often ${image.name} flips over noise`, image.levels.map((level) =>
     ({ share: level.flip, low: level.low, high: level.high, said: `${level.said}, ${level.known}` })), [0, 1], null);
   drawScores(at("panel-scores"), image);
+  drawFlipped(image);
   drawAttack(image);
   const drawing = state.open;
   picture.decode().then(() => { if (state.open === drawing) drawCopies(picture, image); }, () => {});
@@ -335,12 +336,29 @@ function flipsTo(now) {
 }
 
 function nearestSaid(image) {
+  if (image.nearest) return flippedSaid(image.nearest);
   const first = image.levels.findIndex((level) => level.flip > 0);
   const ahead = image.levels[data.chosen].lead;
   const lead = ahead > 0 ? ` At ${data.levels[data.chosen].said} its answer is ${short(ahead)} standard deviations ahead of the next.` : "";
   if (first < 0) return `Up to ${data.levels[data.levels.length - 1].said}, no sample flipped it.${lead}`;
   const { said, to } = image.levels[first];
   return `The least of these noise levels that flips it is ${data.levels[first].said}: with probability ${said}, to ${className(to)}.${lead}`;
+}
+
+function flippedSaid(nearest) {
+  const level = state.level === 0 ? data.chosen : state.level;
+  const away = (nearest.distance * data.levels[data.chosen].x) / data.levels[level].x;
+  return `The smallest change found that makes it ${className(nearest.to)} is ${Number(away.toPrecision(2))} standard deviations of the noise away at ${data.levels[level].said}, ${nearest.largest}.`;
+}
+
+function drawFlipped(image) {
+  at("panel-flipped").hidden = !image.nearest;
+  if (!image.nearest) return;
+  at("panel-flipped-picture").src = image.nearest.picture;
+  at("panel-flipped-picture").alt = `${image.name} with the smallest change found, taken for ${className(image.nearest.to)}`;
+  at("panel-flipped-over").src = image.nearest.over;
+  at("panel-flipped-over").alt = `that change over ${image.name}`;
+  at("panel-flipped-to").textContent = className(image.nearest.to);
 }
 
 function drawCopies(picture, image) {
@@ -351,7 +369,7 @@ function drawCopies(picture, image) {
     const copies = Array.from({ length: data.copies }, (_, copy) => copyFigure(picture, image, copy, state.level));
     host.replaceChildren(...copies);
     const level = image.copies ? image.copies.findIndex((answers) => answers.some((answer) => answer !== image.answer)) : -1;
-    if (level > 0) {
+    if (level > 0 && !image.nearest) {
       const copy = image.copies[level].findIndex((answer) => answer !== image.answer);
       nearest.append(copyFigure(picture, image, copy, level), element("p", { class: "soft" }, `one of its noisy copies, at ${data.levels[level].said}`));
     }

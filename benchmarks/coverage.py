@@ -1,0 +1,229 @@
+"""How many intervals of flip probabilities hold the truth, run by run, in a file that grows.
+
+`python -m benchmarks.coverage GALLERY STORE [--seconds 500] [--runs 200] [--networks digits mlp known] [--images 5]
+[--decades 2 3 4] [--truth 10000000] [--device cpu]`. What is in the file is not computed again: call it until it says
+that nothing is missing, in pieces of as many seconds as there are; the table says what is known so far.
+
+A case is an image with noise at which flips are as rare as wanted; its truth is the share of plain samples, drawn until
+`ENOUGH` have flipped. `known` are networks whose flips are known exactly, from 0.5 to 1e-12 (`benchmarks.flips`). Every
+network gets `--runs` runs in all, the seeds of its cases taking turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import netmoments as nm
+from benchmarks.flips import (
+    RELATIVE,
+    SHAPES,
+    SIZE,
+    Case,
+    Shape,
+    Subjects,
+    Truth,
+    flips_of,
+    flips_with_seed,
+    threshold_at,
+    with_flips,
+)
+from benchmarks.measure import machine
+from benchmarks.rare_baselines import plain
+
+KNOWN = "known"
+PROBABILITIES = (0.5, 0.1, 1e-2, 1e-4, 1e-6, 1e-9, 1e-12)
+ENOUGH = 2500
+"""Flips among the plain samples of a truth: an error of 2 %, where intervals are ±20 %."""
+PIECE = 50_000
+"""Plain samples that are drawn at a time."""
+FACTOR = 3.0
+"""An estimate that is off by more is wrong."""
+
+
+@dataclass(eq=False)
+class Store:
+    """Lines of JSON, kept by the work that they are the result of."""
+
+    path: Path
+    lines: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.path.exists():
+            for line in self.path.read_text().splitlines():
+                try:
+                    found = json.loads(line)
+                except json.JSONDecodeError:  # the last one, where the work was killed
+                    continue
+                self.lines[found["work"]] = found
+
+    def found(self, work: str, compute: Callable[[], dict[str, Any]], clock: Clock) -> dict[str, Any]:
+        """What is kept of a piece of work, or computed and kept now; refuses where the time is over."""
+        if work not in self.lines:
+            clock.require_time()
+            line = {"work": work, **compute()}
+            with self.path.open("a") as file:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self.lines[work] = line
+        return self.lines[work]
+
+
+class TimeIsOver(Exception):
+    """The seconds of this call are."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    end: float
+
+    def require_time(self) -> None:
+        if time.monotonic() > self.end:
+            raise TimeIsOver
+
+
+def sampled_truth(store: Store, name: str, case: Case, most: int, clock: Clock) -> Truth:
+    """From plain samples, piece by piece."""
+    samples = flips = 0
+    while samples < most and flips < ENOUGH:
+
+        def piece(seed: int = samples // PIECE) -> dict[str, Any]:
+            return {"flips": round(plain(case.margin(), PIECE, seed=seed).probability * PIECE)}
+
+        flips += store.found(f"{name}, plain samples from {samples}", piece, clock)["flips"]
+        samples += PIECE
+    p = flips / samples
+    error = math.sqrt(p * (1 - p) / samples)
+    return Truth(name, p, error, lambda seed: case.found(seed, relative_error=RELATIVE))
+
+
+def sampled_truths(store: Store, network: str, asked: argparse.Namespace, clock: Clock) -> Iterator[Truth]:
+    """Images of a network with noise as rare as wanted, as far as samples can tell."""
+    subjects = Subjects(asked.gallery.resolve(), None, torch.device(asked.device))
+    for image in subjects.cases(network, 0, asked.images):
+        for decade in asked.decades:
+            name = f"{network} {image.number}, 1e-{decade}"
+
+            def noise(image: Case = image, decade: int = decade) -> dict[str, Any]:
+                found = with_flips(image, 10.0**-decade)
+                return {"sigma": None if found is None else found.sigma}
+
+            sigma = store.found(f"{name}, noise", noise, clock)["sigma"]
+            if sigma is None:
+                continue
+            truth = sampled_truth(store, name, replace(image, sigma=sigma), asked.truth, clock)
+            if truth.probability > 0:
+                yield truth
+
+
+def known_truths(store: Store, clock: Clock) -> Iterator[Truth]:
+    """Every shape of `benchmarks.flips` at every probability that it has."""
+    noise = nm.Gaussian(torch.zeros(SIZE, dtype=torch.float64), std=1.0)
+    for shape in SHAPES:
+        for wanted in PROBABILITIES:
+
+            def exact(shape: Shape = shape, wanted: float = wanted) -> dict[str, Any]:
+                threshold = threshold_at(shape, wanted)
+                return {"threshold": threshold, "p": flips_of(shape, threshold)}
+
+            name = f"{shape.name}, {wanted:g}"
+            found = store.found(f"{name}, threshold", exact, clock)
+            if abs(found["p"] / wanted - 1) < 0.01:  # else g has an atom there, as relu has at 0
+                network = shape.network(found["threshold"])
+                yield Truth(name, found["p"], 0.0, partial(flips_with_seed, network, noise))
+
+
+def truths(store: Store, network: str, asked: argparse.Namespace, clock: Clock) -> list[Truth]:
+    return list(known_truths(store, clock) if network == KNOWN else sampled_truths(store, network, asked, clock))
+
+
+def answer(truth: Truth, seed: int) -> dict[str, Any]:
+    """One run: what was found, and whether its interval holds the truth."""
+    found: nm.FlipProbability = truth.found(seed)
+    low, high = found.interval.tolist()
+    return {
+        "p": float(found.probability),
+        "interval": [low, high],
+        "holds": truth.in_interval_of(found),
+        "runs": int(found.runs),
+        "agreed": bool(found.agreed),
+        "met": bool(found.met),
+        "route": found.route[0],
+    }
+
+
+def answers(store: Store, cases: Sequence[Truth], runs: int, clock: Clock) -> dict[str, list[dict[str, Any]]]:
+    """Runs of all cases, by name; seeds take turns, so that they are about as many of each whenever it stops."""
+    found: dict[str, list[dict[str, Any]]] = {truth.name: [] for truth in cases}
+    for run in range(runs if cases else 0):
+        seed, truth = run // len(cases), cases[run % len(cases)]
+        try:
+            found[truth.name].append(store.found(f"{truth.name}, seed {seed}", lambda: answer(truth, seed), clock))  # noqa: B023
+        except TimeIsOver:
+            continue  # some of the later ones may be there
+    return found
+
+
+def printed(network: str, cases: Sequence[Truth], found: dict[str, list[dict[str, Any]]]) -> tuple[int, int]:
+    """A line for each case, and one for all; how many runs there are, and how many hold the truth."""
+    print(f"{network:32} {'truth':>9} {'±':>6} {'runs':>5} {'hold':>5} {'ratios':>13} {'of the network':>15}")
+    ratios, total, hold = list[float](), 0, 0
+    for truth in cases:
+        rows = found[truth.name]
+        if not rows:
+            continue
+        own = [row["p"] / truth.probability for row in rows]
+        held = sum(row["holds"] for row in rows)
+        total, hold, ratios = total + len(rows), hold + held, ratios + own
+        print(
+            f"{truth.name:32} {truth.probability:9.3g} {truth.error / truth.probability:6.1%} {len(rows):5d} {held:5d} "
+            f"{min(own):6.2f} {max(own):6.2f} {statistics.median(row['runs'] for row in rows):15,.0f}",
+            flush=True,
+        )
+    if total:
+        far = sum(not 1 / FACTOR < ratio < FACTOR for ratio in ratios)
+        print(
+            f"{network}: {hold} of {total} intervals of 95 % hold the truth ({hold / total:.1%}); ratios "
+            f"{min(ratios):.2f} to {max(ratios):.2f}, {far} off by more than a factor {FACTOR:g}\n"
+        )
+    return total, hold
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("gallery", type=Path)
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--seconds", type=float, default=500.0)
+    parser.add_argument("--runs", type=int, default=200, help="of each network")
+    parser.add_argument("--networks", nargs="+", default=["digits", "mlp", KNOWN])
+    parser.add_argument("--images", type=int, default=5)
+    parser.add_argument("--decades", nargs="+", type=int, default=[2, 3, 4], help="3 for 1e-3")
+    parser.add_argument("--truth", type=int, default=10_000_000, help="plain samples, at most")
+    parser.add_argument("--device", default="cpu")
+    asked = parser.parse_args(words)
+    print(machine())
+    store, clock = Store(asked.store), Clock(time.monotonic() + asked.seconds)
+    missing = False
+    for network in asked.networks:
+        try:
+            cases = truths(store, network, asked, clock)
+        except TimeIsOver:
+            print(f"{network}: the truth is not known yet; call it again\n")
+            missing = True
+            continue
+        total, _ = printed(network, cases, answers(store, cases, asked.runs, clock))
+        missing = missing or total < asked.runs
+    print("runs are missing: call it again" if missing else "nothing is missing")
+
+
+if __name__ == "__main__":
+    main()
