@@ -93,6 +93,14 @@ def over_calls(calls: str, *names: str) -> None:
         print(f"{growth(partial(CALLS[name], network, noise), many, min(500, many))} {name}", flush=True)
 
 
+def over_few_calls(calls: str) -> None:
+    """The same, the least growth of four rounds: what is lost is lost in each, the allocator takes a page in some."""
+    network, noise, many = small_network(), noise_of(), int(calls)
+    for name, call in CALLS.items():
+        work = partial(call, network, noise)
+        print(f"{min(growth(work, many, before) for before in (many, 0, 0, 0))} {name}", flush=True)
+
+
 def over_shapes(shapes: str, before: str) -> None:
     """The same over inputs of so many shapes of about one size, each new to the network, after some others."""
     network = small_network()
@@ -157,6 +165,7 @@ def interrupted(count: str) -> None:
 
 WORK: dict[str, Callable[..., None]] = {
     "calls": over_calls,
+    "few calls": over_few_calls,
     "shapes": over_shapes,
     "end": until_the_end,
     "interrupts": interrupted,
