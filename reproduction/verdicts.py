@@ -104,9 +104,9 @@ MOST = 3
 
 
 def by_recipe(
-    quantity: str, column: str, words: str = "", made_by: Sequence[str] = ("seeds", "readings-2")
+    quantity: str, column: str, words: str = "", made_by: Sequence[str] = ("seeds", "readings-2"), above: float = 0
 ) -> Readings:
-    """Training recipes: errors averaged over seeds, beside the published ones at every noise level."""
+    """Training recipes: errors averaged over seeds, beside the published ones at every noise level above one."""
 
     def found(records: Mapping[str, Record], tolerance: float) -> list[Tried]:
         from reproduction.image_sweeps import SIGMAS
@@ -115,12 +115,17 @@ def by_recipe(
         recipes: dict[str, list[Sequence[float]]] = {}
         for name in made_by:
             for trial in records[name]["numbers"]["trials"] if name in records else ():
-                recipes.setdefault(f"{words}{trial['recipe']} ({name})", []).append(trial[quantity])
-        paper = [getattr(TABLE_2[sigma, "avg"], column).mean for sigma in SIGMAS]
+                if trial.get("learned", True):
+                    recipes.setdefault(f"{words}{trial['recipe']} ({name})", []).append(trial[quantity])
         tried = []
         for recipe, trials in recipes.items():
             means = [sum(values) / len(trials) for values in zip(*trials, strict=True)]
-            tried.append(Tried(recipe, all(Pair(*pair).near(tolerance) for pair in zip(means, paper, strict=True))))
+            pairs = [
+                Pair(mean, getattr(TABLE_2[sigma, "avg"], column).mean)
+                for mean, sigma in zip(means, SIGMAS, strict=True)
+                if sigma > above
+            ]
+            tried.append(Tried(recipe, all(pair.near(tolerance) for pair in pairs)))
         return tried
 
     return found
@@ -164,8 +169,12 @@ CLAIMS = (
           "ℓ2 difference"),
     Claim("table-2", "Table 2, mean", "Theorem 1 is tight under the two-stage linearization.", "mean, σ",
           readings=by_recipe("mean", "mean_error"), made_by=("seeds", "readings-2")),
-    Claim("table-2", "Table 2, new variance", "Lemma 4 is tight; ours is tighter than published.",
-          "new variance, exact", readings=by_recipe("variance", "variance_error_new"), made_by=("seeds", "readings-2")),
+    Claim("table-2", "Table 2, new variance, σ = 0.001", "Half of 5 terms' error is rounding in float32.",
+          "new variance, 5 terms.*σ = 0.001"),
+    Claim("table-2", "Table 2, new variance, σ = 0.01", "Lemma 4 is tight.", r"new variance, exact.*σ = 0\.01"),
+    Claim("table-2", "Table 2, new variance, σ ≥ 0.05", "How tight depends on how long LeNet was trained.",
+          r"new variance, exact.*σ = 0\.(05|1)$",
+          readings=by_recipe("variance", "variance_error_new", above=0.01), made_by=("seeds", "readings-2")),
     Claim("table-2", "Table 2, old variance", "Taking means as zero costs much; in our networks more.",
           "old variance", readings=old_variances, made_by=("readings-2",)),
     Claim("table-3", "Table 3", "Histograms of the variances: the new ones are nearer to the sampled.",
@@ -229,39 +238,43 @@ def read_records(results: Path) -> dict[str, Record]:
     return found
 
 
-def readme(records: Mapping[str, Record], link: str = "../results") -> str:
+RESULTS = "../results"
+"""As the page has it."""
+
+
+def readme(records: Mapping[str, Record]) -> str:
     """The page: a line for each claim whose experiment was run, then what goes beyond the paper."""
     lines = [
         "# The paper's tables and figures, reproduced",
         "",
         "Written by `python -m reproduction verdicts` from the summaries of full runs. Errors and rates within the "
         "tolerance of the column count as reproduced; a count must be reached. How each is read: "
-        f"[docs/experiments.md](../docs/experiments.md); which run made what: [results]({link}/README.md).",
+        f"[docs/experiments.md](../docs/experiments.md); which run made what: [results]({RESULTS}/README.md).",
         "",
         "| | what it shows | published | ours | within | verdict |",
         "|---|---|---|---|---|---|",
     ]
     for claim in CLAIMS:
         if claim.name in records:
-            lines.append(_line(claim, records, link))
+            lines.append(_line(claim, records))
     if "readings-5" in records:
         lines += ["", "“Problem solved”: the linearized network expects what was asked, whatever the network says."]
     absent = sorted({claim.name for claim in CLAIMS} - set(records))
     beyond = [name for name in BEYOND if name in records]
     if beyond:
         lines += ["", "Beyond the paper:", ""]
-        lines += [f"- [{name}]({link}/{name}/table.md): {BEYOND[name]}" for name in beyond]
+        lines += [f"- [{name}]({RESULTS}/{name}/table.md): {BEYOND[name]}" for name in beyond]
     waiting = [*absent, *(name for name in BEYOND if name not in records)]
     if waiting:
         lines += ["", f"Not run at full size yet: {', '.join(waiting)}."]
     return "\n".join(lines) + "\n"
 
 
-def _line(claim: Claim, records: Mapping[str, Record], link: str) -> str:
+def _line(claim: Claim, records: Mapping[str, Record]) -> str:
     pairs = pairs_of(records[claim.name], claim.pattern)
     within = "" if not pairs else f"{claim.tolerance:.0%}" if claim.tolerance else "count"
     cells = (
-        f"[{claim.what}]({link}/{claim.name}/table.md)",
+        f"[{claim.what}]({RESULTS}/{claim.name}/table.md)",
         claim.shows,
         in_short([pair.paper for pair in pairs]) if pairs else "",
         in_short([pair.ours for pair in pairs]) if pairs else "",

@@ -14,6 +14,7 @@ from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.network.weights import write_tensors
 from reproduction import readings_2, trained
 from reproduction.image_sweeps import SIGMAS, random_factor
+from reproduction.lenet_on_mnist import Errors
 from reproduction.training import training_facts
 from tests.reproduction.small import drawn, settings_for, shown, small_lenet
 
@@ -88,6 +89,7 @@ def test_the_table(few, tmp_path, monkeypatch):
     monkeypatch.setattr(nm.data, "load", lambda *_, **__: everything)
     monkeypatch.setattr(trained, "train", quickly)
     monkeypatch.setattr(readings_2, "network_as_trained", as_trained)
+    monkeypatch.setattr(readings_2, "accuracy", lambda *_, **__: 0.9)
     outcome = readings_2.reproduce(settings_for(tmp_path, images=2, samples=20, data_dir=few))
     assert len(outcome.numbers["trials"]) == 4
     assert outcome.panels[0].rows[0][0] == "published"
@@ -97,6 +99,33 @@ def test_the_table(few, tmp_path, monkeypatch):
     json.dumps(outcome.numbers, allow_nan=False)
     assert drawn(outcome.drawings[0].draw(), tmp_path)
     assert outcome.seconds > 4 * 1.5
+
+
+def test_a_network_that_did_not_learn_is_listed_and_left_out(network, noise):
+    sampled = {name: value.numpy() for name, value in readings_2.readings_at(network, *noise).items()}
+    near = {name: Errors.between(value, 1.1 * value + 1e-6) for name, value in sampled.items()}
+    far = {name: Errors.between(value, 9.0 * value + 1e-6) for name, value in sampled.items()}
+    learned = readings_2.Trial("decay 1", 0, 0.98, near, 1.0)
+    lost = readings_2.Trial("decay 1", 1, 0.11, far, 1.0)
+    outcome = readings_2.outcome_of([learned, lost], 100, 20)
+    alone = readings_2.outcome_of([learned], 100, 20)
+    assert outcome.panels[:2] == alone.panels[:2]
+    assert [row[:3] for row in outcome.panels[2].rows] == [("decay 1", "0", "98.00%"), ("decay 1", "1", "11.00%")]
+    assert [trial["learned"] for trial in outcome.numbers["trials"]] == [True, False]
+    assert any("decay 1, seed 1" in words for words in outcome.reading)
+
+
+def test_units_that_see_no_input_change_no_reading(network, noise):
+    """A row of A that is zero adds a constant, whatever the paper's expressions say of its deviation."""
+    A, c1, B, c2 = (value.clone() for value in (network.A, network.c1, network.B, network.c2))
+    A[:, 1] = 0
+    dead = AffineReluAffine(A, c1, B, c2)
+    others = [unit for unit in range(A.shape[-2]) if unit != 1]
+    constant = B[..., 1] * c1[..., 1, None].relu()
+    without = AffineReluAffine(A[:, others], c1[:, others], B[..., others], c2 + constant)
+    found, wanted = (readings_2.readings_at(one, *noise) for one in (dead, without))
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], msg=name)
 
 
 def test_recipes_are_ordinary():
