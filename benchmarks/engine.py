@@ -13,8 +13,8 @@ from rich.table import Table
 from torch import Tensor
 
 import netmoments as nm
-from benchmarks.measure import in_a_process_of_its_own, machine, seconds
-from benchmarks.memory import METHODS
+from benchmarks.measure import machine, seconds
+from benchmarks.memory import METHODS, in_a_process_of_its_own
 from benchmarks.problems import random_layer, random_network, random_problem
 
 SIZES = (64, 256, 1024, 4096)
@@ -52,9 +52,7 @@ def growth(console: Console) -> None:
         forward, both = covariance_seconds(units, INPUTS)
         network, noise = random_problem(units, INPUTS, 1, torch.float32)
         variance, series, sampling = (seconds(partial(method, network, noise)) for method in METHODS.values())
-        memory = [
-            in_a_process_of_its_own("benchmarks.memory", method, units, INPUTS, 1, "float32") for method in METHODS
-        ]
+        memory = [in_a_process_of_its_own(method, units, INPUTS, 1, "float32") for method in METHODS]
         table.add_row(
             str(units),
             f"{1e3 * exponential:.2f} ms",
@@ -144,8 +142,8 @@ def small_noise() -> list[Row]:
 
 
 def memory() -> list[Row]:
-    batch = in_a_process_of_its_own("benchmarks.memory", "exact", 2000, INPUTS, 8, "float64")
-    large = in_a_process_of_its_own("benchmarks.memory", "exact", 20_000, INPUTS, 1, "float64")
+    batch = in_a_process_of_its_own("exact", 2000, INPUTS, 8, "float64")
+    large = in_a_process_of_its_own("exact", 20_000, INPUTS, 1, "float64")
     return [
         ("extra memory, variance, p = 2000, batch 8, float64", "200 MiB", f"{batch:.0f} MiB"),
         ("extra memory, variance, p = 20,000, n = 784, float64", "1024 MiB", f"{large:.0f} MiB"),

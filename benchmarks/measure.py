@@ -1,21 +1,16 @@
-"""Time as medians in one process, memory as the peak of a process of its own."""
+"""Time as medians, memory at its highest, and what machine it was."""
 
 from __future__ import annotations
 
-import json
-import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from benchmarks.peak_memory import measured
-
+Result = TypeVar("Result")
 SETTLED = 0.5
 """Seconds of repeats at least: the first few of short work wait for threads and clocks."""
 
@@ -33,22 +28,59 @@ def seconds(work: Callable[[], object], repeats: int = 9, patience: float = 4.0)
     return sorted(taken)[len(taken) // 2]
 
 
+class Cost(NamedTuple):
+    seconds: float
+    bytes: int | None
+    """None where the system does not tell."""
+
+
+def measured(work: Callable[[], Result], device: torch.device) -> tuple[Result, Cost]:
+    """What `work` returns, its wall time, and the memory it took beyond what was in use.
+
+    On a GPU that is what torch allocated; on a CPU the growth of the resident memory, which pieces that were freed and
+    are used again do not show: a lower bound.
+    """
+    before = _start(device)
+    start = time.perf_counter()
+    result = work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    peak = _peak(device)
+    return result, Cost(seconds, None if before is None or peak is None else max(0, peak - before))
+
+
+def _start(device: torch.device) -> int | None:
+    """Forget earlier peaks; what is in use now."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return _resident("VmRSS")
+
+
+def _peak(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
+
+
+def _resident(field: str) -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)
+
+
 def extra_mebibytes(work: Callable[[], object]) -> float:
     """How far `work` raises the resident memory of this process at its highest."""
     extra = measured(work, torch.device("cpu"))[1].bytes
     if extra is None:
         raise RuntimeError("peak memory is read from /proc/self/status, which is there on Linux only")
     return extra / 2**20
-
-
-def in_a_process_of_its_own(module: str, *arguments: object) -> Any:
-    """The JSON that `python -m module arguments…` prints last."""
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    environment = os.environ | {"MALLOC_TRIM_THRESHOLD_": "131072"}  # memory given back counts as given back
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def machine() -> str:

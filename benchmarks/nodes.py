@@ -13,13 +13,15 @@ from torch import Tensor
 from netmoments.relu.bivariate import nonlinear_part_by, orthant_excess_by
 from netmoments.relu.quadrature_rules import NONLINEAR_RULES, RULES, graded
 
+POINTS = 4000
 
-def steep_points(rho: float, count: int = 4000, closest: float = -4) -> tuple[Tensor, Tensor, Tensor]:
+
+def steep_points(rho: float, closest: float = -4) -> tuple[Tensor, Tensor, Tensor]:
     """h anywhere, k within 10^closest … 3 of ±h."""
     generator = torch.Generator().manual_seed(0)
 
     def uniform(low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.rand(count, dtype=torch.float64, generator=generator)
+        return low + (high - low) * torch.rand(POINTS, dtype=torch.float64, generator=generator)
 
     sign = uniform(-1, 1).sign()
     h = uniform(-8, 8) * torch.where(uniform(0, 1) < 0.5, 1.0, 0.3)

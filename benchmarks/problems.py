@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Generator, Tensor, nn
@@ -12,6 +10,7 @@ from torch.nn.functional import normalize
 
 import netmoments as nm
 from netmoments.covariances import Covariance
+from netmoments.data.datasets import data_folders
 
 OUTPUTS = 10
 SQUEEZENET = "squeezenet_v1.0_deepcompressed.npz"
@@ -72,7 +71,7 @@ def random_covariance(size: int, sigma: float, generator: Generator) -> Tensor:
 
 def squeezenet(data_dir: str | None) -> nn.Module:
     """SqueezeNet 1.0 for ImageNet in float32; a FileNotFoundError where its weights are not."""
-    folders = _data_folders(data_dir, "squeezenet")
+    folders = data_folders("squeezenet", data_dir)
     found = [folder / SQUEEZENET for folder in folders if (folder / SQUEEZENET).is_file()]
     if not found:
         raise FileNotFoundError(f"{SQUEEZENET} is in none of {', '.join(map(str, folders))}")
@@ -81,14 +80,8 @@ def squeezenet(data_dir: str | None) -> nn.Module:
 
 def photograph(data_dir: str | None) -> Tensor:
     """The first of the natural images, (1, 3, 227, 227) as SqueezeNet takes it; a FileNotFoundError without them."""
-    folders = _data_folders(data_dir, "natural")
+    folders = data_folders("natural", data_dir)
     archives = [path for folder in folders if folder.name == "natural" for path in sorted(folder.glob("*.npz"))]
     if not archives:
         raise FileNotFoundError(f"an .npz of natural images is in none of {', '.join(map(str, folders))}")
     return nm.data.load(archives[0], size=nm.zoo.entry("squeezenet").input_shape[-1]).images[:1]
-
-
-def _data_folders(data_dir: str | None, name: str) -> list[Path]:
-    """Where data is looked for: `data_dir`, $NETMOMENTS_DATA, the cache; each directly and in a folder of that name."""
-    given = [Path(place) for place in (data_dir, os.environ.get("NETMOMENTS_DATA")) if place]
-    return [folder for place in (*given, nm.data.cache_folder()) for folder in (place, place / name)]

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import netmoments as nm
-from benchmarks.measure import machine, seconds
+from benchmarks.measure import machine, measured, seconds
 from benchmarks.memory import METHODS
-from benchmarks.peak_memory import measured
 from benchmarks.problems import photograph, random_factor, random_layer, random_problem, squeezenet
 
 SIGMAS = (0.001, 0.01, 0.05, 0.1)

@@ -59,9 +59,9 @@ class Truth(NamedTuple):
     """Its own mean squared error."""
 
 
-def random_mlp(width: int, depth: int, seed: int = 1) -> nn.Sequential:
+def random_mlp(width: int, depth: int) -> nn.Sequential:
     """He's initialisation, no offsets, a ReLU after every layer."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     layers: list[nn.Module] = []
     for _ in range(depth):
         layer = nn.Linear(width, width, bias=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from netmoments.checks import describe, require_broadcastable, require_finite, require_float_tensors, values_hold
-from netmoments.covariances import Factors
+from netmoments.covariances import Covariance, Factors
 from netmoments.gaussian import Gaussian, require_matrix_for
 from netmoments.memory import scratch_budget
 from netmoments.normal import SATURATED, standard_deviation, standardize
@@ -143,7 +143,7 @@ class AffineReluAffine:
         float64 and 1e-6 in float32, where an output hangs on units only that are hardly ever open.
         """
         batch = self._check(noise, memory_budget)
-        layer = _PreActivations.of(self, noise)
+        layer = _PreActivations.of(self, noise.flat_mean, noise.covariance)
         if layer.needs_more_digits(self.B):
             found = self.to(torch.float64).variance(noise.to(torch.float64), memory_budget=memory_budget)
             return found.to(noise.dtype)
@@ -156,26 +156,25 @@ class AffineReluAffine:
 
     def covariance(self, noise: Gaussian, *, memory_budget: int | None = None) -> Tensor:
         """Cov g(x), (..., d, d): B K Bᵀ, with K never stored; see `variance`, which is its diagonal."""
-        batch = self._check(noise, memory_budget)
-        return self._covariance(noise, _PreActivations.of(self, noise), batch, memory_budget)
+        self._check(noise, memory_budget)
+        layer = _PreActivations.of(self, noise.flat_mean, noise.covariance)
+        return self._covariance(noise.flat_mean, noise.covariance, layer, memory_budget)
 
-    def moments(self, noise: Gaussian) -> tuple[Tensor, Tensor]:
-        """`mean` and `covariance` together, for noise that is known to fit."""
-        layer = _PreActivations.of(self, noise)
-        expected = matvec(self.B, expected_relu(layer.mean, layer.std)) + self.c2
-        if self.D is not None:
-            expected = expected + matvec(self.D, noise.flat_mean)
-        batch = torch.broadcast_shapes(self.B.shape[:-2], self.A.shape[:-2], noise.batch_shape)
-        return expected, self._covariance(noise, layer, batch, None)
+    def moments(self, mean: Tensor, covariance: Covariance) -> tuple[Tensor, Tensor]:
+        """`mean` and `covariance` together under N(mean, covariance), for a mean (..., n) that is known to fit."""
+        layer = _PreActivations.of(self, mean, covariance)
+        expected = self._with_offset(matvec(self.B, expected_relu(layer.mean, layer.std)), mean)
+        return expected, self._covariance(mean, covariance, layer, None)
 
     def _covariance(
-        self, noise: Gaussian, layer: _PreActivations, batch: torch.Size, memory_budget: int | None
+        self, mean: Tensor, covariance: Covariance, layer: _PreActivations, memory_budget: int | None
     ) -> Tensor:
         if layer.needs_more_digits(self.B):
-            wide, wide_noise = self.to(torch.float64), noise.to(torch.float64)
-            found = wide._covariance(wide_noise, _PreActivations.of(wide, wide_noise), batch, memory_budget)
-            return found.to(noise.dtype)
-        linear = noise.covariance.push(layer.slopes)
+            wide, wide_mean, wide_covariance = self.to(torch.float64), mean.double(), covariance.to(torch.float64)
+            wide_layer = _PreActivations.of(wide, wide_mean, wide_covariance)
+            return wide._covariance(wide_mean, wide_covariance, wide_layer, memory_budget).to(mean.dtype)
+        batch = torch.broadcast_shapes(layer.slopes.shape[:-2], self.c2.shape[:-1])
+        linear = covariance.push(layer.slopes)
         own = matmul(self.B * layer.nonlinear.unsqueeze(-2), self.B.mT)
         pairs = pairs_form(*layer.flat(self.B, batch), memory_budget)
         scale = layer.factors.scale
@@ -212,10 +211,10 @@ class _PreActivations(NamedTuple):
     """B diag(Φ) A + D, the expected slope of the network, (..., d, n); exact, as Cov(x, relu(z)) = Cov(x, z)Φ."""
 
     @classmethod
-    def of(cls, network: AffineReluAffine, noise: Gaussian) -> _PreActivations:
-        factors = noise.covariance.factors(network.A)
+    def of(cls, network: AffineReluAffine, mean: Tensor, covariance: Covariance) -> _PreActivations:
+        factors = covariance.factors(network.A)
         unscaled, variance = factors.diagonals()
-        mean = matvec(network.A, noise.flat_mean) + network.c1
+        mean = matvec(network.A, mean) + network.c1
         gates, nonlinear = open_probability(mean, variance), nonlinear_variance(mean, variance)
         slopes = matmul(network.B * gates.unsqueeze(-2), network.A)
         slopes = slopes if network.D is None else slopes + network.D

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Group, Parameter, validators
 
 from netmoments import __version__
 from netmoments.files import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 NOISE = Group("What does noise do to it?", sort_key=1)
 NETWORK = Group("What is this network?", sort_key=2)
@@ -40,39 +44,72 @@ AtLeastTwo = Annotated[int, Parameter(validator=validators.Number(gte=2, lt=MOST
 NotNegative = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=MOST))]
 Seed = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=2**63))]
 AboveZero = Annotated[float, Parameter(validator=validators.Number(gt=0, lt=MOST))]
+
+Model = Annotated[
+    str,
+    Parameter(
+        help="network.pt2; file.py:factory, which is code and is run; or one of digits, lenet, faces, alexnet, "
+        "squeezenet."
+    ),
+]
+Data = Annotated[
+    str,
+    Parameter(
+        help="A folder of images (with a subfolder for each class, or none), IDX files, an .npz, mnist, fer2013 or "
+        "digits."
+    ),
+]
+Weights = Annotated[
+    Path | None, Parameter(help="Safetensors file with the weights, for file.py:factory or a network of the zoo.")
+]
+Images = Annotated[Positive, Parameter(help="Use at most this many, evenly spread over the data.")]
+Grey = Annotated[bool, Parameter(help="Bring images in colour to grey.", negative="")]
+Mean = Annotated[
+    str | None,
+    Parameter(
+        help="What the network's preprocessing subtracts: a number, or one for each channel (0.485,0.456,0.406)."
+    ),
+]
+Std = Annotated[str | None, Parameter(help="What it divides by.")]
+Split = Annotated[str, Parameter(help="Which part of a dataset.")]
+DataDir = Annotated[Path | None, Parameter(help="Where datasets are; else $NETMOMENTS_DATA, else the cache.")]
+Size = Annotated[Positive | None, Parameter(help="Bring images to this many pixels a side.")]
+Classes = Annotated[Path | None, Parameter(help="Text file with a class name a line.")]
+Device = Annotated[str, Parameter(help="cpu, cuda, or auto: a GPU if there is one.")]
+Out = Annotated[Path, Parameter(help="Folder for the files.")]
 EXPECTED = (ValueError, TypeError, OSError, MemoryError, ImportError, FloatingPointError)
 """Errors whose message is for the user; anything else is a bug and shows where it happened."""
 
 
 @app.command(group=NOISE, sort_key=0)
 def report(
-    model: str,
-    data: str,
+    model: Model,
+    data: Data,
     *,
     sigma: AboveZero = 0.05,
-    weights: Path | None = None,
-    images: Positive = 500,
+    weights: Weights = None,
+    images: Images = 500,
     tolerance: Annotated[float, Parameter(validator=validators.Number(gt=0, lt=0.5))] = 0.01,
     samples: AtLeastTwo = 10_000,
     rare: str = "24",
     seconds: AboveZero | None = None,
     method: str = "auto",
     covariance: Path | None = None,
-    grey: Annotated[bool, Parameter(negative="")] = False,
-    mean: str | None = None,
-    std: str | None = None,
-    split: str = "test",
-    data_dir: Path | None = None,
-    size: Positive | None = None,
-    classes: Path | None = None,
+    grey: Grey = False,
+    mean: Mean = None,
+    std: Std = None,
+    split: Split = "test",
+    data_dir: DataDir = None,
+    size: Size = None,
+    classes: Classes = None,
     scores: AtLeastTwo = 10,
     attacks: NotNegative = 4,
     layer: str = "-1",
     seed: Seed = 0,
-    device: str = "auto",
+    device: Device = "auto",
     engine: Literal["local", "ray"] | None = None,
     address: str | None = None,
-    out: Path = Path("noise-report"),
+    out: Out = Path("noise-report"),
 ) -> None:
     """How often noise changes the answers on your images, and which ones.
 
@@ -84,16 +121,8 @@ def report(
 
     Parameters
     ----------
-    model
-        network.pt2; file.py:factory, which is code and is run; or one of digits, lenet, faces, alexnet, squeezenet.
-    data
-        A folder of images (with a subfolder for each class, or none), IDX files, an .npz, mnist, fer2013 or digits.
     sigma
         Standard deviation of the noise on every pixel; pixels are in [0, 1].
-    weights
-        Safetensors file with the weights, for file.py:factory or a network of the zoo.
-    images
-        Use at most this many, evenly spread over the data.
     tolerance
         Half-width of the 95 % intervals of flip probabilities: 0.01 for one point.
     samples
@@ -106,20 +135,6 @@ def report(
         Of the scores: auto for those of the samples, or a formula: layerwise, sketch, two-stage, linear.
     covariance
         Of the noise, in place of sigma: an .npy file with the variance of every pixel, or all covariances.
-    grey
-        Bring images in colour to grey.
-    mean
-        What the network's preprocessing subtracts: a number, or one for each channel (0.485,0.456,0.406).
-    std
-        What it divides by.
-    split
-        Which part of a dataset.
-    data_dir
-        Where datasets are; else $NETMOMENTS_DATA, else the cache.
-    size
-        Bring images to this many pixels a side.
-    classes
-        Text file with a class name a line.
     scores
         Of more than 20 classes, how many of the largest scores of an image are shown.
     attacks
@@ -128,14 +143,10 @@ def report(
         The ReLU that these attacks keep exactly: its number, from either end, or its name; see `netmoments relus`.
     seed
         Seed of the samples.
-    device
-        cpu, cuda, or auto: a GPU if there is one.
     engine
         For large folders: in parts, kept and resumed, on every GPU here (local) or on a Ray cluster; no limit of time.
     address
         Of a Ray cluster; without it one is started here.
-    out
-        Folder for the files.
     """
     _require_extra("report", "netmoments report", "jinja2", "PIL")
     if engine is not None:
@@ -176,19 +187,18 @@ def report(
         found = study_in_parts(subject, config, class_names_in(classes), out, engine_named(engine, place, address))
     console.print(draw(found))
     written = write_report(found, Provenance.of_this_run(place, seed), out, subject.title, subject.source)
-    said = printable(", ".join(str(path) for path in written.values()))
-    console.print(f"\nwritten: {said}", markup=False, highlight=False)
+    _say_written(console, written.values())
 
 
 @app.command(group=NOISE)
 def attack(
-    model: str,
-    data: str,
+    model: Model,
+    data: Data,
     *,
     kind: Literal["sparse-smooth", "targeted", "pixels"] = "sparse-smooth",
     target: str | None = None,
     label: str | None = None,
-    images: Positive = 8,
+    images: Images = 8,
     confidence: Annotated[float, Parameter(validator=validators.Number(gt=0, lt=1))] | None = None,
     gamma: Annotated[float, Parameter(validator=validators.Number(gte=0))] | None = None,
     sigma: AboveZero | None = None,
@@ -199,18 +209,18 @@ def attack(
     polish: NotNegative = 100,
     samples: AtLeastTwo = 200,
     unbounded: Annotated[bool, Parameter(negative="")] = False,
-    grey: Annotated[bool, Parameter(negative="")] = False,
-    mean: str | None = None,
-    std: str | None = None,
+    grey: Grey = False,
+    mean: Mean = None,
+    std: Std = None,
     layer: str = "-1",
-    split: str = "test",
-    data_dir: Path | None = None,
-    weights: Path | None = None,
-    size: Positive | None = None,
-    classes: Path | None = None,
+    split: Split = "test",
+    data_dir: DataDir = None,
+    weights: Weights = None,
+    size: Size = None,
+    classes: Classes = None,
     seed: Seed = 0,
-    device: str = "auto",
-    out: Path = Path("attack-report"),
+    device: Device = "auto",
+    out: Out = Path("attack-report"),
 ) -> None:
     """Make noise that fools the network on your images.
 
@@ -222,18 +232,12 @@ def attack(
 
     Parameters
     ----------
-    model
-        network.pt2; file.py:factory, which is code and is run; or one of digits, lenet, faces, alexnet, squeezenet.
-    data
-        A folder of images (with a subfolder for each class, or none), IDX files, an .npz, mnist, fer2013 or digits.
     kind
         sparse-smooth: least ‖μ‖₁ + TV(μ); targeted: towards a class, every pixel a little; pixels: a few pixels only.
     target
         The class that the images are to be taken for, by number or name. Without it, any but the label.
     label
         Only images of this class, by number or name.
-    images
-        Use at most this many, evenly spread over the data.
     confidence
         The share of noisy copies that must be fooled; by default 0.95 for sparse-smooth and 0.9 for the others.
     gamma
@@ -254,37 +258,16 @@ def attack(
         Noisy copies of each image that the network is asked about.
     unbounded
         Let pixels of image + μ leave [0, 1].
-    grey
-        Bring images in colour to grey.
-    mean
-        What the network's preprocessing subtracts: a number, or one for each channel (0.485,0.456,0.406).
-    std
-        What it divides by.
     layer
         The ReLU that is kept exactly: its number, from either end, or its name; see `netmoments relus`.
-    split
-        Which part of a dataset.
-    data_dir
-        Where datasets are; else $NETMOMENTS_DATA, else the cache.
-    weights
-        Safetensors file with the weights, for file.py:factory or a network of the zoo.
-    size
-        Bring images to this many pixels a side.
-    classes
-        Text file with a class name a line.
     seed
         Seed of the samples and of the chosen pixels.
-    device
-        cpu, cuda, or auto: a GPU if there is one.
-    out
-        Folder for the files.
     """
     _require_extra("report", "netmoments attack", "jinja2", "matplotlib", "PIL")
     from rich.console import Console
 
     from netmoments.files import require_writable_folder
-    from netmoments.network.loading import load_network
-    from netmoments.report.arguments import class_names_in, device_named, images_for, layer_named, prepared
+    from netmoments.report.arguments import Subject, class_names_in, device_named, layer_named
     from netmoments.report.attack_page import write_attack
     from netmoments.report.attack_study import AttackOptions, Choice, conduct_attack
     from netmoments.report.attack_words import draw_attack
@@ -298,15 +281,13 @@ def attack(
     bounds = None if unbounded else (0.0, 1.0)
     made = options.attack(bounds=bounds, layer=layer_named(layer), polish=polish, samples=samples, seed=seed)
     require_writable_folder(out)
-    given = images_for(model, data, split, data_dir, size)
-    network, given = prepared(load_network(model, weights), given, grey, mean, std)
+    subject = Subject(model, data, weights, None, split, data_dir, size, grey, mean, std)
+    network, given = subject.load()
     found = conduct_attack(network, given, made, Choice(images, label, target), class_names_in(classes), place)
     console = Console()
     console.print(draw_attack(found))
-    title, source = Path(model).name, data if not Path(data).exists() else Path(data).name
-    written = write_attack(found, Provenance.of_this_run(place, seed), out, title, source)
-    said = printable(", ".join(str(path) for path in written.values()))
-    console.print(f"\nwritten: {said}", markup=False, highlight=False)
+    written = write_attack(found, Provenance.of_this_run(place, seed), out, subject.title, subject.source)
+    _say_written(console, written.values())
 
 
 @app.command(group=NETWORK)
@@ -315,9 +296,9 @@ def relus(
     data: str,
     *,
     weights: Path | None = None,
-    split: str = "test",
-    data_dir: Path | None = None,
-    size: Positive | None = None,
+    split: Split = "test",
+    data_dir: DataDir = None,
+    size: Size = None,
 ) -> None:
     """Its ReLUs, by number and name: --layer of an attack takes either.
 
@@ -331,12 +312,6 @@ def relus(
         As for `report`; the network is run on the first image.
     weights
         As for `report`.
-    split
-        Which part of a dataset.
-    data_dir
-        Where datasets are; else $NETMOMENTS_DATA, else the cache.
-    size
-        Bring images to this many pixels a side.
     """
     from rich import box
     from rich.console import Console
@@ -356,7 +331,7 @@ def relus(
 
 @app.command(group=NETWORK)
 def accuracy(
-    model: str, data: str, *, weights: Path | None = None, data_dir: Path | None = None, device: str = "auto"
+    model: str, data: str, *, weights: Path | None = None, data_dir: DataDir = None, device: Device = "auto"
 ) -> None:
     """How many test images it gets right.
 
@@ -372,10 +347,6 @@ def accuracy(
         mnist, fer2013 or digits.
     weights
         As for `report`.
-    data_dir
-        Where datasets are; else $NETMOMENTS_DATA, else the cache.
-    device
-        cpu, cuda, or auto: a GPU if there is one.
     """
     from netmoments import data as datasets
     from netmoments.network.loading import load_network
@@ -399,7 +370,7 @@ def download(dataset: str = "mnist", *, data_dir: Path | None = None) -> None:
     data_dir
         Where to put it.
     """
-    from netmoments.data.download import download_mnist
+    from netmoments.data import download_mnist
 
     if dataset != "mnist":
         raise ValueError(
@@ -435,6 +406,11 @@ def _require_extra(extra: str, command: str, *packages: str) -> None:
         raise ImportError(
             f'{command} needs {" and ".join(missing)} for {EXTRAS[extra][1]}: pip install "netmoments[{extra}]"'
         )
+
+
+def _say_written(console: Console, paths: Iterable[Path]) -> None:
+    said = printable(", ".join(map(str, paths)))
+    console.print(f"\nwritten: {said}", markup=False, highlight=False)
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

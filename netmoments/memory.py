@@ -36,9 +36,6 @@ PIECE: dict[str, dict[Kind, int]] = {
 }  # fmt: skip
 """Bytes that a piece of work of each kind may take."""
 
-COPIES = 6
-"""Tensors of the size of the largest activation that a direction's pass holds at a time: values, gradients, scratch."""
-
 DIRECTIONS = 64
 """Directions of each point that go through the network together, at least, before points are put together."""
 
@@ -48,9 +45,13 @@ def piece_bytes(kind: Kind, device: torch.device) -> int:
     return PIECE.get(device.type, PIECE["cpu"])[kind]
 
 
-def elements_together(kind: Kind, like: Tensor, each: int) -> int:
-    """How many entries, of `each` numbers like those of a tensor, make one piece; at least 1."""
+def elements_together(kind: Kind, like: Tensor, each: int, budget: int | None = None) -> int:
+    """How many entries, of `each` numbers like those of a tensor, make one piece; at least 1.
+
+    Of a caller's budget of bytes a piece takes half at most: the rest is for what comes of it.
+    """
     piece = PIECE.get(like.device.type, PIECE["cpu"])[kind]
+    piece = piece if budget is None else min(piece, budget // 2)
     return max(1, piece // max(1, each * like.element_size()))
 
 
@@ -84,19 +85,22 @@ def memory_limit(device: torch.device, budget: int | None) -> int:
         return 2 * 2**30
 
 
-def matrices_together(device: torch.device, bytes_each: int, budget: int | None) -> int:
-    """How many Jacobians, of so many bytes each, are held at a time; at least 1."""
-    limit = memory_limit(device, budget)
+def points_together(points: Tensor, each: int, most: int, budget: int | None) -> tuple[int, int]:
+    """How many points (N, ...) go through a network at a time, and how many directions of each; both at least 1.
+
+    A direction takes `each` numbers; `most` points go together whatever there is room for.
+    """
+    directions = elements_together("backward", points, each, budget)
+    together = min(max(1, directions // DIRECTIONS), most, len(points))
+    return together, max(1, directions // together)
+
+
+def matrices_together(like: Tensor, each: int, budget: int | None) -> int:
+    """How many Jacobians, of `each` numbers like those of a tensor, are held at a time; at least 1."""
+    limit = memory_limit(like.device, budget)
     if budget is None:
-        limit = min(limit, piece_bytes("matrices", device))
-    return max(1, limit // bytes_each)
-
-
-def directions_at_once(device: torch.device, elements: int, itemsize: int, budget: int | None) -> int:
-    """How many directions go through a network at a time, each with `elements` numbers in its largest activation."""
-    working = PIECE.get(device.type, PIECE["cpu"])["backward"]
-    working = working if budget is None else min(working, max(1, budget // 2))
-    return max(1, working // (COPIES * elements * itemsize))
+        limit = min(limit, PIECE.get(like.device.type, PIECE["cpu"])["matrices"])
+    return max(1, limit // (each * like.element_size()))
 
 
 def gigabytes(count: float) -> str:

@@ -5,7 +5,6 @@ Figures 6, 7 and 9 attack in two ways, as the paper has it and with confidence (
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +21,8 @@ from netmoments.attacks.result import AttackResult
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.linearize.two_stage import two_stage
 from netmoments.precision import full_precision
-from netmoments.report.pictures import INK, ORANGE, SMALL, PictureRow, a_sample, draw_picture, new_figure
+from netmoments.report.page import finite
+from netmoments.report.pictures import INK, ORANGE, SMALL, PictureRow, draw_picture, new_figure
 from reproduction.experiment import Panel, Settings
 
 if TYPE_CHECKING:
@@ -80,11 +80,6 @@ class Attacked:
         """The paper's check: at least 90 % of ten samples."""
         return self.few >= WANTED - 1e-9
 
-    @property
-    def mostly(self) -> Tensor:
-        """The same of all samples."""
-        return self.many >= WANTED - 1e-9
-
     def take(self, places: Sequence[int]) -> Attacked:
         """Some of the attacked images."""
         index = torch.tensor(places, dtype=torch.int64, device=self.few.device)
@@ -132,7 +127,7 @@ def taken(result: AttackResult, index: Tensor) -> AttackResult:
         if isinstance(value, Tensor):
             changes[field.name] = value[index]
         elif isinstance(value, Success):
-            changes[field.name] = Success(value.rate[index], value.low[index], value.high[index], value.samples)
+            changes[field.name] = Success(value.rate[index], value.samples)
     return replace(result, **changes)
 
 
@@ -295,6 +290,12 @@ def picture_rows(
     return rows
 
 
+def a_sample(centre: Tensor, sigma: float, seed: int) -> Tensor:
+    """One draw of N(centre, σ²I), on the device of the centre."""
+    generator = torch.Generator(centre.device).manual_seed(seed)
+    return centre + sigma * torch.randn(centre.shape, generator=generator, dtype=centre.dtype, device=centre.device)
+
+
 def typical_sample(network: nn.Module, attacked: Attacked, place: int, seed: int) -> Tensor:
     """The first of `FEW` samples with the answer that most samples get; the first of all if none has it."""
     result = attacked.result
@@ -353,10 +354,10 @@ def row_of(attacked: Attacked, place: int, classes: Sequence[str], name: str) ->
     )
 
 
-def rows_panel(title: str, attacked: Attacked, classes: Sequence[str], names: Sequence[str] | None = None) -> Panel:
-    """A row for each attacked image, by default called by its class."""
-    called = [classes[int(label)] for label in attacked.result.labels] if names is None else names
-    rows = [row_of(attacked, place, classes, called[place]) for place in range(len(attacked.result))]
+def rows_panel(title: str, attacked: Attacked, classes: Sequence[str]) -> Panel:
+    """A row for each attacked image, called by its class."""
+    called = [classes[int(label)] for label in attacked.result.labels]
+    rows = [row_of(attacked, place, classes, name) for place, name in enumerate(called)]
     return panel_of(title, rows, attacked.samples)
 
 
@@ -365,11 +366,6 @@ def panel_of(title: str, rows: Sequence[tuple[str, ...]], samples: int, breaks: 
     columns = tuple(f"of {samples:,}" if column == "of many" else column for column in COLUMNS)
     legend = LEGEND.replace("of many:", f"of {samples:,}:")
     return Panel(title, columns, tuple(rows), legend, emphasis=(4,), breaks=breaks)
-
-
-def finite(value: Any) -> Any:
-    """None where a number is not finite: JSON has none."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def share(value: Tensor | float, digits: int = 0) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cyclopts import App
 
 from netmoments import __version__
-from netmoments.cli import AboveZero, AtLeastTwo, NotNegative, Seed, run
+from netmoments.cli import AboveZero, AtLeastTwo, DataDir, Device, NotNegative, Seed, run
 
 if TYPE_CHECKING:
     from reproduction.training import Epoch
@@ -35,7 +35,7 @@ def reproduce(
     engine: str = "local",
     address: str | None = None,
     minutes: AboveZero | None = None,
-    data_dir: Path | None = None,
+    data_dir: DataDir = None,
     weights: Path | None = None,
     model: str = "lenet",
     layer: str = "-1",
@@ -72,8 +72,6 @@ def reproduce(
         Of the Ray cluster; without one, Ray is started here.
     minutes
         Stop after so long, keep what is done, and exit with status 3; the same command goes on.
-    data_dir
-        Where datasets are; else $NETMOMENTS_DATA, else the cache.
     weights
         Safetensors file with other weights of the experiment's network: LeNet, the network for faces, or --model.
     model
@@ -135,9 +133,9 @@ def train(
     network: str,
     *,
     data: str | None = None,
-    data_dir: Path | None = None,
+    data_dir: DataDir = None,
     seed: Seed = 0,
-    device: str = "auto",
+    device: Device = "auto",
     out: Path | None = None,
     sigma: AboveZero | None = None,
     folds: NotNegative = 0,
@@ -151,12 +149,8 @@ def train(
         Which: lenet, faces or digits, or faces-plain, by SGD on images as they are.
     data
         Dataset or path, by default the one of the recipe (mnist, fer2013, digits).
-    data_dir
-        Where datasets are; else $NETMOMENTS_DATA, else the cache.
     seed
         Seed of the weights, the order of the images and their changes.
-    device
-        cpu, cuda, or auto: a GPU if there is one.
     out
         The weights, NETWORK.safetensors by default.
     sigma

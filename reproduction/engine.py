@@ -94,9 +94,9 @@ def draw(result: EngineRun) -> Table:
     return table
 
 
-def _fastest(work: Callable[[], Result], repeats: int = 3) -> tuple[float, Result]:
+def _fastest(work: Callable[[], Result]) -> tuple[float, Result]:
     best, result = float("inf"), work()
-    for _ in range(repeats):
+    for _ in range(3):
         start = time.perf_counter()
         result = work()
         best = min(best, time.perf_counter() - start)

@@ -6,7 +6,6 @@ are free; with `model="alexnet"` and its weights it is AlexNet at the paper's l 
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,21 +19,21 @@ from torch import Tensor, nn
 
 from netmoments import data
 from netmoments.attacks.box import PixelSupport
-from netmoments.data.datasets import cache_folder
+from netmoments.data.datasets import data_folders
 from netmoments.data.images import LabelledImages, evenly_spread
 from netmoments.gaussian import random_seed
 from netmoments.network import zoo
-from netmoments.report.pictures import a_sample
+from netmoments.report.page import finite
 from netmoments.sweep.item import Columns
 from reproduction.attack_rows import (
     FEW,
     GREY_LEVELS,
     WANTED,
     Shown,
+    a_sample,
     answers_of,
     asked_again,
     draw_gallery,
-    finite,
     gap_in_words,
     grey,
     listed,
@@ -132,19 +131,19 @@ def reproduce(settings: Settings) -> Outcome:
 
 def chosen_model(settings: Settings) -> PhotographNetwork:
     """AlexNet where its weights are given, else SqueezeNet."""
-    words = find_file(settings.data_dir, "squeezenet", WORDS)
+    words = _of_squeezenet(settings, WORDS)
     classes = () if words is None else tuple(map(_short, words.read_text(encoding="utf-8").splitlines()))
     if settings.model == "alexnet":
         if settings.weights is None:
             raise ValueError(f"{NAME}: give --weights, a safetensors file for AlexNet; none come with the library")
         name, weights = "alexnet", settings.weights
     else:
-        found = find_file(settings.data_dir, "squeezenet", SQUEEZENET)
+        found = _of_squeezenet(settings, SQUEEZENET)
         if found is None:
             raise FileNotFoundError(
                 f"{NAME} needs SqueezeNet's weights: put {SQUEEZENET} into one of"
-                f"{_listed(_folders(settings.data_dir, 'squeezenet'))}\n(and {WORDS} beside it for the names of the "
-                "classes); or give --model alexnet and its --weights"
+                f"{_listed(data_folders('squeezenet', settings.data_dir))}\n(and {WORDS} beside it for the names of "
+                "the classes); or give --model alexnet and its --weights"
             )
         name, weights = "squeezenet", found
     network = zoo.pretrained(name, weights).float()
@@ -154,7 +153,7 @@ def chosen_model(settings: Settings) -> PhotographNetwork:
 
 def natural_images(settings: Settings, side: int) -> LabelledImages:
     """The .npz in a folder called natural, or the image files there."""
-    folders = [folder for folder in _folders(settings.data_dir, "natural") if folder.name == "natural"]
+    folders = [folder for folder in data_folders("natural", settings.data_dir) if folder.name == "natural"]
     for folder in folders:
         if folder.is_dir():
             archives = sorted(folder.glob("*.npz"))
@@ -164,14 +163,10 @@ def natural_images(settings: Settings, side: int) -> LabelledImages:
     )
 
 
-def find_file(data_dir: Path | None, folder: str, name: str) -> Path | None:
-    """A file in the data folders, directly or in a subfolder: `data_dir`, $NETMOMENTS_DATA, the cache."""
-    return next((place / name for place in _folders(data_dir, folder) if (place / name).is_file()), None)
-
-
-def _folders(data_dir: Path | None, name: str) -> list[Path]:
-    given = [Path(place) for place in (data_dir, os.environ.get("NETMOMENTS_DATA")) if place]
-    return [folder for place in (*given, cache_folder()) for folder in (place, place / name)]
+def _of_squeezenet(settings: Settings, name: str) -> Path | None:
+    """A file that comes with SqueezeNet, in one of the data folders."""
+    places = data_folders("squeezenet", settings.data_dir)
+    return next((place / name for place in places if (place / name).is_file()), None)
 
 
 def _listed(folders: Sequence[Path]) -> str:

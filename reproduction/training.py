@@ -22,7 +22,7 @@ from netmoments import data
 from netmoments.data.images import correct
 from netmoments.network import zoo
 from netmoments.network.weights import half_precision, read_tensors, write_tensors
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 from reproduction.expected_loss import expected_cross_entropy, expected_scores
 
 Augmentation = Callable[[Tensor, Generator], Tensor]
@@ -305,15 +305,15 @@ def _one_epoch(recipe: Recipe, state: TrainingState, images: Tensor, labels: Ten
     batches = order.split(recipe.batch)
     state.network.train()
     total = torch.zeros((), device=images.device)
-    with Progress(f"epoch {state.epoch + 1} of {recipe.epochs}", len(images)) as progress:
+    with progress_bar(f"epoch {state.epoch + 1} of {recipe.epochs}", len(images)) as show:
         for step, chosen in enumerate(batches):
+            show(step * recipe.batch)
             done = (state.epoch + step / len(batches)) / recipe.epochs
             for group in state.optimizer.param_groups:
                 group["lr"] = recipe.rate * recipe.schedule(done)
             inputs = recipe.augmentation(images[chosen], generator)
             loss = one_step(recipe, state, inputs, labels[chosen])
             total += loss * len(chosen)
-            progress.advance(len(chosen))
     state.epoch += 1
     mean = float(total) / len(images)
     if not math.isfinite(mean):

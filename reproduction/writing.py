@@ -25,12 +25,17 @@ from rich.text import Text
 
 from netmoments.files import require_writable_folder, write_files_whole, write_text_whole
 from netmoments.report.page import shown
-from netmoments.report.pictures import DPI, figure_png, require_matplotlib, saved_figure
-from netmoments.report.words import NOTHING, difference_in_words, in_words, number_columns, seconds_in_words
+from netmoments.report.pictures import DPI, figure_png, saved_figure
+from netmoments.report.words import in_words, seconds_in_words
 from reproduction.experiment import NAMES, BesidePaper, Drawing, Origin, Outcome, Panel, Settings, reproduce
 
 SUMMARY = "summary.json"
 COMPARISON_COLUMNS = ("what", "ours", "paper", "difference")
+NOTHING = "—"
+"""Where there is no number."""
+
+_NUMBER = r"(?>[(\[]?[<>≤≥≈~±+−-]?\s?(?:\d[\d,.]*(?:e[+−-]?\d+)?|nan|inf|∞)(?:\s?(?:%|×|[a-zµμ]{1,2}\b))?[)\]]?)"
+_CELL = re.compile(rf"(?:[—-]|{_NUMBER}(?:\s*[±/–;]?\s*{_NUMBER})*+)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,29 @@ def comparison_cells(item: BesidePaper) -> tuple[str, ...]:
     """In words, for `COMPARISON_COLUMNS`."""
     paper = NOTHING if item.paper is None else in_words(item.paper)
     return item.what, in_words(item.ours), paper, difference_in_words(item.difference)
+
+
+def difference_in_words(value: float | None) -> str:
+    """With its sign.
+
+    >>> [difference_in_words(value) for value in (0.0123, -2.0, 0.0, None)]
+    ['+0.0123', '-2', '0', '—']
+    """
+    if value is None:
+        return NOTHING
+    return f"+{in_words(value)}" if value > 0 else in_words(value)
+
+
+def number_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[bool, ...]:
+    """For each column, whether its cells are numbers (with errors, units or nothing), which are aligned to the right.
+
+    >>> number_columns(["class", "error"], [["1", "0.2 ± 0.1"], ["avg", "—"]])
+    (False, True)
+    """
+    return tuple(
+        any(row[place].strip() for row in rows) and all(_CELL.fullmatch(row[place].strip()) for row in rows)
+        for place in range(len(columns))
+    )
 
 
 def as_json(summary: Summary) -> str:
@@ -266,10 +294,8 @@ SHOWN_WHOLE = 50
 
 def render_page(found: Sequence[tuple[Summary, Path]]) -> str:
     """The page as text, from summaries and the folders with their pictures."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError:
-        raise ImportError('the page needs jinja2: pip install "netmoments[report]"') from None
+    from jinja2 import Environment, StrictUndefined
+
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=shown
     )
@@ -458,13 +484,12 @@ def reproduce_and_write(
     names: Sequence[str],
     settings: Settings,
     *,
-    command: str | None = None,
     show: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Path:
     """Each experiment's files in its folder, as soon as it is done, and `report.html`, whose path is returned.
 
     What is finished stays when a later one is stopped: by the deadline of the settings (`netmoments.sweep.Unfinished`),
-    by the user, or by an error. `command` is what the files say made them, by default the command line.
+    by the user, or by an error.
     """
     require_writable_folder(settings.out)
     require_installed(names)
@@ -472,7 +497,7 @@ def reproduce_and_write(
         settings.used.clear()
         outcome = reproduce(name, settings)
         show(outcome)
-        write_outcome(outcome, Origin.of(settings, command or command_line()), settings.out)
+        write_outcome(outcome, Origin.of(settings, command_line()), settings.out)
         page = write_page(settings.out, NAMES)
     return page
 
@@ -496,7 +521,6 @@ def require_installed(names: Sequence[str]) -> None:
 
 def figure_files(drawing: Drawing) -> dict[str, bytes]:
     """The drawing, drawn once: `<name>.png` for screens and `<name>.pdf` for paper."""
-    require_matplotlib()
     from matplotlib.backends.backend_pdf import FigureCanvasPdf
 
     figure = drawing.draw()

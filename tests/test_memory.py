@@ -7,9 +7,9 @@ import torch
 
 from netmoments.memory import (
     PIECE,
-    directions_at_once,
     elements_together,
     gigabytes,
+    matrices_together,
     memory_limit,
     scratch_budget,
 )
@@ -41,12 +41,19 @@ def test_budgets():
             memory_limit(CPU, budget)
 
 
-def test_half_of_a_budget_is_for_the_directions_that_go_through_a_network():
-    most = directions_at_once(CPU, 1000, 4, None)
-    assert most > 100
-    assert directions_at_once(CPU, 2000, 4, None) == most // 2
-    assert directions_at_once(CPU, 1000, 4, 2**20) < most
-    assert directions_at_once(CPU, 10**12, 8, 1) == 1
+def test_half_of_a_budget_is_for_the_work():
+    like = torch.zeros(())
+    most = elements_together("backward", like, 6000)
+    assert elements_together("backward", like, 6000, 2**50) == most > 100
+    assert elements_together("backward", like, 6000, 2**20) == 2**19 // 24_000 < most
+    assert elements_together("backward", like, 10**12, 1) == 1
+
+
+def test_matrices_fill_a_budget():
+    like = torch.zeros(())
+    assert matrices_together(like, 1000, 12_000) == 3
+    assert matrices_together(like, 10**6, 1) == 1
+    assert 1 <= matrices_together(like, 1000, None) <= PIECE["cpu"]["matrices"] // 4000
 
 
 @pytest.mark.parametrize(("count", "words"), [(2.5e10, "25 GB"), (1.25e9, "1.2 GB"), (2e7, "20 MB"), (3e5, "0.3 MB")])

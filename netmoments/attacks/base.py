@@ -18,7 +18,7 @@ from netmoments.linearize.two_stage import linearized_at, tangent_at
 from netmoments.memory import memory_limit
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.network.replica import replica
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 
 GREY_LEVELS = 255
 FOLLOWED = 20
@@ -287,11 +287,11 @@ class Attack(ABC):
             if not count:
                 return self._nothing(subjects, skipped)
             parts, size = [], self._group(subjects)
-            with Progress("attacking", count) as progress:
+            with progress_bar("attacking", count) as show:
                 for start in range(0, count, size):
+                    show(start)
                     group = entries(subjects, torch.arange(start, min(start + size, count)))
                     parts.append(self._judged(group, self._solved(group), skipped))
-                    progress.advance(len(group.images))
             return parts[0] if len(parts) == 1 else joined(parts)
 
     @abstractmethod
@@ -380,7 +380,7 @@ class Attack(ABC):
         """No image was right to begin with."""
         whole = subjects.places
         number, yes = subjects.images.new_zeros(0), whole.bool()
-        none = Success(number.double(), number.double(), number.double(), self.samples)
+        none = Success(number.double(), self.samples)
         return AttackResult(
             attack=type(self).__name__, places=whole, images=subjects.images, labels=subjects.labels,
             targets=subjects.targets, skipped=skipped, mu=subjects.images, sigma=number, towards=whole,

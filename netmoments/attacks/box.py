@@ -19,7 +19,7 @@ from netmoments.attacks.margins import ClassPairs, Margins, NetworkMargins, fool
 from netmoments.attacks.result import AttackResult
 from netmoments.checks import describe
 from netmoments.gaussian import random_seed
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 
 FIRST, LAST = 0.5, 1e-3
 """Steps as shares of half the box."""
@@ -67,8 +67,9 @@ def descend_in_box(margins: Margins, box: Box, shift: Tensor, sigma: Tensor, ite
     scale = margins.at(shift, sigma).amax(-1, keepdim=True).abs().clamp(min=1e-6)
     best = shift, sigma, torch.full_like(sigma, torch.inf)
     memory, memory_sigma = torch.zeros_like(shift), torch.zeros_like(sigma)
-    with Progress("descending in the box", iterations) as progress:
+    with progress_bar("descending in the box", iterations) as show:
         for step in range(iterations + 1):
+            show(step)
             done = step / max(iterations, 1)
             here = margins.with_slopes(shift, sigma)
             best = _better(best, (shift, sigma, here.value.amax(-1)))
@@ -80,7 +81,6 @@ def descend_in_box(margins: Margins, box: Box, shift: Tensor, sigma: Tensor, ite
             share = FIRST * (LAST / FIRST) ** done
             shift = torch.clamp(shift - share * half * memory.sign(), min=lower, max=upper)
             sigma = torch.clamp(sigma - share * most / 2 * memory_sigma.sign(), min=least, max=most)
-            progress.advance(1)
     return Corner(*best, _gap(margins, box, *best[:2], scale * HARD))
 
 

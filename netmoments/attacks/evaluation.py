@@ -13,7 +13,7 @@ from netmoments.gaussian import random_seed
 from netmoments.memory import elements_together
 from netmoments.normal import wilson_interval
 from netmoments.precision import full_precision
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 
 WINDOW, SPREAD = 11, 1.5
 """Of the structural similarity: side of the window and deviation of its weights, as Wang et al. (2004) have them."""
@@ -54,15 +54,22 @@ class Success:
     """How often the noise did what the attacker wants, (N,), with the ends of a 95 % interval."""
 
     rate: Tensor
-    low: Tensor
-    high: Tensor
     samples: int
 
     @classmethod
     def of(cls, fooled: Tensor) -> Success:
         """From outcomes (samples, N)."""
-        rate = fooled.double().mean(0)
-        return cls(rate, *wilson_interval(rate, len(fooled)), len(fooled))
+        return cls(fooled.double().mean(0), len(fooled))
+
+    @property
+    def low(self) -> Tensor:
+        """The lower end of Wilson's interval, (N,)."""
+        return wilson_interval(self.rate, self.samples)[0]
+
+    @property
+    def high(self) -> Tensor:
+        """Its upper end."""
+        return wilson_interval(self.rate, self.samples)[1]
 
     def reaches(self, share: float, errors: float) -> Tensor:
         """Whether the rate is a share that was asked for, or above, to within so many of its standard errors, (N,)."""
@@ -95,8 +102,9 @@ def noisy_scores(
         torch.Generator(centres.device).manual_seed(random_seed(seed, "noise", place)) for place in places.tolist()
     ]
     scale = sigma.reshape(-1, *(1,) * (centres.dim() - 1))
-    with Progress("sampling", samples) as progress:
+    with progress_bar("sampling", samples) as show:
         for start in range(0, samples, TOGETHER):
+            show(start)
             count = min(TOGETHER, samples - start)
             shape = (count, *centres.shape[1:])
             draws = [torch.empty(shape, dtype=centres.dtype, device=centres.device).normal_(generator=one)
@@ -106,4 +114,3 @@ def noisy_scores(
             if bounds is not None:
                 inputs = inputs.clamp(*bounds)
             yield scores_of(network, inputs.flatten(0, 1)).unflatten(0, (count, len(centres)))
-            progress.advance(count)

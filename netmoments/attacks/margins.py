@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.attacks.evaluation import scores_of
 from netmoments.covariances import Isotropic
-from netmoments.gaussian import Gaussian
 from netmoments.normal import density, distribution
 from netmoments.precision import full_precision, matvec
 
@@ -295,7 +294,6 @@ class Formula:
                 self.linearized.A, self.linearized.c1, margins.weights[:, problem], margins.offset[:, problem], around
             )
             mean = self.images.flatten(1) + shift[:, problem]
-            noise = Gaussian._trusted(mean, Isotropic(sigma.square(), mean.shape[1]), event_ndim=1)
-            covariance = net.moments(noise)[1]
+            covariance = net.moments(mean, Isotropic(sigma.square(), mean.shape[1]))[1]
             columns.append(covariance.diagonal(dim1=-2, dim2=-1).sqrt())
         return torch.stack(columns, 1)

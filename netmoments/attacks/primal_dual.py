@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from netmoments.attacks.margins import Margins
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 
 LARGEST_SQUARE = 8.0
 """‖D‖² is below this for images of any size: a pixel is in at most two differences of each direction."""
@@ -204,8 +204,9 @@ def descend(problem: Problem, start: Iterate, iterations: int, smoother: float =
     lower, upper = problem.lower.unsqueeze(1), problem.upper.unsqueeze(1)
     shift, pair, multipliers = start.shift, start.pair.movedim(2, 0).contiguous(), start.multipliers
     kept, cost, gradients = shift, torch.full_like(shift[..., 0], torch.inf), None
-    with Progress("sparse and smooth", iterations) as progress:
+    with progress_bar("sparse and smooth", iterations) as show:
         for step in range(iterations):
+            show(step)
             done = step / iterations
             larger = max(1.0, smoother ** (1 - 2 * done))
             here = problem.margins.with_slopes(shift, larger * problem.sigma.unsqueeze(1))
@@ -225,7 +226,6 @@ def descend(problem: Problem, start: Iterate, iterations: int, smoother: float =
             dual = scales.dual.reshape(*scales.dual.shape, 1, 1, 1)
             pair = into_unit_discs(pair + dual * forward_differences(ahead))
             shift = moved
-            progress.advance(1)
     kept = torch.where(torch.isinf(cost).unsqueeze(-1), shift, kept)
     return Iterate(shift, pair.movedim(0, 2), multipliers, kept)
 

@@ -123,7 +123,7 @@ class AttackResult:
 
         def moved(value: Any) -> Any:
             if isinstance(value, Success):
-                return Success(value.rate.to(device), value.low.to(device), value.high.to(device), value.samples)
+                return Success(value.rate.to(device), value.samples)
             return value.to(device) if isinstance(value, Tensor) else value
 
         return AttackResult(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
@@ -184,8 +184,7 @@ def joined(parts: list[AttackResult]) -> AttackResult:
         if isinstance(column[0], Tensor):
             values[field.name] = torch.cat(column)
         elif isinstance(column[0], Success):
-            rate, low, high = (torch.cat([getattr(one, end) for one in column]) for end in ("rate", "low", "high"))
-            values[field.name] = Success(rate, low, high, column[0].samples)
+            values[field.name] = Success(torch.cat([one.rate for one in column]), column[0].samples)
         else:
             values[field.name] = column[0]
     return AttackResult(**values)  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """Images with labels, from named datasets or from your own files: `load` is the one door."""
 
-from netmoments.data.datasets import cache_folder, find
-from netmoments.data.download import DEFAULT_MIRROR, DownloadError, download_mnist
+from netmoments.data.datasets import DEFAULT_MIRROR, DownloadError, cache_folder, download_mnist, find
 from netmoments.data.formats import read_idx
 from netmoments.data.images import FER2013_CLASSES, LabelledImages, Skipped, duplicates_of
 from netmoments.data.loading import load

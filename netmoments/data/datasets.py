@@ -1,9 +1,14 @@
-"""Named datasets, MNIST, FER2013 and scikit-learn's digits, and where they are looked for."""
+"""Named datasets, MNIST, FER2013 and scikit-learn's digits: where they are looked for, and MNIST over HTTP."""
 
 from __future__ import annotations
 
+import hashlib
+import http.client
 import os
 import re
+import urllib.error
+import urllib.request
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +21,13 @@ from netmoments.data.images import (
     LabelledImages,
     fer2013_split,
     images_from_array,
+    labelled_arrays,
+    numbered,
     require_count,
     require_split,
 )
-from netmoments.files import open_regular, require_room
-from netmoments.progress import Progress
+from netmoments.files import made_if_needed, open_regular, require_room
+from netmoments.progress import progress_bar
 
 HOW_TO_GET = {
     "mnist": "`netmoments download mnist` fetches it",
@@ -35,6 +42,12 @@ def cache_folder() -> Path:
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "netmoments"
 
 
+def data_folders(name: str, data_dir: str | Path | None) -> list[Path]:
+    """Where data is looked for: `data_dir`, $NETMOMENTS_DATA, the cache; each directly and in a folder of that name."""
+    given = [Path(place) for place in (data_dir, os.environ.get("NETMOMENTS_DATA")) if place]
+    return [folder for place in (*given, cache_folder()) for folder in (place, place / name)]
+
+
 def find(name: str, data_dir: str | Path | None = None) -> Path:
     """Where a dataset is: the folder of MNIST's IDX files, or fer2013.npz or fer2013.csv.
 
@@ -44,8 +57,7 @@ def find(name: str, data_dir: str | Path | None = None) -> Path:
         raise ValueError(f"find: the datasets kept in files are {', '.join(HOW_TO_GET)}; got {name!r}")
     if data_dir is not None and not Path(data_dir).is_dir():
         raise FileNotFoundError(f"there is no folder {data_dir} to look for {name} in")
-    given = [Path(place) for place in (data_dir, os.environ.get("NETMOMENTS_DATA")) if place]
-    folders = [folder for place in (*given, cache_folder()) for folder in (place, place / name)]
+    folders = data_folders(name, data_dir)
     for folder in folders:
         found = _held(name, folder)
         if found is not None:
@@ -63,7 +75,81 @@ def _held(name: str, folder: Path) -> Path | None:
     return next((path for path in files if path.is_file()), None)
 
 
-MNIST_CLASSES = tuple("0123456789")
+DEFAULT_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+MNIST_MD5 = {
+    "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+}
+TIMEOUT = 30.0
+CHUNK = 2**16
+
+
+class DownloadError(OSError):
+    """A file that did not arrive whole: which one, from where, and what to do."""
+
+
+def download_mnist(data_dir: str | Path | None = None, *, mirror: str = DEFAULT_MIRROR) -> Path:
+    """The four original files in DIR/mnist, and that folder; DIR is the cache unless given.
+
+    Files that are there and have the right checksum are not fetched again; others are replaced, with a warning. A
+    file that does not arrive whole leaves nothing behind and is a `DownloadError`; those before it are kept.
+    """
+    if not mirror.startswith(("http://", "https://")):
+        raise ValueError(f"download_mnist: mirror must be an http:// or https:// address, got {mirror!r}")
+    folder = Path(data_dir or cache_folder()).expanduser() / "mnist"
+    for name, md5 in MNIST_MD5.items():
+        path = folder / name
+        if path.is_file():
+            if _md5(path) == md5:
+                continue
+            warnings.warn(f"{path} is damaged (its md5 is not {md5}); replacing it", stacklevel=2)
+        with made_if_needed(folder):
+            _fetch(f"{mirror.rstrip('/')}/{name}", path, md5)
+    return folder
+
+
+def _fetch(url: str, path: Path, md5: str) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        _stream(url, part)
+        received = _md5(part)
+        if received != md5:
+            raise DownloadError(f"its md5 is {received} instead of {md5}")
+        os.replace(part, path)
+    except (OSError, http.client.HTTPException) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it is also the server's answer
+        raise DownloadError(
+            f"{path.name} could not be downloaded from {url}: {error}. Try again, name another mirror, or put the file "
+            f"in {path.parent} yourself."
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _stream(url: str, part: Path) -> None:
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as response, part.open("wb") as file:
+        length = response.headers.get("Content-Length")
+        wanted = int(length) if length and length.isdigit() else None
+        received = 0
+        with progress_bar(f"downloading {url.rpartition('/')[2]}", wanted or 0) as show:
+            while chunk := response.read(CHUNK):
+                file.write(chunk)
+                received += len(chunk)
+                show(received)
+    if wanted is not None and received != wanted:
+        raise DownloadError(f"the connection ended after {received} of {wanted} bytes")
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
+DIGIT_CLASSES = tuple("0123456789")
+"""Of MNIST and of the digits."""
 SPLIT_PREFIXES = {"train": ("train",), "test": ("t10k", "test")}
 
 
@@ -116,15 +202,7 @@ def read_idx_images(path: Path, prefix: str, classes: tuple[str, ...] = ()) -> L
             f"got {labels.dtype} of shape {labels.shape}; these files do not belong together"
         )
     require_count(len(pixels), str(path))
-    try:
-        return LabelledImages(
-            images_from_array(pixels),
-            None if labels is None else torch.from_numpy(labels.astype("int64")),
-            tuple(f"{prefix}/{index}" for index in range(len(pixels))),
-            classes,
-        )
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return labelled_arrays(path, pixels, labels, numbered(prefix, len(pixels)), classes)
 
 
 SIDE = 48
@@ -139,14 +217,14 @@ def read_fer2013_csv(path: Path, split: str) -> LabelledImages:
     wanted = FER2013_USAGES[split].encode()
     usages = {usage.encode() for usage in FER2013_USAGES.values()}
     pixels, labels = bytearray(), []
-    with open_regular(path) as file, Progress("reading the file", path.stat().st_size) as progress:
+    with open_regular(path) as file, progress_bar("reading the file", path.stat().st_size) as show:
         header = file.readline(1000).rstrip(b"\r\n")
         if header != HEADER:
             raise ValueError(
                 f"{path}: the first line must be {HEADER.decode()}, got {header[:40]!r}; is it fer2013.csv?"
             )
         for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), start=2):
-            progress.advance(len(line))
+            show(file.tell())
             fields = line.rstrip(b"\r\n").split(b",")
             if fields == [b""]:
                 continue
@@ -161,7 +239,7 @@ def read_fer2013_csv(path: Path, split: str) -> LabelledImages:
     if not labels:
         raise ValueError(f"{path}: no rows with Usage {wanted.decode()}, which split={split!r} asks for")
     images = np.frombuffer(pixels, np.uint8).reshape(-1, SIDE, SIDE)
-    names = tuple(f"{split}/{index}" for index in range(len(labels)))
+    names = numbered(split, len(labels))
     return LabelledImages(images_from_array(images), torch.tensor(labels), names, FER2013_CLASSES)
 
 
@@ -186,7 +264,6 @@ def _malformed(path: Path, number: int, wanted: str, got: bytes) -> ValueError:
     return ValueError(f"{path}, line {number}: need {wanted}, got {shown!r}; get the file again")
 
 
-DIGITS_CLASSES = tuple("0123456789")
 DIGITS_SPLITS = ("train", "test")
 BRIGHTEST = 16
 TEST_STRIDE = 4
@@ -204,13 +281,12 @@ def read_digits(split: str) -> LabelledImages:
     images = torch.from_numpy(digits.images.astype(np.float32))[:, None] / BRIGHTEST
     held_out = _every_fourth_of_each_class(labels)
     chosen = (held_out if split == "test" else ~held_out).nonzero().squeeze(1)
-    names = tuple(f"{split}/{index}" for index in range(len(chosen)))
-    return LabelledImages(images[chosen], labels[chosen], names, DIGITS_CLASSES)
+    return LabelledImages(images[chosen], labels[chosen], numbered(split, len(chosen)), DIGIT_CLASSES)
 
 
 def _every_fourth_of_each_class(labels: torch.Tensor) -> torch.Tensor:
     held_out = torch.zeros(len(labels), dtype=torch.bool)
-    for label in range(len(DIGITS_CLASSES)):
+    for label in range(len(DIGIT_CLASSES)):
         members = (labels == label).nonzero().squeeze(1)
         held_out[members[TEST_STRIDE - 1 :: TEST_STRIDE]] = True
     return held_out

@@ -23,7 +23,8 @@ from netmoments.data.images import (
     LabelledImages,
     Skipped,
     fer2013_split,
-    images_from_array,
+    labelled_arrays,
+    numbered,
     require_count,
     require_no_split,
     require_split,
@@ -31,7 +32,7 @@ from netmoments.data.images import (
 )
 from netmoments.files import open_regular, printable, read_arrays, require_room
 from netmoments.precision import quietly
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -136,22 +137,14 @@ def read_npz(path: Path, split: str) -> LabelledImages:
         require_no_split(str(path), split)
     count = math.prod(arrays["images"].shape[:1])
     require_count(count, str(path))
-    names = _texts(path, arrays, "names") if "names" in arrays else [f"{prefix}/{i}" for i in range(count)]
+    names = tuple(_texts(path, arrays, "names")) if "names" in arrays else numbered(prefix, count)
     classes = tuple(_texts(path, arrays, "classes")) if "classes" in arrays else ()
     if "usage" in arrays and not classes:
         classes = FER2013_CLASSES
     labels = arrays.get("labels")
     if labels is not None and labels.dtype.kind not in "iu":
         raise ValueError(f"{path}: labels must be whole numbers, got {labels.dtype}")
-    try:
-        return LabelledImages(
-            images_from_array(arrays["images"]),
-            None if labels is None else torch.from_numpy(labels.astype(np.int64)),
-            tuple(names),
-            tuple(classes),
-        )
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return labelled_arrays(path, arrays["images"], labels, names, classes)
 
 
 def _texts(path: Path, arrays: Arrays, key: str) -> list[str]:
@@ -316,8 +309,9 @@ def read_image_files(paths: Sequence[Path], folder: Path, size: int | None) -> L
     require_count(len(paths), str(folder))
     pictures: dict[str, Tensor] = {}
     skipped = []
-    with Progress("reading images", len(paths)) as progress:
-        for path in paths:
+    with progress_bar("reading images", len(paths)) as show:
+        for place, path in enumerate(paths):
+            show(place)
             try:
                 picture = read_picture(path) if size is None else _resized(read_picture(path), size)
             except UnreadableImage as error:
@@ -327,7 +321,6 @@ def read_image_files(paths: Sequence[Path], folder: Path, size: int | None) -> L
                 pictures[name] = picture
                 _require_one_size(folder, pictures, name)
                 require_room(len(pictures) * _bytes_in_colour(pictures[name]), f"{folder}: its images")
-            progress.advance(1)
     if not pictures:
         listed = printable("; ".join(f"{Path(path).name}: {reason}" for path, reason in skipped[:FEW]))
         raise ValueError(f"{folder}: none of {len(skipped)} image files can be read: {listed}")

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -170,6 +171,26 @@ class LabelledImages:
         if not 1 <= count <= len(self):
             raise ValueError(f"first: count must be between 1 and {len(self)}, the number of images, got {count}")
         return self.take(slice(count))
+
+
+def numbered(prefix: str, count: int) -> tuple[str, ...]:
+    """Names of images that have none: "test/0", "test/1", …"""
+    return tuple(f"{prefix}/{index}" for index in range(count))
+
+
+def labelled_arrays(
+    path: Path,
+    pixels: np.ndarray[Any, Any],
+    labels: np.ndarray[Any, Any] | None,
+    names: tuple[str, ...],
+    classes: tuple[str, ...],
+) -> LabelledImages:
+    """The images of a file from its arrays; an error says which file it was."""
+    try:
+        known = None if labels is None else torch.from_numpy(labels.astype(np.int64))
+        return LabelledImages(images_from_array(pixels), known, names, classes)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _require_images(images: Tensor) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from netmoments.data.datasets import (
-    MNIST_CLASSES,
+    DIGIT_CLASSES,
     find,
     holds_idx_images,
     read_digits,
@@ -59,7 +59,7 @@ def _load_name(name: str, split: str, data_dir: str | Path | None) -> LabelledIm
     if name == "digits":
         return read_digits(split)
     path = find(name, data_dir)
-    return read_idx_folder(path, split, MNIST_CLASSES) if name == "mnist" else _load_path(path, split, None)
+    return read_idx_folder(path, split, DIGIT_CLASSES) if name == "mnist" else _load_path(path, split, None)
 
 
 def _load_path(path: Path, split: str, size: int | None) -> LabelledImages:

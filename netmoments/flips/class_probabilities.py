@@ -12,7 +12,7 @@ from torch import Tensor
 
 from netmoments.checks import require_positive
 from netmoments.flips.flip_probability import DEFAULT_RUNS, FlipGoal, entries_margins
-from netmoments.flips.frequent import FIRST, PILOT, Pilot, guided, with_enough_gradients
+from netmoments.flips.frequent import FIRST, PILOT, Pilot, guided, tells, with_enough_gradients
 from netmoments.flips.importance import Estimating, regressed
 from netmoments.flips.margins import (
     Clock,
@@ -28,7 +28,7 @@ from netmoments.flips.search import Search
 from netmoments.gaussian import Gaussian
 from netmoments.moments.request import Request
 from netmoments.precision import full_precision
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 
 CALLER = "class_probabilities"
 
@@ -81,12 +81,12 @@ def _all(request: Request, goal: FlipGoal) -> list[tuple[Tensor, Tensor, Tensor,
     clock, found = Clock(goal.seconds), dict[int, tuple[Tensor, Tensor, Tensor, int]]()
     with torch.inference_mode(False), torch.no_grad(), full_precision():
         labels = labels_of(CALLER, request, None)
-        with Progress("class probabilities", len(labels)) as progress:
+        with progress_bar("class probabilities", len(labels)) as show:
             every = entries_margins(CALLER, request.model, request.flat, labels.tolist(), goal, clock)
             works = (one_entry(margins, goal) for margins in every)
             for entry, one in together(works, inputs_together(request.model, request.flat)):
                 found[entry] = one
-                progress.advance(1)
+                show(len(found))
     return [found[entry] for entry in range(len(labels))]
 
 
@@ -108,9 +108,10 @@ async def _estimated(margins: NoisyMargins, goal: FlipGoal) -> tuple[Tensor, Ten
         search.refit()
         if search.guide is not None:
             await with_enough_gradients(margins, search, goal.target)
-            pilot = await Pilot.of(margins, PILOT)
-            work = guided(margins, search, goal.target, margins.generator, pilot)
-            work.add(pilot.white, pilot.margins, 0)
+            if tells(search):
+                pilot = await Pilot.of(margins, PILOT)
+                work = guided(margins, search, goal.target, margins.generator, pilot)
+                work.add(pilot.white, pilot.margins, 0)
     if work is None:
         return *await plain(margins, goal, 1 if not noisy else goal.runs), margins.runs
     return *await controlled_classes(work, margins, goal), margins.runs

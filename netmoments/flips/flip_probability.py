@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ from netmoments.gaussian import Gaussian
 from netmoments.moments.request import Request
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 
 CALLER = "flip_probability"
 FEW = 800
@@ -173,13 +174,13 @@ def entries_found(
     """
     every = entries_margins(CALLER, model, noise, labels, goal, Clock(goal.seconds))
     coming = together((_with_runs(margins, goal) for margins in every), inputs_together(model, noise))
-    with Progress(description, len(labels)) as progress:
-        while True:
+    with progress_bar(description, len(labels)) as show:
+        for done in itertools.count():
+            show(done)
             with torch.inference_mode(False), torch.no_grad(), full_precision():
                 one = next(coming, None)
             if one is None:
                 break
-            progress.advance(1)
             yield one[0], *one[1]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from netmoments.flips.guide import POOL, Guide, PlainNoise
-from netmoments.flips.importance import Controls, Estimating
+from netmoments.flips.importance import NEGLIGIBLE, Controls, Estimating
 from netmoments.flips.margins import NoisyMargins, OutOfTime
 from netmoments.flips.result import NEVER_SEEN, QUANTILE, FlipEstimate, Found, Target, agree, wilson
 from netmoments.flips.search import Search
@@ -141,6 +141,8 @@ async def by_guided_frequencies(
     """
     looked_at = await Pilot.of(margins, PILOT) if pilot is None else pilot
     await with_enough_gradients(margins, search, target)
+    if not tells(search):
+        return await by_frequencies(margins, target, limit, (len(looked_at.white), looked_at.wins))
     for attempt in range(ATTEMPTS):
         work = guided(margins, search, target, generator, looked_at)
         if pilot is not None:
@@ -152,7 +154,7 @@ async def by_guided_frequencies(
         if met or 3 * search.next_round > ROUND_SHARE * missing or margins.runs >= limit or margins.clock.over:
             break
         await search.advance()
-        if search.guide is None:
+        if not tells(search):
             break
     if not met:
         met = await work.until(target, math.inf, limit, FIRST, MARGIN)
@@ -168,6 +170,11 @@ async def with_enough_gradients(margins: NoisyMargins, search: Search, target: T
     wanted = plain_wanted(search, target)
     while margins.runs - start < WORTH * wanted and search.guide is not None:
         await search.advance()
+
+
+def tells(search: Search) -> bool:
+    """Whether there is a guide, and flips that it expects: of rarer ones its densities are no numbers in float64."""
+    return search.guide is not None and search.guide.expected >= NEGLIGIBLE
 
 
 def guided(margins: NoisyMargins, search: Search, target: Target, generator: torch.Generator, pilot: Pilot) -> Counting:
@@ -237,5 +244,4 @@ async def plain_wins(margins: NoisyMargins, count: int) -> Tensor:
 
 async def nothing_found(margins: NoisyMargins, target: Target, limit: int, before: tuple[int, Tensor]) -> Found:
     """What plain samples say where nothing else found a flip: a bound, after as many as are allowed."""
-    found = await by_frequencies(margins, replace(target, relative=1e-9), limit, before)
-    return replace(found, route="frequencies")
+    return await by_frequencies(margins, target, limit, before)

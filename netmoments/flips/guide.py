@@ -45,7 +45,7 @@ COMMON = 0.005
 """Where surrogates expect more flips than this, they are a control variate."""
 DOUBT = 0.1
 """κ: how wrong a surrogate may be where it is sure of a flip."""
-SHARES = (0.4, 0.4, 0.2)
+SHARES = (0.1, 0.7, 0.2)
 """Of the three parts of a guide: g as if surrogates were better than they seem; g as they seem; and tilted Gaussians
 themselves, which keep weights bounded where surrogates are sure and wrong (defensive mixture, Hesterberg 1995).
 """
@@ -173,12 +173,20 @@ class Guide:
     """
     shares: tuple[float, ...]
     """E h_j over their sum, of each surrogate."""
+    sizes: tuple[Tensor, ...] = ()
+    """Points of the pool from each Gaussian of each surrogate, (T,)."""
     common: bool = False
     """Whether flips are expected so often that surrogates are a control variate."""
     seen: tuple[float, float] | None = None
     """How far the smallest margins of plain samples were above the surrogates' smallest: mean and deviation."""
     expected_seen: tuple[float, float] = (0.0, 0.0)
     """E h as plain samples have seen surrogates to be, and its standard error."""
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the surrogate that matters most leaves more unexplained than can be afforded, θs > `AFFORDABLE`."""
+        most = max(range(len(self.shares)), key=lambda j: self.shares[j])
+        return self.surrogates[most].spread > self.spreads[most][AS_THEY_SEEM]
 
     def failing(self, white: Tensor) -> Tensor:
         """h (N,) at ε (N, n)."""
@@ -202,6 +210,11 @@ class Guide:
         chosen = stratified_choice(self.chance, len(normal), generator)
         z = self.pool[chosen].to(normal.dtype)
         return normal + (z - normal @ self.basis) @ self.basis.mT
+
+    def refilled(self, generator: torch.Generator) -> Guide:
+        """With other points in its pool, and the density that it has: a pool of so many points is not quite of it."""
+        fresh = self._filled(list(self.sizes), generator)[0]
+        return replace(self, pool=fresh.pool, weight=fresh.weight, chance=fresh.chance)
 
     def sharpened(self, generator: torch.Generator) -> Guide:
         """With E h from nets of points that fill the space evenly (randomized quasi-Monte Carlo, Owen 1997), the
@@ -358,7 +371,7 @@ def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points:
     empty = replace(empty, defence=defence, common=trial.expected >= COMMON)
     shares = (1 - LEAST_SHARE) * needed + LEAST_SHARE / total
     sizes = (shares * points).long().clamp(min=2).split([len(own.thetas) for own in tilts])
-    return empty._filled(list(sizes), generator)[0]
+    return replace(empty, sizes=tuple(sizes))._filled(list(sizes), generator)[0]
 
 
 def joint_failing(margins: Tensor, spread: Tensor) -> Tensor:

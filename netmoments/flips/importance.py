@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from netmoments.flips.guide import COMMON, POOL, Guide, PlainNoise
-from netmoments.flips.margins import NoisyMargins, OutOfTime
+from netmoments.flips.margins import BACKWARD, NoisyMargins, OutOfTime
 from netmoments.flips.result import FlipEstimate, Found, Target, agree, half_width
 from netmoments.flips.search import Search
 
@@ -31,10 +31,14 @@ MOST_PREDICTED = 1e4
 """A variance that surrogates expect is believed up to this, over the square of the probability."""
 FIRST = 300
 """Runs of the first round of an estimate."""
+USED_UP = POOL // 4
+"""Samples of one pool, at most. Its points have their density only on average over pools: more samples of the same
+points would show an error that says nothing of that.
+"""
+LARGEST_ROUND = 0.5
+"""Of the runs of an estimate so far: what a further round has, at most; errors of few runs ask for too many."""
 PATIENCE = 1.0
 """Searches go on while the estimate would take more than so many times their runs."""
-STALLED = 0.93
-"""A further round of searching must bring the variance below so much of what it was."""
 ATTEMPTS = 3
 """Estimates that are begun, at most."""
 SEARCH_GROWTH = 2.2
@@ -78,6 +82,7 @@ class Estimating:
         generator: torch.Generator,
     ) -> None:
         self.margins, self.guides, self.shares, self.generator = margins, guides, shares, generator
+        self.sources, self.used = list(guides), [0] * len(guides)
         self.flips: list[Tensor] = []
         self.winners: list[Tensor] = []
         self.failing: list[Tensor] = []
@@ -86,10 +91,20 @@ class Estimating:
 
     async def run(self, count: int) -> None:
         """So many runs more, of each guide by its share."""
-        for number, (own, each) in enumerate(zip(self.guides, self.divided(count), strict=True)):
-            if each > 0:
-                white = own.draw(self.margins.normal(each), self.generator)
+        for number, each in enumerate(self.divided(count)):
+            for start in range(0, each, USED_UP):
+                part = min(USED_UP, each - start)
+                white = self.source(number, part).draw(self.margins.normal(part), self.generator)
                 self.add(white, await self.margins.of(white), number)
+
+    def source(self, number: int, count: int) -> Guide | PlainNoise:
+        """The guide with that number, its pool filled anew where it would be used up by so many samples more."""
+        own = self.sources[number]
+        if isinstance(own, Guide) and self.used[number] + count > USED_UP:
+            own = self.sources[number] = own.refilled(self.generator)
+            self.used[number] = 0
+        self.used[number] += count
+        return own
 
     def divided(self, count: int) -> list[int]:
         """Of so many runs, those of each guide."""
@@ -115,7 +130,7 @@ class Estimating:
                 left = limit - self.margins.runs
                 if factor <= 1 or left < 2 or (self.samples > first and factor * self.samples > most):
                     return factor <= 1
-                await self.run(max(2, int(min(self.samples * min(margin * factor - 1, 1.0), left))))
+                await self.run(max(2, int(min(self.samples * min(margin * factor - 1, LARGEST_ROUND), left))))
         except OutOfTime:
             if self.samples == 0:
                 raise
@@ -152,7 +167,7 @@ class Estimating:
         now = self.estimate()
         seen, unseen = replace(now, unseen=0.0), replace(now, error=0.0, predicted=0.0, largest=0.0)
         times = [target.needed(one.probability, one.careful_error, half_width(one)) for one in (seen, unseen)]
-        return max(times[0], math.sqrt(times[1]))
+        return max(with_shrinking_share(times[0], seen), math.sqrt(times[1]))
 
     @property
     def unseen(self) -> float:
@@ -177,6 +192,18 @@ class Estimating:
         weight = torch.cat(self.flips) / self.mixed()
         total = torch.zeros(classes, dtype=torch.float64, device=weight.device)
         return total.index_add(0, torch.cat(self.winners), weight) / self.samples
+
+
+def with_shrinking_share(times: float, estimate: FlipEstimate) -> float:
+    """How many times the runs are needed, where the careful error is `times` too large in its square.
+
+    s² falls with the runs as 1/n, the square of what the largest sample adds as 1/n²: x with (1 − a)/x + a/x² = 1/t,
+    a being the part of that in the whole. At most 1 where t is.
+    """
+    square = estimate.careful_error**2
+    part = min((estimate.largest * estimate.probability) ** 2 / square, 1.0) if square > 0 else 0.0
+    first = (1 - part) * times
+    return 0.5 * (first + math.sqrt(first**2 + 4 * part * times))
 
 
 def _with_prediction(found: FlipEstimate, guide: Guide | PlainNoise) -> FlipEstimate:
@@ -280,23 +307,27 @@ def worth_estimating(taken: int, gain: float) -> float:
 
 
 async def _improved(searches: tuple[Search, Search], target: Target, taken: int, limit: float) -> Search:
-    """What both searches know, after rounds that each make the estimate cheaper by more than they cost."""
+    """What both searches know, after rounds that each make the estimate cheaper by more than they cost.
+
+    A round is expected to leave as much of the variance as the one before did; where surrogates leave more unexplained
+    than can be afforded, what they say of the variance is no guide, and it is gone on. What is negligible is left so.
+    """
     both = Search.joined(*searches)
     both.refit()
-    margins, start = both.margins, both.margins.runs - taken
-    while both.guide is not None:
+    margins, start, left = both.margins, both.margins.runs - taken, LIKELY_GAIN
+    while both.guide is not None and both.guide.expected >= NEGLIGIBLE:
         wanted = both.guide.predicted * target.needed(both.guide.expected, both.guide.expected)
         taken = margins.runs - start
-        if wanted <= PATIENCE * taken or taken > limit or margins.clock.over:
+        saved = wanted if both.guide.beyond else (1 - left) * wanted
+        round_runs = (1 + BACKWARD) * sum(search.next_round for search in searches)
+        if wanted <= PATIENCE * taken or saved < round_runs or taken > limit or margins.clock.over:
             break
         for search in searches:
             await search.advance()
         better = Search.joined(*searches)
         better.refit()
-        gained = better.guide is not None and better.guide.predicted < STALLED * both.guide.predicted
+        left = 1.0 if better.guide is None else better.guide.predicted / both.guide.predicted
         both = better
-        if not gained:
-            break
     return both
 
 

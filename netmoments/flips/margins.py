@@ -21,7 +21,7 @@ from torch import Tensor
 
 from netmoments.checks import describe
 from netmoments.gaussian import Gaussian, random_seed
-from netmoments.memory import directions_at_once, elements_together
+from netmoments.memory import elements_together
 from netmoments.moments.request import Request
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision, without_cudnn
@@ -244,7 +244,7 @@ class _Part:
 def _answered_alike(asked: list[Asked]) -> list[Answer | OutOfTime]:
     margins, sloping = asked[0].margins, asked[0].slopes is not None
     if sloping:
-        most = min(margins.fast.batch, directions_at_once(margins.mean.device, margins.model.largest, 4, None))
+        most = min(margins.fast.batch, elements_together("backward", margins.mean, margins.model.pass_size))
     else:
         most = elements_together("pass", margins.mean, 2 * margins.noise.size + margins.dimension)
     found: list[list[Answer]] = [[] for _ in asked]

@@ -40,7 +40,7 @@ from netmoments.flips.surrogate import Evidence, Quadratic, fitted, ways
 from netmoments.gaussian import Gaussian
 from netmoments.moments.request import Request
 from netmoments.precision import full_precision
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 
 START = 32
 """Gradients of a start."""
@@ -60,7 +60,7 @@ PULLS = 3
 """Newton steps of a sample across the boundary."""
 LONGEST_PULL = 12.0
 """Standard deviations of the noise."""
-MOST_DIRECTIONS = 192
+MOST_DIRECTIONS = 384
 """Of a surrogate."""
 GRADIENTS_EACH = 4
 """Gradients for each direction of a surrogate."""
@@ -282,14 +282,14 @@ def _nearest(request: Request, label: int | Tensor | None, limit: float, seed: i
         torch.inference_mode(False),
         torch.no_grad(),
         full_precision(),
-        Progress("nearest flips", len(flat.mean)) as bar,
+        progress_bar("nearest flips", len(flat.mean)) as show,
     ):
         labels = labels_of("nearest_flip", request, label)
         every = dict[int, Nearby]()
         coming = (_closest(margins, limit) for margins in _each_entry(request, labels.tolist(), seed))
         for place, found in together(coming, inputs_together(request.model, flat)):
             every[place] = found
-            bar.advance(1)
+            show(len(every))
         noises = torch.stack([every[place].noise for place in range(len(every))])
         distance = noises.new_tensor([every[place].distance for place in range(len(every))], dtype=torch.float64)
         noises, distance, rival = shown_to_flip(request, noises.reshape(flat.mean.shape), distance, labels)

@@ -32,6 +32,8 @@ OVERSAMPLED, ITERATIONS = 12, 4
 """Of subspace iteration: directions beyond those that are wanted, and how often."""
 RIDGES = tuple(10.0**power for power in (-4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 2, 4))
 """Candidates for the penalty of a ridge regression, relative to the mean square of the regressors."""
+LEAST_DEVIATION = 1e-3
+"""Of the largest deviation of slopes: what a direction's is taken to be, at least."""
 LEAST_FREEDOM = 0.05
 """Of the runs: what a candidate's coefficients must leave."""
 
@@ -186,10 +188,17 @@ def principal_directions(rows: Tensor, most: int) -> Tensor:
 
 
 def regressed_slopes(z: Tensor, slopes: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """H (k, k), symmetric, and b (k,) with slopes ≈ b + H z: a ridge regression, its penalty by cross-validation."""
+    """H (k, k), symmetric, and b (k,) with slopes ≈ b + H z: a ridge regression, its penalty by cross-validation.
+
+    A direction in which slopes vary much is expected to bend much: row i of H is penalized by 1/d_i², with d_i the
+    deviation of slope i, no less than `LEAST_DEVIATION` of the largest.
+    """
     share = weight / weight.sum()
     middle, level = share @ z, share @ slopes
-    curvature = ridge(z - middle, slopes - level, share)
+    deviation = (share @ (slopes - level).square()).sqrt()
+    deviation = deviation.clamp(min=max(LEAST_DEVIATION * float(deviation.max()), 1e-300))
+    scaled = deviation / deviation.max()
+    curvature = scaled.unsqueeze(1) * ridge((z - middle) * scaled, slopes - level, share)
     curvature = 0.5 * (curvature + curvature.mT)
     return curvature, level - curvature @ middle
 

@@ -18,7 +18,7 @@ from netmoments.gaussian import Gaussian
 from netmoments.memory import elements_together
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 from netmoments.sampling.fast_network import FastNetwork, fast_network
 
 GROWTH = 4
@@ -89,16 +89,14 @@ def surveyed(
     """
     work = _Sums(model, noise, labels, followed, seed, goal)
     clock = Clock(None) if clock is None else clock
-    with torch.inference_mode(False), torch.no_grad(), full_precision(), Progress(description, len(labels)) as progress:
+    with torch.inference_mode(False), torch.no_grad(), full_precision(), progress_bar(description, len(labels)) as show:
         every = torch.arange(len(labels), device=noise.device)
         work.add(every, torch.full_like(every, goal.least))
-        shown = 0
         while not clock.over:
             own = work.wins.gather(1, labels.unsqueeze(1)).squeeze(1)
             missing = samples_needed(own, work.samples, goal.half_width).clamp(max=goal.most) - work.samples
             active = (missing > 0).nonzero().squeeze(1)
-            progress.advance(len(labels) - len(active) - shown)
-            shown = len(labels) - len(active)
+            show(len(labels) - len(active))
             if len(active) == 0:
                 break
             more = torch.minimum(missing[active], GROWTH * work.samples[active])

@@ -16,13 +16,20 @@ from torch.func import vmap
 from netmoments.checks import describe
 from netmoments.covariances import Covariance, Diagonal, Isotropic
 from netmoments.gaussian import Gaussian
-from netmoments.linearize.two_stage import after_the_cut, by_reverse_mode, output_indices, points_of, require_room
-from netmoments.memory import directions_at_once, memory_limit, scratch_budget
+from netmoments.linearize.two_stage import (
+    Linearizer,
+    after_the_cut,
+    by_reverse_mode,
+    output_indices,
+    points_of,
+    require_room,
+)
+from netmoments.memory import scratch_budget
 from netmoments.network.model import NetworkModel
 from netmoments.network.relu_calls import Cut
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision, matmul, matvec, value_and_slope
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 from netmoments.relu.bivariate import Units, scratch_for, units_of
 from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean
 from netmoments.relu.quadratic_form import pairs_form
@@ -58,12 +65,9 @@ def two_stage_maps(
     if batch.numel() != 1:
         raise ValueError(f"{CALLER}: one point at a time, got {describe(at)}")
     model = NetworkModel.of(network, points, CALLER).refreshed()
-    model.require_linearizable()
-    cut = Cut(model.network, model.relu(layer))
     indices = output_indices(outputs, 1, model.outputs, CALLER)
-    limit = memory_limit(points.device, memory_budget)
+    cut, limit, _, working = Linearizer.of(model, layer, points, memory_budget)
     require_room(cut, points, indices, limit)
-    working = directions_at_once(points.device, model.largest, points.element_size(), memory_budget)
     with torch.inference_mode(False), full_precision():
         point = points.clone()
         z, out, B, D, live = after_the_cut(cut, point, indices, working)
@@ -229,7 +233,7 @@ class TwoStageMaps:
 
 def _chunks(count: int, chunk: int, what: str, device: torch.device) -> Iterator[Tensor]:
     """Indices 0 … count − 1 in chunks, with progress."""
-    with Progress(what, count) as progress:
-        for index in torch.arange(count, device=device).split(chunk):
-            yield index
-            progress.advance(len(index))
+    with progress_bar(what, count) as show:
+        for start in range(0, count, chunk):
+            show(start)
+            yield torch.arange(start, min(start + chunk, count), device=device)

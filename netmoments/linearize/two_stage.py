@@ -7,8 +7,8 @@ and `vmap` over directions gives many rows; forward mode likewise gives columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_finite, require_float_tensor, require_float_tensors
 from netmoments.gaussian import event_dimensions
-from netmoments.memory import DIRECTIONS, directions_at_once, gigabytes, memory_limit
+from netmoments.memory import elements_together, gigabytes, matrices_together, memory_limit, points_together
 from netmoments.network.model import NetworkModel
 from netmoments.network.relu_calls import Cut
 from netmoments.precision import full_precision, matvec, value_and_slope
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 
 CALLER = "two_stage"
 VALUE_CALLER = "two_stage_value"
@@ -73,26 +73,54 @@ def linearized_at(
     model: NetworkModel, points: Tensor, layer: int | str, indices: Tensor, memory_budget: int | None
 ) -> AffineReluAffine:
     """`two_stage` at points (N, *event) for the scores with indices (N, k): N of them, nothing checked again."""
-    model.require_linearizable()
-    cut = Cut(model.network, model.relu(layer))
-    limit, itemsize = memory_limit(points.device, memory_budget), points.element_size()
-    units, inputs = cut.relu.shape.numel(), points[0].numel()
-    if indices.numel() * (units + inputs) * itemsize > limit:
-        require_room(cut, points, indices, limit)
-    directions = directions_at_once(points.device, model.largest, itemsize, memory_budget)
-    together = min(max(1, directions // DIRECTIONS), model.most_images, len(points))
-    working = max(1, directions // together)
-    groups = []
-    with Progress("linearizing", len(points)) as progress, torch.inference_mode(False), full_precision():
-        for start in range(0, len(points), together):
-            at = points[start : start + together].clone()  # one made in inference mode could not be differentiated
-            z, out, B, D, live = after_the_cut(cut, at, indices[start : start + together], working)
-            A = _before_the_cut(cut, at, live, working, limit // len(points))
-            z, flat = z.gather(1, live), at.flatten(1)
-            c2 = out - matvec(B, torch.relu(z))
-            groups.append((A, z - matvec(A, flat), B, c2 if D is None else c2 - matvec(D, flat), D))
-            progress.advance(len(at))
-    return AffineReluAffine.trusted(*(groups[0] if len(groups) == 1 else _joined(groups)))
+    return Linearizer.of(model, layer, points, memory_budget).at(points, indices)
+
+
+def linearized_in_groups(
+    model: NetworkModel, points: Tensor, layer: int | str, indices: Tensor, memory_budget: int | None
+) -> Iterator[tuple[int, AffineReluAffine]]:
+    """`linearized_at` as many points at a time as may be held, with the place of the first of them."""
+    linearizer = Linearizer.of(model, layer, points, memory_budget)
+    units, inputs = linearizer.cut.relu.shape.numel(), points[0].numel()
+    each = units * inputs + indices.shape[1] * (units + inputs)
+    together = matrices_together(points, each, memory_budget)
+    for start in range(0, len(points), together):
+        some = slice(start, start + together)
+        yield start, linearizer.at(points[some], indices[some])
+
+
+class Linearizer(NamedTuple):
+    """A network cut at a ReLU, and how much of the work at points is done at a time."""
+
+    cut: Cut
+    limit: int
+    """Bytes that A, B and D of the points together may take."""
+    together: int
+    """Points that go through the network at a time."""
+    working: int
+    """Directions of each of them that do."""
+
+    @classmethod
+    def of(cls, model: NetworkModel, layer: int | str, points: Tensor, memory_budget: int | None) -> Linearizer:
+        """For points like these (N, *event), with a budget of bytes or half of what is free."""
+        cut, limit = model.cut(layer), memory_limit(points.device, memory_budget)
+        return cls(cut, limit, *points_together(points, model.pass_size, model.most_images, memory_budget))
+
+    def at(self, points: Tensor, indices: Tensor) -> AffineReluAffine:
+        """The linearizations at points (N, *event), for the scores with indices (N, k)."""
+        require_room(self.cut, points, indices, self.limit)
+        groups = []
+        with torch.inference_mode(False), full_precision(), progress_bar("linearizing", len(points)) as show:
+            for start in range(0, len(points), self.together):
+                show(start)
+                some = slice(start, start + self.together)
+                at = points[some].clone()  # one made in inference mode could not be differentiated
+                z, out, B, D, live = after_the_cut(self.cut, at, indices[some], self.working)
+                A = _before_the_cut(self.cut, at, live, self.working, self.limit // len(points))
+                z, flat = z.gather(1, live), at.flatten(1)
+                c2 = out - matvec(B, torch.relu(z))
+                groups.append((A, z - matvec(A, flat), B, c2 if D is None else c2 - matvec(D, flat), D))
+        return AffineReluAffine.trusted(*(groups[0] if len(groups) == 1 else _joined(groups)))
 
 
 def tangent_at(model: NetworkModel, points: Tensor, indices: Tensor, memory_budget: int | None) -> AffineReluAffine:
@@ -101,17 +129,15 @@ def tangent_at(model: NetworkModel, points: Tensor, indices: Tensor, memory_budg
     For networks without a ReLU: it has one unit, which is never open and has no weight.
     """
     model.require_differentiable()
-    directions = directions_at_once(points.device, model.largest, points.element_size(), memory_budget)
-    together = min(max(1, directions // DIRECTIONS), model.most_images, len(points))
-    working = max(1, directions // together)
+    together, working = points_together(points, model.pass_size, model.most_images, memory_budget)
     groups: list[Parts] = []
-    with Progress("linearizing", len(points)) as progress:
+    with progress_bar("linearizing", len(points)) as show:
         for start in range(0, len(points), together):
+            show(start)
             at = points[start : start + together]
             out, D = linearized(model.network, at, indices[start : start + together], working)
             A, B = at.new_zeros(len(at), 1, D.shape[2]), at.new_zeros(len(at), D.shape[1], 1)
             groups.append((A, at.new_full((len(at), 1), -1.0), B, out - matvec(D, at.flatten(1)), D))
-            progress.advance(len(at))
     return AffineReluAffine.trusted(*(groups[0] if len(groups) == 1 else _joined(groups)))
 
 
@@ -241,8 +267,9 @@ def by_reverse_mode(outputs: Tensor, inputs: tuple[Tensor, ...], rows: Tensor, c
     images, count = rows.shape
     flat = outputs.reshape(images, -1)
     results: list[Tensor | None] = [None] * len(inputs)
-    with full_precision(), Progress("Jacobian, row by row", count) as progress:
+    with full_precision(), progress_bar("Jacobian, row by row", count) as show:
         for start in range(0, count, chunk):
+            show(start)
             chosen = rows[:, start : start + chunk]
             directions = flat.new_zeros(chosen.shape[1], *flat.shape)
             directions.scatter_(2, chosen.T.unsqueeze(2), 1.0)
@@ -256,7 +283,6 @@ def by_reverse_mode(outputs: Tensor, inputs: tuple[Tensor, ...], rows: Tensor, c
                 if found is None:
                     found = results[place] = part.new_empty(images, count, part.shape[2])
                 found[:, start : start + part.shape[0]] = part.transpose(0, 1)
-            progress.advance(chosen.shape[1])
     return tuple(results)
 
 
@@ -269,8 +295,9 @@ def by_forward_mode(function: Callable[[Tensor], Tensor], at: Tensor, rows: Tens
         tangent = value_and_slope(function, (at,), (direction.reshape(at.shape[1:]).expand(at.shape),))[1]
         return tangent.reshape(images, -1)
 
-    with torch.no_grad(), full_precision(), Progress("Jacobian, column by column", size) as progress:
+    with torch.no_grad(), full_precision(), progress_bar("Jacobian, column by column", size) as show:
         for start in range(0, size, chunk):
+            show(start)
             count = min(chunk, size - start)
             directions = at.new_zeros(count, size)
             directions[:, start : start + count].fill_diagonal_(1.0)
@@ -280,7 +307,6 @@ def by_forward_mode(function: Callable[[Tensor], Tensor], at: Tensor, rows: Tens
             if result is None:
                 result = part.new_empty(images, part.shape[1], size)
             result[:, :, start : start + count] = part
-            progress.advance(count)
     assert result is not None
     return result
 
@@ -314,9 +340,8 @@ def two_stage_value(network: Any, at: Tensor, x: Tensor, layer: int | str = -1) 
         raise ValueError(f"{VALUE_CALLER}: at and x must have one shape, got {describe(at)} and {describe(x)}")
     require_finite(VALUE_CALLER, "x", x)
     model = NetworkModel.of(network, points, VALUE_CALLER).refreshed()
-    cut = Cut(model.network, model.relu(layer))
-    model.require_linearizable()
-    together = directions_at_once(points.device, model.largest, points.element_size(), None)
+    cut = model.cut(layer)
+    together = elements_together("backward", points, model.pass_size)
     parts = zip(
         *(part.split(min(together, model.most_images)) for part in (points, x.detach().reshape(points.shape))),
         strict=True,

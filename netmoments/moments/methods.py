@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,8 +27,8 @@ from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_count, require_positive, require_seed
 from netmoments.gaussian import Gaussian, random_seed
 from netmoments.linearize.bank import LinearizationBank
-from netmoments.linearize.two_stage import linearized, linearized_at
-from netmoments.memory import DIRECTIONS, directions_at_once, gigabytes, matrices_together, memory_limit
+from netmoments.linearize.two_stage import linearized, linearized_at, linearized_in_groups
+from netmoments.memory import gigabytes, matrices_together, memory_limit, points_together
 from netmoments.moments.request import CALLER, Request
 from netmoments.moments.result import MomentErrors, OutputMoments
 from netmoments.propagate.layerwise import layerwise, need_of, with_variances
@@ -46,6 +47,10 @@ from netmoments.sampling.monte_carlo import SampledMoments, monte_carlo
 TOLERANCE = 0.01
 MOST_SAMPLES = 10**8
 """Of each input, however small the tolerance."""
+
+
+_variances = partial(torch.diagonal, dim1=-2, dim2=-1)
+"""Those in covariances (..., k, k), (..., k)."""
 
 
 class Method(ABC):
@@ -96,7 +101,7 @@ class Layerwise(Method):
             found = layerwise(plan, noise.mean, noise.covariance, indices, budget, CALLER)
             request.model.look()  # while a GPU is still at work on it
             mean, covariance = with_variances(found, plan, noise.mean, noise.covariance, indices)
-        return _outcome(self.name, mean, covariance, outputs=indices)
+        return OutputMoments(mean, _variances(covariance), covariance, self.name, outputs=indices)
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class Sketch(Method):
             plan = plan_of(request.model, CALLER, black_box)
             options = {"probes": self.probes, "seed": self.seed, "memory_budget": request.memory_budget}
             found = sketched(plan, noise.mean, noise.covariance, indices, **options)  # type: ignore[arg-type]
-        return _outcome(self.name, found.mean, found.covariance, outputs=indices)
+        return OutputMoments(found.mean, _variances(found.covariance), found.covariance, self.name, outputs=indices)
 
     def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
         """The expected slopes; from probes that are not among the samples."""
@@ -173,31 +178,29 @@ class TwoStage(Method):
             raise ValueError(f"TwoStage: a bank has its own ReLU; leave out layer, got {self.layer!r}")
 
     def moments(self, request: Request) -> OutputMoments:
-        noise, indices = request.flat, request.indices()
+        noise, indices, distance = request.flat, request.indices(), None
         if self.bank is None:
-            answers, others = self._linearizations(request, indices), {"cut": request.model.relu(self.layer).name}
+            answers = self._linearizations(request, indices)
         else:
-            answers, others = self._nearest(self.bank, request, indices)
+            answers, distance = self._nearest(self.bank, request, indices)
         means, covariances, order = [], [], []
         for network, entries in answers:
-            mean, covariance = network.moments(noise.entries(entries))
+            own = noise.mean.flatten(1)[entries], noise.covariance.entries(entries)
+            mean, covariance = network.moments(*own)
             means.append(mean)
             covariances.append(covariance)
             order.append(entries)
         back = torch.cat(order).argsort()
-        return _outcome(self.name, torch.cat(means)[back], torch.cat(covariances)[back], outputs=indices, **others)
+        mean, covariance = torch.cat(means)[back], torch.cat(covariances)[back]
+        cut = request.model.relu(self.layer).name if self.bank is None else self.bank.relu
+        return OutputMoments(mean, _variances(covariance), covariance, self.name, cut, indices, distance)
 
     def _linearizations(self, request: Request, indices: Tensor) -> Iterator[tuple[AffineReluAffine, Tensor]]:
         """Linearizations at the means, some at a time, with the entries of the noise that each is for."""
         model, noise = request.model, request.flat
         origin, first = _shared_means(request.noise, indices)
         points, chosen = noise.mean[first].detach(), indices[first]
-        units = model.relu(self.layer).shape.numel()
-        each = units * noise.size + indices.shape[1] * (units + noise.size)
-        together = matrices_together(noise.device, each * noise.dtype.itemsize, request.memory_budget)
-        for start in range(0, len(points), together):
-            span = slice(start, start + together)
-            group = linearized_at(model, points[span], self.layer, chosen[span], request.memory_budget)
+        for start, group in linearized_in_groups(model, points, self.layer, chosen, request.memory_budget):
             count = len(group.c1)
             mine = ((origin >= start) & (origin < start + count)).nonzero().squeeze(1)
             mine = mine[origin[mine].argsort(stable=True)]
@@ -211,8 +214,8 @@ class TwoStage(Method):
 
     def _nearest(
         self, bank: LinearizationBank, request: Request, indices: Tensor
-    ) -> tuple[Iterator[tuple[AffineReluAffine, Tensor]], dict[str, Any]]:
-        """The bank's linearizations with the entries that each is nearest to, and what the result says of it."""
+    ) -> tuple[Iterator[tuple[AffineReluAffine, Tensor]], Tensor]:
+        """The bank's linearizations with the entries that each is nearest to, and how far away these are, (N,)."""
         of_bank = bank.networks.B.shape[-2]
         if of_bank != request.model.outputs:
             raise ValueError(
@@ -222,7 +225,7 @@ class TwoStage(Method):
         nearest, distance = bank.nearest(request.flat.mean)
         pairs = ((bank.member(int(number)), (nearest == number).nonzero().squeeze(1)) for number in nearest.unique())
         answers = ((network.outputs(indices[entries]), entries) for network, entries in pairs)
-        return answers, {"cut": bank.relu, "distance": distance}
+        return answers, distance
 
     def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
         """The linearization itself, whose moments are exact."""
@@ -231,7 +234,8 @@ class TwoStage(Method):
         return TwoStageSurrogate(flat, request.flat)
 
     def of_affine_relu_affine(self, network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
-        return _exact(_outcome("exact", network.mean(noise), network.covariance(noise)))
+        covariance = network.covariance(noise)
+        return _exact(OutputMoments(network.mean(noise), _variances(covariance), covariance, "exact"))
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,8 @@ class Linear(Method):
         for mean, jacobian, span in _linearizations(request, indices):
             means.append(mean)
             covariances.append(request.flat.covariance.entries(span).push(jacobian))
-        return _outcome(self.name, torch.cat(means), torch.cat(covariances), outputs=indices)
+        covariance = torch.cat(covariances)
+        return OutputMoments(torch.cat(means), _variances(covariance), covariance, self.name, outputs=indices)
 
     def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
         """The derivative at the mean."""
@@ -466,10 +471,6 @@ def _sampled(found: Adaptive, indices: Tensor, method: str, dtype: torch.dtype) 
     )
 
 
-def _outcome(method: str, mean: Tensor, covariance: Tensor, **others: Any) -> OutputMoments:
-    return OutputMoments(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance, method=method, **others)
-
-
 def _with_errors(sampled: SampledMoments, outputs: Tensor | None) -> OutputMoments:
     errors = MomentErrors(
         sampled.mean_standard_error, sampled.variance_standard_error, sampled.covariance_standard_error
@@ -499,10 +500,9 @@ def _linearizations(request: Request, indices: Tensor) -> Iterator[tuple[Tensor,
     """Scores (·, k) and Jacobians (·, k, n) at the means, some at a time, with the entries they are for."""
     model, noise = request.model, request.flat
     model.require_linearizable()
-    itemsize, budget = noise.dtype.itemsize, request.memory_budget
-    together = max(1, directions_at_once(noise.device, model.largest, itemsize, budget) // DIRECTIONS)
-    together = min(together, matrices_together(noise.device, indices.shape[1] * noise.size * itemsize, budget))
-    working = directions_at_once(noise.device, model.largest * together, itemsize, budget)
+    budget, held = request.memory_budget, indices.shape[1] * noise.size
+    most = min(model.most_images, matrices_together(noise.mean, held, budget))
+    together, working = points_together(noise.mean, model.pass_size, most, budget)
     for start in range(0, len(noise.mean), together):
         span = slice(start, start + together)
         yield (*linearized(model.network, noise.mean[span], indices[span], working), span)

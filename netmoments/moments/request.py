@@ -65,8 +65,6 @@ class Request:
         flat = noise.flattened()
         wanted = flat.mean.requires_grad or flat.covariance.variances().requires_grad
         wanted = wanted and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        if isinstance(network, nn.Module) and any(x.layout is not torch.strided for x in network.parameters()):
-            require_plain_weights(network, caller)  # a network that was looked at before would not be again
         try:
             model = NetworkModel.of_any(network, flat.mean, caller, arguments=arguments, key=key)
         except Exception as refusal:

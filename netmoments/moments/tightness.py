@@ -15,7 +15,7 @@ from netmoments.moments.methods import Layerwise, Linear, Method, Sampling, Sket
 from netmoments.moments.output_moments import output_moments
 from netmoments.moments.request import Choice, Request
 from netmoments.moments.result import OutputMoments
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 from netmoments.sampling.monte_carlo import relative_difference
 
 CALLER = "tightness"
@@ -122,11 +122,11 @@ def tightness(
     flat, indices = request.flat, request.indices()
     reference = output_moments(request.model, flat, Sampling(samples, seed=seed), indices)
     chosen = _named(methods, seed + 1)
-    found = []
-    with Progress("methods", len(chosen)) as progress:
+    found: list[TightnessRow] = []
+    with progress_bar("methods", len(chosen)) as show:
         for name, method in chosen.items():
+            show(len(found))
             found.append(_row(name, method, request, indices, reference))
-            progress.advance(1)
     assert reference.mean_standard_error is not None
     assert reference.variance_standard_error is not None
     return Tightness(

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from netmoments.network.elementary import WRITTEN_OUT
 from netmoments.network.exported import ExportedNetwork
-from netmoments.network.replica import TensorSlots, replica
+from netmoments.network.replica import TensorSlots, named_tensors, replica
 from netmoments.network.validate import another_image, same_values
 from netmoments.precision import full_precision, without_cudnn
 
@@ -77,7 +77,7 @@ class NetworkGraph:
 
     def constants(self, network: nn.Module) -> Values:
         """The values of all nodes that do not depend on the image: weights, and what is computed from them."""
-        given = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+        given = named_tensors(network)
         values: Values = {node: given[name] for name, node in self.parameters.items()}
         values |= self.fixed
         for node in self.nodes:

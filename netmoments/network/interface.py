@@ -99,14 +99,14 @@ class FlatNetwork(nn.Module):
         """The chosen outputs by name, (N, ...)."""
         given = x if self.dtype is None else x.to(self.dtype)
         result = self.network(given) if self.arguments is None else self.arguments.call(self.network, given)
-        found = list(named_tensors(result))
+        found = list(tensors_inside(result))
         if self.key is None:
             return found
         key = str(self.key)
         return [(name, value) for name, value in found if name == key or name.startswith(f"{key}.")]
 
 
-def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors_inside(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every floating-point tensor inside tuples, lists, dictionaries and dataclasses, by the path of its keys."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
@@ -123,7 +123,7 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     else:
         return
     for key, item in items:
-        yield from named_tensors(item, f"{name}.{key}" if name else key)
+        yield from tensors_inside(item, f"{name}.{key}" if name else key)
 
 
 def output_parts(flat: FlatNetwork, image: Tensor, caller: str) -> tuple[OutputPart, ...]:

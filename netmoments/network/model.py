@@ -26,8 +26,8 @@ from netmoments.checks import describe, require_float_tensor
 from netmoments.network.exported import ExportedNetwork, exported_network
 from netmoments.network.graph import NetworkGraph, traced_graph
 from netmoments.network.interface import HALVES, Arguments, FlatNetwork, OutputPart, needs_flattening, output_parts
-from netmoments.network.relu_calls import Relu, Trace, find_relu
-from netmoments.network.validate import REFUSALS, examined, first_line
+from netmoments.network.relu_calls import Cut, Relu, Trace, find_relu
+from netmoments.network.validate import REFUSALS, examined, first_line, require_plain_weights
 from netmoments.precision import full_precision, one_at_a_time
 
 Found = TypeVar("Found")
@@ -60,6 +60,8 @@ class _Knowledge:
     warned: bool = False
 
 
+COPIES = 6
+"""Tensors of the size of the largest activation that a pass with derivatives holds: values, gradients, scratch."""
 KEPT_SHAPES = 32
 """Shapes of inputs of which something is remembered of a network: those that came last."""
 _known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Knowledge]] = WeakKeyDictionary()
@@ -164,10 +166,12 @@ class NetworkModel:
     """How many scores the network has."""
     largest: int
     """Elements of the largest tensor that any call returns, for one image."""
+    pass_size: int
+    """Numbers that a pass with derivatives holds at a time, for one image and direction."""
     smooth: tuple[str, ...]
     """The smooth functions it calls, with the modules that do."""
     differentiable: bool
-    """Whether the scores have a derivative in the input that is not zero everywhere."""
+    """Whether a gradient of the scores in the input can be asked for, and is not zero everywhere."""
     most_images: int
     """How many images the network takes at a time; some exported programs have a bound."""
     _caller: str
@@ -233,6 +237,8 @@ class NetworkModel:
             )
         allowed = (inputs.dtype, *(() if self._form is None else HALVES))
         for name, parameter in self.given.named_parameters():
+            if parameter.layout is not torch.strided:
+                require_plain_weights(self.given, caller)
             if parameter.is_floating_point() and parameter.dtype not in allowed:
                 raise TypeError(
                     f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert one, "
@@ -270,7 +276,7 @@ class NetworkModel:
                 self.network = FlatNetwork(self.given, arguments, chosen)
         trace = self._knowledge.trace
         self.relus, self.outputs, self.largest = trace.relus, trace.output.shape[1], trace.largest
-        self.differentiable, self.smooth = trace.differentiable, trace.smooth
+        self.pass_size, self.differentiable, self.smooth = COPIES * trace.largest, trace.has_gradient, trace.smooth
         whole = OutputPart("", trace.output.shape[1:], 0)
         self.parts = (whole,) if self._knowledge.parts is None else self._knowledge.parts
         bound = self.given.largest if isinstance(self.given, ExportedNetwork) else None
@@ -306,6 +312,12 @@ class NetworkModel:
         except (TypeError, ValueError) as error:
             raise type(error)(f"{self._caller}: {error}") from None
 
+    def cut(self, layer: int | str) -> Cut:
+        """The network as what is before and after that ReLU, to be linearized; see `require_linearizable`."""
+        cut = Cut(self.network, self.relu(layer))
+        self.require_linearizable()
+        return cut
+
     def require_derivatives(self) -> None:
         """An error if the weights were made in a mode that derivatives cannot go through."""
         for parameter in self.network.parameters():
@@ -321,8 +333,8 @@ class NetworkModel:
         if not self._knowledge.trace.differentiable:
             raise ValueError(
                 f"{self._caller}: the network's scores change with the input but their derivative is zero or missing: "
-                f"forward is under torch.no_grad(), detaches the input, rounds it, or changes in place what a "
-                f"derivative needs; take that out, or use sampling"
+                f"forward is under torch.no_grad(), detaches the input, rounds or only compares it, hands it to numpy, "
+                f"or changes in place what a derivative needs; take that out, or use sampling"
             )
 
     def require_linearizable(self) -> None:

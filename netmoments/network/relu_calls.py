@@ -122,7 +122,9 @@ class Trace:
     shapes: tuple[torch.Size, ...]
     """What the ReLUs were called with, the whole batch."""
     differentiable: bool = True
-    """Whether the scores have a derivative in the input."""
+    """Whether the scores, where they change, have a derivative in the input; true where they were not seen to."""
+    has_gradient: bool = True
+    """Whether a gradient can be asked for: not of a constant, nor of a decision that was not seen to change."""
 
 
 def trace(network: nn.Module, inputs: Tensor) -> Trace:

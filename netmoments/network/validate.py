@@ -117,8 +117,12 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
         )
     changes = not same_values(again, apart)
     unknown = any(parameter.is_inference() for parameter in network.parameters())  # refused where it matters
-    differentiable = not changes or unknown or _has_derivative(network, torch.cat([image, other]))
-    return dataclasses.replace(with_batch_known(alone, pair), differentiable=differentiable)
+    both = torch.cat([image, other])
+    differentiable = not changes or unknown or _has_derivative(network, both)
+    has_gradient = differentiable and (changes or unknown or _slope(network, both) is not None)
+    return dataclasses.replace(
+        with_batch_known(alone, pair), differentiable=differentiable, has_gradient=has_gradient
+    )
 
 
 def _require_deterministic(same: bool, caller: str) -> None:
@@ -150,10 +154,13 @@ def _has_derivative(network: nn.Module, images: Tensor) -> bool:
 
 
 def _slope(network: nn.Module, images: Tensor) -> Tensor | None:
-    """A derivative of the scores of each image in it; None where there is none."""
+    """A derivative of the scores of each image in it; None where there is none, or the network runs without only."""
     with torch.inference_mode(False), torch.enable_grad(), full_precision():
         x = images.clone().requires_grad_()
-        out = network(x.clone())
+        try:
+            out = network(x.clone())
+        except REFUSALS:  # of a tensor that requires a gradient: numpy() in forward, say
+            return None
         if not out.requires_grad:
             return None
         weights = torch.linspace(1, 2, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)

@@ -18,9 +18,10 @@ class FactorLayout(NamedTuple):
 
         linear     F, all r of them: this part is exact;
         quadratic  Q of pairs of K directions, scaled so that products of rows give ½⟨Q, Q⟩;
-        rest       its deviation times random signs: sums of products have the right expectation;
-        turns      T, the change of F at a curved layer whose input is skewed, Σᵢⱼ Hᵢⱼ Qᵢfⱼ: of first order in Q, so
-                   that covariances have FᵀT + TᵀF of it; along the K directions.
+        rest       its deviation times random signs, and products of random sums of rows: sums of products have the
+                   right expectation;
+        turns      T, the change of F at a curved layer whose input is skewed, Σᵢⱼ Hᵢⱼ Qᵢfⱼ, along the K directions:
+                   the linear part is F + T, and covariances have FᵀT + TᵀF beyond the products of all rows.
 
     A tensor that is affine in the image has the linear rows only. See `Directions` for the K; the first of them,
     `leading`, are those the scores depend on most.
@@ -31,8 +32,6 @@ class FactorLayout(NamedTuple):
     signs: int
     leading: int
     quadratic: slice
-    covariance: slice
-    """The rows whose products are covariances: linear, quadratic and rest."""
     turns: slice
     total: int
     """Of all rows."""
@@ -40,9 +39,8 @@ class FactorLayout(NamedTuple):
     @classmethod
     def of(cls, rank: int, paired: int, signs: int, leading: int) -> FactorLayout:
         products = rank + paired * (paired + 1) // 2
-        quadratic, covariance = slice(rank, products), slice(0, products + signs)
-        turns = slice(covariance.stop, covariance.stop + paired)
-        return cls(rank, paired, signs, leading, quadratic, covariance, turns, turns.stop)
+        turns = slice(products + signs, products + signs + paired)
+        return cls(rank, paired, signs, leading, slice(rank, products), turns, turns.stop)
 
 
 class Directions(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from netmoments.covariances import Covariance, Dense
 from netmoments.memory import gigabytes, memory_limit, piece_bytes
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 from netmoments.propagate import rows, squares
 from netmoments.propagate.plan import Plan
 from netmoments.propagate.replay import replayed
@@ -64,11 +64,11 @@ def layerwise(
     if together == len(mean):
         return carried(plan, mean, covariance, outputs)
     parts = []
-    with Progress("images", len(mean)) as progress:
+    with progress_bar("images", len(mean)) as show:
         for start in range(0, len(mean), together):
+            show(start)
             some = slice(start, start + together)
             parts.append(carried(plan, mean[some], covariance.entries(some), outputs[some]))
-            progress.advance(len(mean[some]))
     means, covariances = zip(*parts, strict=True)
     return torch.cat(means), torch.cat(covariances)
 

@@ -65,12 +65,14 @@ class Segment:
         sources: tuple[Node, ...],
         results: tuple[Node, ...],
         constants: Mapping[Node, Any],
+        like: Tensor,
     ) -> None:
         self.steps, self.sources, self.results = steps, sources, results
         self.shapes = {node: shape_of(node) for node in (*sources, *results)}
         self.size = sum(self.shapes[node].numel() for node in results)
         """Numbers in the results, for one image."""
-        self._largest = max(shape.numel() for shape in self.shapes.values())
+        self._together = elements_together("pass", like, max(shape.numel() for shape in self.shapes.values()))
+        """Entries that go through it at a time, of numbers like those of the image."""
         self._fixed = {node: constants[node] for node in results if node in constants}
         self._values = [(step.node, step.value) for step in steps]
         self._linears = [(step.node, step.linear) for step in steps]
@@ -103,8 +105,7 @@ class Segment:
         nothing = {node: weights.new_zeros(self.shapes[node]) for node in self.sources}
         back = torch.func.vjp(partial(self._run, self._linears, {}), nothing)[1]
         rows = weights.flatten(0, 1)
-        together = elements_together("pass", rows, self._largest)
-        (found,) = torch.func.vmap(back, chunk_size=together if len(rows) > together else None)(rows)
+        (found,) = torch.func.vmap(back, chunk_size=self._chunks(len(rows)))(rows)
         total = dict(others or {})
         for node, part in found.items():
             own = part.reshape(*weights.shape[:2], -1)
@@ -129,11 +130,13 @@ class Segment:
         if 0 in like.shape[:-1]:
             return like.new_zeros(*like.shape[:-1], self.size)
         given = {node: sources[node].reshape(-1, *self.shapes[node]) for node in self.sources if node in sources}
-        entries = like.shape[:-1].numel()
-        together = elements_together("pass", like, self._largest)  # chunks are copied once more: not one alone
-        chunks = together if entries > together else None
+        chunks = self._chunks(like.shape[:-1].numel())
         found = torch.func.vmap(partial(self._run, steps, fixed), chunk_size=chunks)(given)
         return found.unflatten(0, like.shape[:-1])
+
+    def _chunks(self, entries: int) -> int | None:
+        """So many at a time; all at once where they fit, as chunks are copied once more."""
+        return self._together if entries > self._together else None
 
 
 class Passage(NamedTuple):
@@ -514,7 +517,7 @@ class _Planner:
             elif node in self.graph.noisy:
                 sources[node] = None
         steps = tuple(step for node, step in self._in_order(self.affine) if node in wanted)
-        return Segment(steps, tuple(node for node, _ in self._in_order(sources)), results, self.constants)
+        return Segment(steps, tuple(node for node, _ in self._in_order(sources)), results, self.constants, self.like)
 
     def _in_order(self, found: Mapping[Node, Any]) -> Iterable[tuple[Node, Any]]:
         return ((node, found[node]) for node in self.graph.nodes if node in found)

@@ -24,7 +24,7 @@ from netmoments.covariances import Covariance
 from netmoments.network.graph import Node, shape_of
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 from netmoments.propagate.directions import (
     Directions,
     FactorLayout,
@@ -148,20 +148,19 @@ def carried(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, b
     Without `beyond` every tensor is taken as Gaussian.
     """
     means = {plan.image: mean.flatten(1)}
-    with full_precision(), Progress("layerwise", len(plan.stages) + 1) as progress:
+    with full_precision(), progress_bar("layerwise", len(plan.stages) + 1) as show:
         image = covariance.root().mT.expand(len(mean), -1, -1)
         directions = directions_for(plan, means, image, outputs)
         layout = directions.layout
         joint = Joint(means, {plan.image: image})
         layers = []
         for place in range(len(plan.stages)):
+            show(place)
             layers.append(_through(joint, plan, place, directions, beyond))
-            progress.advance(1)
         scores = plan.last.values(joint.means).gather(1, outputs)
         factor = _factor_after(joint, plan.last, layout)
         factor = factor.gather(2, outputs.unsqueeze(1).expand(-1, factor.shape[1], -1)).mT
         every = score_covariance(plan, layers, directions, factor, outputs)
-        progress.advance(1)
     return scores, every
 
 
@@ -231,12 +230,12 @@ def curved_layer(
     if factor.shape[-1] == layout.rank:
         along = torch.nn.functional.pad(linear, (0, MIXED))
     else:
-        others = factor[..., layout.rank : layout.covariance.stop]
+        others = factor[..., layout.rank :]
         along = torch.cat([linear, others @ random_signs(MIXED, others.shape[-1], 0, others)], -1)
     pairs = None
     if stage.rule.has_pairs:
         alone = factor.squeeze(-2)  # units that look at one number each
-        every = alone[..., layout.covariance] @ alone[..., layout.covariance].mT
+        every = alone @ alone.mT
         if factor.shape[-1] > layout.rank:
             half = directions.half_turns(alone)
             every = every + half + half.mT
@@ -253,31 +252,55 @@ def _output_factor(
     """The output's factor, (N, n, rows): the input's through the gains, and what the nonlinearity adds."""
     layout = directions.layout
     gained = (local.gain.unsqueeze(-2) @ factor).squeeze(-2)
-    quadratic = _bent(directions, local.curvature, factor[..., : layout.rank])
-    signs = random_signs(layout.signs, layer.rest.shape[-1], place, layer.rest)
-    rest = standard_deviation(layer.rest + mixed_variance(layout, local, factor))
+    quadratic = _bent(directions, local.curvature, factor)
+    rest = random_signs(layout.signs, layer.rest.shape[-1], place, layer.rest)
+    rest = standard_deviation(layer.rest).unsqueeze(-1) * rest
     none = gained.new_zeros(*gained.shape[:-1], layout.paired)
-    own = [quadratic, rest.unsqueeze(-1) * signs, none if found is None else found.turns]
     if gained.shape[-1] == layout.rank:
-        return torch.cat([gained, *own], -1)
+        return torch.cat([gained, quadratic, rest, none], -1)
+    own = [quadratic, rest + mixed_rows(layout, local, factor), none if found is None else found.turns]
     return torch.cat([gained[..., : layout.rank], gained[..., layout.rank :] + torch.cat(own, -1)], -1)
 
 
-def _bent(directions: Directions, curvature: Tensor, linear: Tensor) -> Tensor:
-    """The quadratic rows that units' curvatures make of windows' linear rows (N, n, w, r)."""
+def _bent(directions: Directions, curvature: Tensor, factor: Tensor) -> Tensor:
+    """The quadratic rows that units' curvatures make of the linear ones in windows' factors (N, n, w, rows)."""
+    linear, turns = factor[..., : directions.layout.rank], factor[..., directions.layout.turns]
     followed = directions.followed(linear)
+    followed = followed + turns if turns.shape[-1] else followed
     curved = curvature @ followed
     own = (curved * directions.with_other_signs(linear)).sum(-2)
     return as_factors(torch.diagonal_scatter(curved.mT @ followed, own, dim1=-2, dim2=-1))
 
 
+MIXED_SEEDS = (1001, 2002, 3003)
+"""Of the signs of `mixed_rows`: one set each for linear rows, for the others, and for these once more."""
+
+
+def mixed_rows(layout: FactorLayout, local: Local, factor: Tensor) -> Tensor:
+    """Rows (..., n, signs) whose products are tr(HLH'N) + ½ tr(HNH'N) of any two units, on average.
+
+    L and N are the covariances of linear rows and of the others between what two units look at: ½ tr(HSH'S) of
+    S = L + N, less the part of which all pairs of directions are followed. A row is νᵀH(λ + ν'/√2), of sums λ of the
+    linear rows and ν, ν' of the others with random signs. The signs are the same for all layers, so that what one layer
+    makes goes together with what another makes of the same rows. Scaled so that every unit has its `mixed_variance`.
+    """
+    linear, others = factor[..., : layout.rank], factor[..., layout.rank :]
+    parts = zip((linear, others, others), MIXED_SEEDS, strict=True)
+    first, second, third = (part @ random_signs(layout.signs, part.shape[-1], seed, part) for part, seed in parts)
+    rows = ((local.curvature @ second) * (first + 0.5**0.5 * third)).sum(-2)
+    own = rows.square().sum(-1)
+    bends = own > torch.finfo(own.dtype).eps ** 2 * own.detach().amax(-1, keepdim=True)
+    share = torch.where(bends, mixed_variance(layout, local, factor) / torch.where(bends, own, 1.0), 0.0)
+    return rows * standard_deviation(share).unsqueeze(-1)
+
+
 def mixed_variance(layout: FactorLayout, local: Local, factor: Tensor) -> Tensor:
     """½ tr(HSHS) − ½ tr(HLHL), S = L + what is not linear: what a unit's bend makes of rows of which no pairs are
-    followed, (..., n). In the scores it is a part of M; between layers it counts as rest, or variances would lose it.
+    followed, (..., n): the variance of `mixed_rows`.
     """
     if factor.shape[-1] == layout.rank:
         return torch.zeros_like(local.variance)
-    linear, others = factor[..., : layout.rank], factor[..., layout.rank : layout.covariance.stop]
+    linear, others = factor[..., : layout.rank], factor[..., layout.rank :]
     curved, bent = local.curvature @ (linear @ linear.mT), local.curvature @ (others @ others.mT)
     return ((curved + 0.5 * bent) * bent.mT).sum((-2, -1)).clamp(min=0)
 
@@ -285,13 +308,11 @@ def mixed_variance(layout: FactorLayout, local: Local, factor: Tensor) -> Tensor
 def _window_covariance(directions: Directions, factor: Tensor) -> Tensor:
     """S of every window, (..., n, w, w), from its factor.
 
-    The turns T count to first order, C = FTᵀ + TFᵀ. So that S + C is never negative, it is taken as R(I + M/2)²Rᵀ with
-    S = RRᵀ and M = R⁻¹CR⁻ᵀ, which is the same to first order.
+    The turns T go with the linear rows, C = FTᵀ + TFᵀ beyond the products of all rows. So that S + C is never negative,
+    it is taken as R(I + M/2)²Rᵀ with S = RRᵀ and M = R⁻¹CR⁻ᵀ, which is the same to first order.
     """
-    layout = directions.layout
-    products = factor[..., layout.covariance]
-    covariance = products @ products.mT
-    if factor.shape[-1] == layout.rank:
+    covariance = factor @ factor.mT
+    if factor.shape[-1] == directions.layout.rank:
         return covariance
     half = directions.half_turns(factor)
     root = cholesky_root(covariance)
@@ -320,7 +341,10 @@ def third_order(
     root, inverse = whitened(covariance, local.curvature, present, q)
     axes = inverse[..., :q, :]
     linear = factor[..., : layout.rank]
-    along, other = axes @ directions.followed(linear), axes @ directions.with_other_signs(linear)
+    turned = factor[..., layout.turns]
+    along, other = (
+        axes @ (part + turned) for part in (directions.followed(linear), directions.with_other_signs(linear))
+    )
     matrices = as_matrices(axes @ factor[..., layout.quadratic], layout.paired)
     alone = matrices.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     applied = matrices @ along.mT.unsqueeze(-3) + alone * (other - along).mT.unsqueeze(-3)  # Q_a f_c

@@ -11,7 +11,7 @@ from torch import Tensor
 from netmoments.covariances import Covariance
 from netmoments.memory import elements_together, memory_limit
 from netmoments.precision import full_precision
-from netmoments.progress import Progress
+from netmoments.progress import Show, progress_bar
 from netmoments.propagate.plan import Plan
 from netmoments.propagate.replay import replayed
 from netmoments.relu.triton.launch import MOST_IMAGES
@@ -84,11 +84,11 @@ def sketched(
     if together >= len(mean):
         return _sketched(plan, mean, covariance, outputs, probes, seed)
     parts = []
-    with Progress("sketches", len(mean)) as progress:
+    with progress_bar("sketches", len(mean)) as show:
         for start in range(0, len(mean), together):
+            show(start)
             some = slice(start, start + together)
             parts.append(_sketched(plan, mean[some], covariance.entries(some), outputs[some], probes, seed + start))
-            progress.advance(len(mean[some]))
     fields = ("mean", "correction", "covariance", "slopes")
     return Sketched(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
 
@@ -145,18 +145,18 @@ def _followed(plan: Plan, mean: Tensor, deviations: Tensor, outputs: Tensor) -> 
     means = {plan.image: mean.flatten(1)}
     samples = {plan.image: means[plan.image].unsqueeze(1) + deviations}
     layers = []
-    with full_precision(), Progress("sketch", 2 * len(plan.stages)) as progress:
+    with full_precision(), progress_bar("sketch", 2 * len(plan.stages)) as show:
         for place, stage in enumerate(plan.stages):
+            show(place)
             layer = stage.rule.sketched(stage.before.values(means), stage.before.values(samples))
             means[stage.output], samples[stage.output] = layer.mean, layer.values
             layers.append(layer)
             for node in set(means) - set(plan.needed[place + 1]):
                 del means[node], samples[node]
-            progress.advance(1)
         scores = plan.last.values(means).gather(1, outputs)
         with torch.no_grad():
             sampled = plan.last.values(samples).mT.gather(1, outputs.unsqueeze(-1).expand(-1, -1, probes))
-            slopes, forms = _backward(plan, layers, outputs, mean, probes, progress)
+            slopes, forms = _backward(plan, layers, outputs, mean, probes, show)
             deviations = deviations.detach()
             centre = deviations.mean(1, keepdim=True)
             remainders = sampled - sampled.mean(-1, keepdim=True) - slopes @ (deviations - centre).mT
@@ -166,7 +166,7 @@ def _followed(plan: Plan, mean: Tensor, deviations: Tensor, outputs: Tensor) -> 
 
 
 def _backward(
-    plan: Plan, layers: list[SketchedLayer], outputs: Tensor, like: Tensor, probes: int, progress: Progress
+    plan: Plan, layers: list[SketchedLayer], outputs: Tensor, like: Tensor, probes: int, show: Show
 ) -> tuple[Tensor, QuadraticForms | None]:
     """The expected Jacobian (N, k, n) of chosen scores, and their quadratic forms over all layers."""
     # what has no formula has no quadratic part of its own to set against the others'
@@ -174,11 +174,12 @@ def _backward(
     total = None
     chosen = like.new_zeros(*outputs.shape, plan.last.size).scatter_(-1, outputs.unsqueeze(-1), 1.0)
     weights = plan.last.pull_back(chosen)
-    for stage, layer in zip(reversed(plan.stages), reversed(layers), strict=True):
+    for place in reversed(range(len(layers))):
+        show(2 * len(layers) - 1 - place)
+        stage, layer = plan.stages[place], layers[place]
         own = weights.pop(stage.output)
         if wanted and layer.quadratics is not None:
             found = layer.quadratics(own)
             total = found if total is None else QuadraticForms(*map(torch.add, total, found))
         weights = stage.before.pull_back(layer.pull_back(own), weights)
-        progress.advance(1)
     return weights[plan.image], total

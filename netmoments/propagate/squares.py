@@ -26,7 +26,7 @@ from netmoments.covariances import Covariance
 from netmoments.memory import elements_together
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 from netmoments.propagate.cumulants import Cumulants, FourthCumulants, FourthOrder, OwnCumulants
 from netmoments.propagate.plan import Passage, Plan
 from netmoments.propagate.rows import MOST_DIRECTIONS, Need
@@ -122,17 +122,16 @@ def carried(
     """
     layout = plan.once(layout_of)
     followed, fourth = (layout.followed, layout.fourth) if followed is None else (followed, False)
-    with full_precision(), Progress("layerwise", len(plan.passages)) as progress:
-        flat = mean.flatten(1)
-        dense = covariance.dense().expand(len(flat), -1, -1)
-        joint = DenseJoint(flat, dense, Cumulants.none(flat, fourth=fourth))
-        *passages, last = plan.passages
-        for passage, stage, count in zip(passages, plan.stages, followed, strict=True):
+    flat = mean.flatten(1)
+    dense = covariance.dense().expand(len(flat), -1, -1)
+    joint = DenseJoint(flat, dense, Cumulants.none(flat, fourth=fourth))
+    *passages, last = plan.passages
+    with full_precision(), progress_bar("layerwise", len(plan.passages)) as show:
+        for place, (passage, stage, count) in enumerate(zip(passages, plan.stages, followed, strict=True)):
+            show(place)
             joint = DenseJoint(*through_segment(joint, passage), joint.cumulants.through(passage.linears))
             joint = through_layer(joint, stage.rule, stage.before.size, count)
-            progress.advance(1)
         scores, square = through_segment(joint, last)
-        progress.advance(1)
     rows = square.gather(1, outputs.unsqueeze(-1).expand(-1, -1, square.shape[-1]))
     every = rows.gather(2, outputs.unsqueeze(1).expand(-1, outputs.shape[1], -1))
     return scores.gather(1, outputs), 0.5 * (every + every.mT)

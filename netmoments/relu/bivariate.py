@@ -13,8 +13,8 @@ with φ₂ the bivariate normal density at (h,k). The half-angle substitution r 
 no trigonometry and a sum of squares in the exponent, so nothing cancels as ρ → ±1. With T = ρ/(1+√(1−ρ²)) the
 range is τ = Tu, u in [0,1], and Gauss–Legendre in u needs fewer nodes than in r or in the angle asin r, whose
 singularities are closer. Beyond |ρ| = 0.99 the nodes of J are graded towards u = 1; D, whose integrand has a boundary
-layer of any width there, comes from Owen's T (1956). Up to moderate correlations J is a power series in ρ instead, see
-`quadrature_rules`.
+layer of any width there, comes from Owen's T (1956). Up to moderate correlations both are power series in ρ
+instead, see `quadrature_rules`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from netmoments.normal import density, distribution, owen_t, standard_deviation, standardize
 from netmoments.relu.quadrature_rules import (
+    EXCESS_SERIES_RULES,
     NONLINEAR_RULES,
     RULES,
     SERIES_RULES,
@@ -74,16 +75,10 @@ def nonlinear_part(
     With the series' factors of the same units, moderate correlations take the series instead of nodes.
     """
     scratch = scratch or _fresh(h, k, rho)
-    rules = NONLINEAR_RULES[rho.dtype]
+    rules, shorter = NONLINEAR_RULES[rho.dtype], SERIES_RULES[rho.dtype]
     if series is None:
         return _by_correlation(_nonlinear_sum, rules, (), h, k, rho, scratch)
-
-    def evaluate(rule: Rule | SeriesRule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
-        if isinstance(rule, SeriesRule):
-            return nonlinear_sum(series, rule.terms, rho, scratch)
-        return _nonlinear_sum(rule, h, k, rho, scratch)
-
-    return _by_correlation(evaluate, rules, SERIES_RULES[rho.dtype], h, k, rho, scratch)
+    return _by_correlation(_or_series(_nonlinear_sum, nonlinear_sum, series), rules, shorter, h, k, rho, scratch)
 
 
 class Units(NamedTuple):
@@ -146,9 +141,15 @@ def no_correlations(largest: float, dtype: torch.dtype) -> ValueError:
     )
 
 
-def orthant_excess(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None) -> Tensor:
+def orthant_excess(
+    h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None, series: TileSeries | None = None
+) -> Tensor:
     """D(h,k;ρ) = P(z₁>0, z₂>0) − Φ(h)Φ(k) = ∂J/∂ρ, of the sign of ρ. Conventions as for `nonlinear_part`."""
-    return _by_correlation(_excess_sum, RULES[rho.dtype], (), h, k, rho, scratch or _fresh(h, k, rho))
+    scratch = scratch or _fresh(h, k, rho)
+    rules, shorter = RULES[rho.dtype], EXCESS_SERIES_RULES[rho.dtype]
+    if series is None:
+        return _by_correlation(_excess_sum, rules, (), h, k, rho, scratch)
+    return _by_correlation(_or_series(_excess_sum, excess_series, series), rules, shorter, h, k, rho, scratch)
 
 
 def nonlinear_part_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
@@ -328,6 +329,19 @@ def _all_nodes(rule: Rule, at: _Geometry) -> _AllNodes:
 Evaluation = Callable[[Any, Tensor, Tensor, Tensor, Scratch], Tensor]
 
 
+def _or_series(
+    by_nodes: Evaluation, by_terms: Callable[[TileSeries, int, Tensor, Scratch], Tensor], series: TileSeries
+) -> Evaluation:
+    """By nodes or by terms, as the rule says."""
+
+    def evaluate(rule: Rule | SeriesRule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
+        if isinstance(rule, SeriesRule):
+            return by_terms(series, rule.terms, rho, scratch)
+        return by_nodes(rule, h, k, rho, scratch)
+
+    return evaluate
+
+
 def _by_correlation(
     evaluate: Evaluation,
     rules: tuple[Rule, ...],
@@ -417,16 +431,26 @@ class TileSeries(NamedTuple):
 
 
 def nonlinear_sum(series: TileSeries, terms: int, rho: Tensor, scratch: Scratch) -> Tensor:
-    """J = ρ² Σ aₙ(h)aₙ(k)ρⁿ by the first terms, Horner's way. The result lives in the scratch memory."""
-    pairs = series.downwards(terms)
-    a, b = next(pairs)
+    """J = ρ² Σ aₙ(h)aₙ(k)ρⁿ by the first terms. The result lives in the scratch memory."""
+    return _power_sum(series, (1.0,) * terms, rho, scratch).mul_(rho).mul_(rho)
+
+
+def excess_series(series: TileSeries, terms: int, rho: Tensor, scratch: Scratch) -> Tensor:
+    """D = ρ Σ (n+2) aₙ(h)aₙ(k)ρⁿ, likewise."""
+    return _power_sum(series, tuple(n + 2.0 for n in range(terms)), rho, scratch).mul_(rho)
+
+
+def _power_sum(series: TileSeries, scales: tuple[float, ...], rho: Tensor, scratch: Scratch) -> Tensor:
+    """Σ scaleₙ aₙ(h)aₙ(k)ρⁿ, Horner's way."""
+    pairs = zip(reversed(scales), series.downwards(len(scales)), strict=True)
+    scale, (a, b) = next(pairs)
     outer, shape = common_shape(a, b), common_shape(a, b, rho)
     total, term = scratch.take("total", shape), scratch.take("height", outer)
-    total.copy_(torch.mul(a, b, out=term))
-    for a, b in pairs:
-        torch.mul(a, b, out=term)
+    total.copy_(torch.mul(a * scale, b, out=term))
+    for scale, (a, b) in pairs:
+        torch.mul(a * scale, b, out=term)
         torch.addcmul(term, total, rho, out=total)
-    return total.mul_(rho).mul_(rho)
+    return total
 
 
 class Conditional(NamedTuple):

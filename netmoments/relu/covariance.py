@@ -278,7 +278,7 @@ def _gradients_of(
     elements = tile_elements(memory_budget, mean.dtype)
     scratch = scratch_for(mean, elements)
     for chunk in chunks(relevant, images, elements, shared=covariance.shape[0] == 1):
-        here = chunk.restrict(units)
+        here = chunk.restrict(units).with_series()
         by_unit = UnitGradients(chunk.count, here)
         for tile in triangle(here.h.shape[1], elements // chunk.count):
             rows, columns = tile

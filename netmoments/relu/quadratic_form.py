@@ -129,14 +129,14 @@ def _lower_times_columns(route: _Route, layer: _Layer, images: int, elements: in
 
 def _source_gradients(route: _Route, layer: _Layer, images: int, upstream: Tensor, elements: int) -> tuple[Tensor, ...]:
     """Gradients in mean, variance, left and right, where the pair (i, j) has the weight upstreamᵢ · bⱼ."""
-    scratch = scratch_for(layer.left, images * elements)
+    scratch, units = scratch_for(layer.left, images * elements), layer.units.with_series()
     by_unit = UnitGradients(images, layer.units)
     by_left, by_right = torch.zeros_like(layer.left), torch.zeros_like(layer.right)
     for tile in triangle(by_unit.by_mean.shape[1], elements):
         rows, columns = tile
         covariance = layer.covariance(tile)
         weight = upstream[:, rows] @ layer.columns[:, columns].mT
-        slopes = route.gradient(layer.units, tile, covariance, weight, scratch)
+        slopes = route.gradient(units, tile, covariance, weight, scratch)
         by_unit.add_tile(slopes, tile)
         by_pair = (weight * slopes.by_covariance).sum_to_size(covariance.shape)
         by_left[:, rows] += (by_pair @ layer.right[:, columns]).sum_to_size(by_left[:, rows].shape)

@@ -158,6 +158,12 @@ SERIES_RULES = {
 }
 """For J of blocks of pairs whose units' factors are at hand."""
 
+EXCESS_SERIES_RULES = {
+    dtype: tuple(SeriesRule(excess_limits(rules[-1].terms, dtype)[rule.terms], rule.terms) for rule in rules)
+    for dtype, rules in SERIES_RULES.items()
+}
+"""For D, likewise: as many terms reach less far."""
+
 # `python -m benchmarks.nodes` prints the largest absolute error of each rule at its limit, for J and for D.
 RULES = {
     torch.float32: (

@@ -68,15 +68,21 @@ def correlation(units: Units, tile: Tile, covariance: Tensor, scratch: Scratch) 
 def nonlinear_covariance(units: Units, tile: Tile, covariance: Tensor, scratch: Scratch) -> Tensor:
     """s₁s₂J for a tile of pairs, given their covariances. The result lives in the scratch memory."""
     row, column = units.span(tile.rows).rows(), units.span(tile.columns).columns()
-    series = None if units.series is None else TileSeries(units.series, *tile)
-    value = nonlinear_part(row.h, column.h, correlation(units, tile, covariance, scratch), scratch, series)
-    return value.mul_(row.s).mul_(column.s)
+    rho = correlation(units, tile, covariance, scratch)
+    return nonlinear_part(row.h, column.h, rho, scratch, _series_of(units, tile)).mul_(row.s).mul_(column.s)
 
 
 def excess_probability(units: Units, tile: Tile, covariance: Tensor, scratch: Scratch) -> Tensor:
     """D = P(z₁>0, z₂>0) − Φ(h)Φ(k) for a tile of pairs. The result lives in the scratch memory."""
     row, column = units.span(tile.rows).rows(), units.span(tile.columns).columns()
-    return orthant_excess(row.h, column.h, correlation(units, tile, covariance, scratch), scratch)
+    return orthant_excess(
+        row.h, column.h, correlation(units, tile, covariance, scratch), scratch, _series_of(units, tile)
+    )
+
+
+def _series_of(units: Units, tile: Tile) -> TileSeries | None:
+    """Of a tile of pairs, where the units have their factors at hand."""
+    return None if units.series is None else TileSeries(units.series, *tile)
 
 
 class TileGradient(NamedTuple):
@@ -104,7 +110,7 @@ def tile_gradient(units: Units, tile: Tile, covariance: Tensor, weight: Tensor, 
     rho = correlation(units, tile, covariance, scratch)
     rho.copy_(torch.where(rho.abs() >= 1 - 4 * torch.finfo(rho.dtype).eps, rho.sign(), rho))  # a duplicate, rounded
     weight = torch.mul(weight, rho != 0, out=scratch.take("used", weight.shape))
-    excess = orthant_excess(h, k, rho, scratch)
+    excess = orthant_excess(h, k, rho, scratch, _series_of(units, tile))
     given = conditional(h, k, rho, scratch)
     phi_h, phi_k = density(row.h), density(column.h)
     common = torch.square(given.second, out=scratch.take("common", given.second.shape)).add_(h * h).mul_(-0.5).exp_()

@@ -51,7 +51,7 @@ def attack_record(found: AttackStudy) -> dict[str, Any]:
         "images": _image_records(found),
         "skipped": [{"name": found.images.names[item.place], **item._asdict()} for item in found.result.skipped],
         "of_the_target": list(found.of_the_target),
-        "unreadable": [{"path": str(item.path), "reason": item.reason} for item in found.images.skipped],
+        "unreadable": [item._asdict() for item in found.images.skipped],
     }
 
 

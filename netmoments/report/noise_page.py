@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from netmoments.files import write_files_whole
-from netmoments.flips.result import shares_interval
 from netmoments.report.attack_page import attacked_cases, few_record
 from netmoments.report.attack_study import AttackStudy, NotAttacked, attackable
 from netmoments.report.attack_words import few_in_words
 from netmoments.report.noise_study import ALL_SCORES, COPIES, CurvePoint, Example, FlippedImage, Study
 from netmoments.report.noise_words import (
-    FRAGILE,
     answer_share,
     band_in_words,
     bounded_in_words,
@@ -92,7 +90,7 @@ def render_page(found: Study, provenance: Provenance, model: str, data: str) -> 
         images=len(found.images),
         examples=[_example(found, example) for example in found.examples],
         attacks=_attacks(found),
-        skipped=[{"path": str(item.path), "reason": item.reason} for item in found.images.skipped],
+        skipped=[item._asdict() for item in found.images.skipped],
         left_out=LEFT_OUT,
         method=method_in_words(found),
         provenance=list(asdict(provenance).items()),
@@ -111,7 +109,7 @@ def _facts(found: Study) -> list[dict[str, str]]:
     facts = [
         ("clean", clean, "of the answers are right without noise"),
         ("share", share_in_words(chosen), at_noise),
-        ("fragile", fragile_in_words(found), "images flip more than one time in ten"),
+        ("fragile", fragile_in_words(found.interval), "images flip more than one time in ten"),
         ("robust", *_most_robust(found)),
         ("took", seconds_in_words(found.seconds), f"it took in all; {took}"),
     ]
@@ -150,8 +148,7 @@ def _curve_mark(found: Study, point: CurvePoint) -> CurveMark:
 
 
 def _wrong(found: Study, number: int) -> bool:
-    labels = found.images.labels
-    return labels is not None and int(labels[number]) != int(found.predicted[number])
+    return found.label(number) not in (None, int(found.predicted[number]))
 
 
 def _strip(found: Study) -> dict[str, Any]:
@@ -181,14 +178,14 @@ def _about(found: Study, number: int) -> dict[str, Any]:
 
 
 def _answers(found: Study, number: int) -> dict[str, Any]:
-    labels, seen = found.images.labels, float(found.flip[number]) > 0
+    label, seen = found.label(number), float(found.flip[number]) > 0
     flip, known = flip_in_words(found, number)
     return {
         "name": found.images.names[number],
         "flip": flip,
         "known": known,
         "answer": found.class_name(int(found.predicted[number])),
-        "label": None if labels is None else found.class_name(int(labels[number])),
+        "label": None if label is None else found.class_name(label),
         "wrong": _wrong(found, number),
         "to": f"flips to {found.class_name(int(found.rivals[number]))}" if seen else "no flip seen",
     }
@@ -201,7 +198,7 @@ def _example(found: Study, example: Example) -> dict[str, Any]:
         {"picture": small_picture(image), "answer": found.class_name(int(k)), "flipped": int(k) != predicted}
         for image, k in zip(example.noisy, example.noisy_classes, strict=True)
     ]
-    nearest = next((each for each in found.nearest if each.image == number), None)
+    nearest = found.nearest_flip(number)
     return {
         **_about(found, number),
         "nearest": None if nearest is None else nearest_in_words(found, nearest),
@@ -252,10 +249,10 @@ def playable(found: Study) -> dict[str, Any]:
     """What `noise.js` draws from: levels, classes with their curves, rankings, and image by image."""
     numbers = found.order[:PLAYED].sort().values
     at_levels = [found.at(place) for place in range(len(found.levels))]
-    kinds = found.predicted if found.images.labels is None else found.images.labels
-    groups = sorted(set(kinds.tolist()))
+    groups = sorted(set(found.kinds.tolist()))
     places = torch.full((len(found.images),), -1).scatter(0, numbers, torch.arange(len(numbers)))
-    images = [_played(found, at_levels, number, 1 + groups.index(int(kinds[number]))) for number in numbers.tolist()]
+    group_of = {k: place for place, k in enumerate(groups, start=1)}
+    images = [_played(found, at_levels, number, group_of[int(found.kinds[number])]) for number in numbers.tolist()]
     nearest = {each.image: _flipped(found, each) for each in found.nearest}
     for name, some in (("attack", _attacks_by_image(found)), ("nearest", nearest)):
         for number, shown in some.items():
@@ -274,7 +271,7 @@ def playable(found: Study) -> dict[str, Any]:
         "classes": {k: found.class_name(k) for k in _classes_shown(found, at_levels)},
         "groups": [
             _group(found, at_levels, "all images", slice(None)),
-            *(_group(found, at_levels, found.class_name(k), kinds == k) for k in groups),
+            *(_group(found, at_levels, found.class_name(k), found.kinds == k) for k in groups),
         ],
         "ranking": [[place for place in places[each.order].tolist() if place >= 0] for each in at_levels],
         "images": images,
@@ -314,12 +311,11 @@ def _group(found: Study, at_levels: list[Study], name: str, which: Tensor | slic
 
 def _group_point(point: CurvePoint, each: Study, which: Tensor | slice) -> dict[str, Any]:
     interval, bounded = each.interval[which], each.bounded[which]
-    low, high = (int((end > FRAGILE).sum()) for end in interval.unbind(1))
     return {
         **{name: _digits(getattr(point, name)) for name in ("share", "low", "high")},
         "said": share_in_words(point),
         "band": band_in_words(point),
-        "fragile": f"{low}" if low == high else f"{low}–{high}",
+        "fragile": fragile_in_words(interval),
         "never": int(bounded.sum()),
         "below": at_most_in_words(float(interval[bounded, 1].max())) if bool(bounded.any()) else "",
     }
@@ -327,7 +323,7 @@ def _group_point(point: CurvePoint, each: Study, which: Tensor | slice) -> dict[
 
 def _played(found: Study, at_levels: list[Study], number: int, group: int) -> dict[str, Any]:
     """An image at every level."""
-    labels, copies = found.images.labels, found.copies
+    copies = found.copies
     examples = {} if copies is not None else {example.image: example for example in found.examples}
     example = examples.get(number)
     return {
@@ -336,7 +332,7 @@ def _played(found: Study, at_levels: list[Study], number: int, group: int) -> di
         "group": group,
         "picture": small_picture(found.images.images[number]),
         "answer": int(found.predicted[number]),
-        "label": None if labels is None else int(labels[number]),
+        "label": found.label(number),
         "wrong": _wrong(found, number),
         "outputs": found.scores.outputs[number].tolist(),
         "levels": [_played_level(each, place, number) for place, each in enumerate(at_levels)],
@@ -418,11 +414,11 @@ def _attacks(found: Study) -> dict[str, Any] | None:
 
 def write_report(found: Study, provenance: Provenance, folder: Path, model: str, data: str) -> dict[str, Path]:
     """`report.html`, `report.json` and `images.csv` in a folder, which is made if need be."""
-    record = json.dumps(as_record(found, provenance, model, data), indent=1, allow_nan=False)
+    record = as_record(found, provenance, model, data)
     contents = {
         "report.html": render_page(found, provenance, model, data),
-        "report.json": record + "\n",
-        "images.csv": _as_csv(found),
+        "report.json": json.dumps(record, indent=1, allow_nan=False) + "\n",
+        "images.csv": _as_csv(record["images"]),
     }
     return write_files_whole(folder, {name: text.encode() for name, text in contents.items()})
 
@@ -446,18 +442,16 @@ def as_record(found: Study, provenance: Provenance, model: str, data: str) -> di
         "stopped": found.stopped,
         "seconds": found.seconds,
         "attacks": few_record(found.attacks),
-        "skipped": [{"path": str(item.path), "reason": item.reason} for item in found.images.skipped],
+        "skipped": [item._asdict() for item in found.images.skipped],
     }
 
 
 def _image_record(found: Study, number: int) -> dict[str, Any]:
-    labels, scores = found.images.labels, found.scores
+    scores, nearest = found.scores, found.nearest_flip(number)
     low, high = found.interval[number].tolist()
-    outputs = scores.outputs[number]
-    nearest = next((each for each in found.nearest if each.image == number), None)
     return {
         "name": found.images.names[number],
-        "label": None if labels is None else int(labels[number]),
+        "label": found.label(number),
         "predicted": int(found.predicted[number]),
         "flip_probability": float(found.flip[number]),
         "flip_low": low,
@@ -472,7 +466,7 @@ def _image_record(found: Study, number: int) -> dict[str, Any]:
             "class": nearest.becomes,
             "largest_change": float(nearest.change.abs().max()),
         },
-        "classes": outputs.tolist(),
+        "classes": scores.outputs[number].tolist(),
         "mean": _numbers(scores.mean[number].tolist()),
         "mean_error": _numbers(scores.mean_error[number].tolist()),
         "standard_deviation": _numbers(scores.deviation[number].tolist()),
@@ -485,11 +479,11 @@ def _image_record(found: Study, number: int) -> dict[str, Any]:
 def _level_record(found: Study, place: int, number: int) -> dict[str, Any]:
     """How often an image flips at another noise level, from samples alone."""
     level = found.levels[place]
-    low, high = shares_interval(level.flips[number], level.samples[number]).tolist()
+    low, high = level.interval[number].tolist()
     return {
         "sigma": level.sigma,
         "samples": int(level.samples[number]),
-        "flip_probability": float(level.flips[number] / level.samples[number].double()),
+        "flip_probability": float(level.flip[number]),
         "flip_low": low,
         "flip_high": high,
         "rival": int(level.rivals[number]),
@@ -503,11 +497,10 @@ def _numbers(values: list[float]) -> list[float | None]:
 CSV = ("name", "label", "predicted", "flip_probability", "flip_low", "flip_high", "rival")
 
 
-def _as_csv(found: Study) -> str:
-    """One line an image."""
+def _as_csv(images: list[dict[str, Any]]) -> str:
+    """One line an image, of its record."""
     rows = []
-    for number in range(len(found.images)):
-        record = _image_record(found, number)
+    for record in images:
         place = record["classes"].index(record["predicted"])
         rows.append([*(record[key] for key in CSV), record["mean"][place], record["standard_deviation"][place]])
     return csv_text([*CSV, "score", "score_standard_deviation"], rows)

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from netmoments.gaussian import Gaussian, random_seed
 from netmoments.moments.output_moments import output_moments
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.precision import full_precision
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 from netmoments.report.arguments import RELATIVE_LEVELS, StudyConfig, with_classes_of
 from netmoments.report.attack_study import AttackStudy, NotAttacked, few_attacks
 from netmoments.report.pictures import drawable, drawn_noise
@@ -146,6 +147,17 @@ class Level:
         nothing, ahead = torch.zeros_like(mean), torch.full_like(mean[:, 0], torch.inf)
         return cls.of(0.0, Survey(ones, wins, mean, nothing, nothing, nothing, ahead), clean, followed, wanted)
 
+    @cached_property
+    def flip(self) -> Tensor:
+        """How often each image flips, (N,)."""
+        return self.flips / self.samples.double()
+
+    @cached_property
+    def interval(self) -> Tensor:
+        """Of 95 %, (N, 2); without noise nothing is left to chance."""
+        known = shares_interval(self.flips, self.samples)
+        return known if self.sigma > 0 else torch.zeros_like(known)
+
     def point(self, which: Tensor | slice = slice(None)) -> CurvePoint:
         """The mean over some of the images, with a band of two standard errors; without noise there is no error."""
         count, samples = self.right[which], self.samples[which]
@@ -199,17 +211,13 @@ class Study:
 
     @property
     def order(self) -> Tensor:
-        """The images, the most fragile first, (N,): by flip probability; of those that have none but a bound, the ones
-        whose answer leads by fewer standard deviations first.
-        """
-        bounded = self.flip == 0
-        key = torch.where(bounded, 1 / (1 + self.lead.clamp(min=0)) - 2, self.flip)
+        """The images, the most fragile first, (N,): by flip probability; of those with a bound alone, by their lead."""
+        key = torch.where(self.bounded, 1 / (1 + self.lead.clamp(min=0)) - 2, self.flip)
         return key.argsort(descending=True, stable=True)
 
     @property
     def clean_accuracy(self) -> float | None:
-        labels = self.images.labels
-        return None if labels is None else float((self.predicted == labels).double().mean())
+        return float((self.predicted == self.kinds).double().mean()) if self.labelled else None
 
     @property
     def half_width(self) -> Tensor:
@@ -225,19 +233,31 @@ class Study:
     def labelled(self) -> bool:
         return self.images.labels is not None
 
+    @property
+    def kinds(self) -> Tensor:
+        """The class that each image belongs to, (N,): its label, without labels the answer without noise."""
+        return self.predicted if self.images.labels is None else self.images.labels
+
     def class_name(self, number: int) -> str:
         return self.classes[number] if self.classes else str(number)
+
+    def label(self, number: int) -> int | None:
+        """Of an image, where labels are known."""
+        return None if self.images.labels is None else int(self.images.labels[number])
+
+    def nearest_flip(self, number: int) -> FlippedImage | None:
+        """Of an image, where one was looked for and found."""
+        return next((each for each in self.nearest if each.image == number), None)
 
     def at(self, place: int) -> Study:
         """What samples say at one of the levels, as if that had been asked about."""
         level = self.levels[place]
         if math.isclose(level.sigma, self.config.sigma):
             return self
-        interval = shares_interval(level.flips, level.samples) if level.sigma > 0 else torch.zeros_like(self.interval)
         return dataclasses.replace(
             self, scores=dataclasses.replace(self.scores, mean=level.mean, deviation=level.deviation),
-            shares=level.shares, samples=level.samples, lead=level.lead, flip=level.flips / level.samples.double(),
-            interval=interval, runs=level.samples, route=("frequencies",) * len(interval), rivals=level.rivals,
+            shares=level.shares, samples=level.samples, lead=level.lead, flip=level.flip, interval=level.interval,
+            runs=level.samples, route=("frequencies",) * len(level.flips), rivals=level.rivals,
         )  # fmt: skip
 
 
@@ -399,10 +419,9 @@ def _of_survey(
     scores = Scores(followed.cpu(), survey.mean.cpu(), survey.deviation.cpu(), *errors, "sampling")
     own = Level.of(config.sigma, survey, clean, followed, wanted)
     levels = (Level.without_noise(clean, followed, wanted), own)
-    flip, interval = own.flips / own.samples.double(), shares_interval(own.flips, own.samples)
     return Study(
         config, images, names, predicted.cpu(), clean.shape[1], scores, own.shares, own.samples, own.lead,
-        flip, interval, own.samples, ("frequencies",) * len(flip), own.rivals, _curve(levels), levels,
+        own.flip, own.interval, own.samples, ("frequencies",) * len(clean), own.rivals, _curve(levels), levels,
     )  # fmt: skip
 
 
@@ -414,19 +433,18 @@ def _levels(
     model: NetworkModel, pixels: Tensor, clean: Tensor, followed: Tensor, found: Study, count: int
 ) -> tuple[Level, ...]:
     """So many samples of each image at every level. The noise is the same, scaled: what is left of chance is common."""
-    config, predicted = found.config, clean.argmax(1)
-    wanted = predicted if found.images.labels is None else found.images.labels.to(clean.device)
+    config, predicted, wanted = found.config, clean.argmax(1), found.kinds.to(clean.device)
     start, chosen = found.levels
     levels, goal = [start], SurveyGoal(1.0, count, count)
-    with Progress("accuracy over noise", len(RELATIVE_LEVELS)) as progress:
+    with progress_bar("accuracy over noise", len(RELATIVE_LEVELS)) as show:
         for level, sigma in zip(RELATIVE_LEVELS, config.levels, strict=True):
+            show(len(levels) - 1)
             if math.isclose(level, 1.0):
                 levels.append(chosen)
             else:
                 noise, seed = config.noise(pixels, level), random_seed(config.seed, "curve", 0)
                 survey = surveyed(model, noise, predicted, followed, goal, seed=seed)
                 levels.append(Level.of(sigma, survey, clean, followed, wanted))
-            progress.advance(1)
     return tuple(levels)
 
 
@@ -529,9 +547,8 @@ def _answers_to_copies(model: NetworkModel, pixels: Tensor, found: Study, plan: 
     """What the network says to the noisy copies that a page draws itself, if it can and there is time for it."""
     config, levels = found.config, [level.sigma for level in found.levels]
     seconds = plan.cost * len(levels) * len(pixels) * COPIES
-    if not config.examples or config.covariance is not None or not drawable(pixels[0]):
-        return None
-    if seconds > COPIES_SHARE * plan.seconds:
+    wanted = config.examples and config.covariance is None and drawable(pixels[0])
+    if not wanted or seconds > COPIES_SHARE * plan.seconds:
         return None
     answers = torch.empty(len(levels), len(pixels), COPIES, dtype=torch.int64)
     with torch.inference_mode(False), torch.no_grad(), full_precision():

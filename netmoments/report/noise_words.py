@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from netmoments.files import printable
 from netmoments.report.attack_study import AttackStudy, NotAttacked
@@ -93,9 +94,9 @@ def largest_change_in_words(nearest: FlippedImage) -> str:
     return f"at most {math.ceil(255 * float(nearest.change.abs().max()))} of 255 grey levels on a pixel"
 
 
-def fragile_in_words(found: Study) -> str:
-    """How many images flip more than one time in ten: a number, or from and to where intervals leave it open."""
-    low, high = (int((end > FRAGILE).sum()) for end in found.interval.unbind(1))
+def fragile_in_words(interval: Tensor) -> str:
+    """How many images flip more than one time in ten: a number, or from and to where intervals (N, 2) leave it open."""
+    low, high = (int((end > FRAGILE).sum()) for end in interval.unbind(1))
     return f"{low}" if low == high else f"{low}–{high}"
 
 
@@ -205,10 +206,6 @@ def draw(found: Study) -> RenderableType:
     return Group(*parts)
 
 
-def _under(title: str, table: Table) -> Group:
-    return Group(Text(title, style="bold"), table)
-
-
 def _table() -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False)
 
@@ -223,7 +220,7 @@ def _curve(found: Study) -> Group:
     table.add_row("right" if found.labelled else "the same", *(f"{point.share:.1%}" for point in found.curve))
     table.add_row("95 % from", "", *(f"{math.floor(1000 * point.low) / 1000:.1%}" for point in found.curve[1:]))
     table.add_row("to", "", *(f"{math.ceil(1000 * point.high) / 1000:.1%}" for point in found.curve[1:]))
-    return _under(f"{answer_share(found)}, {len(found.images):,} images", table)
+    return Group(Text(f"{answer_share(found)}, {len(found.images):,} images", style="bold"), table)
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,10 +40,8 @@ def shown(value: Any) -> Any:
 
 def render(template: str, **values: Any) -> str:
     """A template of this package, filled in: what is put in is escaped, and what is missing is an error."""
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    except ImportError:
-        raise ImportError('the page needs jinja2: pip install "netmoments[report]"') from None
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     loader = FileSystemLoader(TEMPLATES, encoding="utf-8")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, loader=loader, finalize=shown
@@ -67,10 +65,8 @@ def png_data(image: Tensor) -> str:
 
 
 def _picture(image: Tensor) -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise ImportError('pictures need Pillow: pip install "netmoments[report]"') from None
+    from PIL import Image
+
     pixels = (image.clamp(0, 1) * 255).round().byte().cpu()
     array = pixels[0].numpy() if len(pixels) == 1 else pixels[:3].permute(1, 2, 0).contiguous().numpy()
     return Image.fromarray(array)

@@ -6,7 +6,6 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,12 +103,6 @@ def draw_picture(axes: Axes, picture: Tensor) -> None:
         side.set_visible(False)
 
 
-def a_sample(centre: Tensor, sigma: float, seed: int) -> Tensor:
-    """One draw of N(centre, σ²I), on the device of the centre."""
-    generator = torch.Generator(centre.device).manual_seed(seed)
-    return centre + sigma * torch.randn(centre.shape, generator=generator, dtype=centre.dtype, device=centre.device)
-
-
 SMALL_SIDE = 96
 """Pixels of a small picture on a page, at most."""
 DRAWN = 20_000
@@ -160,12 +153,6 @@ def figure_png(figure: Figure) -> bytes:
 
     FigureCanvasAgg(figure)
     return saved_figure(figure, "png", {"Software": None})
-
-
-def require_matplotlib() -> None:
-    """Said before the work is done, not after."""
-    if find_spec("matplotlib") is None:
-        raise ImportError('figures need matplotlib: pip install "netmoments[report]"')
 
 
 def saved_figure(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:

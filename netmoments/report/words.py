@@ -6,7 +6,6 @@ import importlib.metadata
 import math
 import os
 import platform
-import re
 import shlex
 import sys
 import time
@@ -18,12 +17,6 @@ from datetime import UTC, datetime
 import torch as pytorch
 
 from netmoments import __version__
-
-NOTHING = "—"
-"""Where there is no number."""
-
-_NUMBER = r"(?>[(\[]?[<>≤≥≈~±+−-]?\s?(?:\d[\d,.]*(?:e[+−-]?\d+)?|nan|inf|∞)(?:\s?(?:%|×|[a-zµμ]{1,2}\b))?[)\]]?)"
-_CELL = re.compile(rf"(?:[—-]|{_NUMBER}(?:\s*[±/–;]?\s*{_NUMBER})*+)?", re.IGNORECASE)
 
 
 def in_words(value: float) -> str:
@@ -83,17 +76,6 @@ def _to_place(value: float, last: int) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def difference_in_words(value: float | None) -> str:
-    """With its sign.
-
-    >>> [difference_in_words(value) for value in (0.0123, -2.0, 0.0, None)]
-    ['+0.0123', '-2', '0', '—']
-    """
-    if value is None:
-        return NOTHING
-    return f"+{in_words(value)}" if value > 0 else in_words(value)
-
-
 def seconds_in_words(seconds: float) -> str:
     """
     >>> [seconds_in_words(value) for value in (0.0123, 59.7, 250, 5000)]
@@ -105,18 +87,6 @@ def seconds_in_words(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60:,} h {minutes % 60} min"
-
-
-def number_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[bool, ...]:
-    """For each column, whether its cells are numbers (with errors, units or nothing), which are aligned to the right.
-
-    >>> number_columns(["class", "error"], [["1", "0.2 ± 0.1"], ["avg", "—"]])
-    (False, True)
-    """
-    return tuple(
-        any(row[place].strip() for row in rows) and all(_CELL.fullmatch(row[place].strip()) for row in rows)
-        for place in range(len(columns))
-    )
 
 
 @dataclass(frozen=True)

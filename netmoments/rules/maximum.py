@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from netmoments.memory import elements_together
 from netmoments.normal import density, distribution
 from netmoments.rules import sketch_launch
-from netmoments.rules.base import Local, Nonlinearity, SketchedLayer, ThirdCumulants, whitened
+from netmoments.rules.base import Local, Nonlinearity, SketchedLayer, ThirdCumulants, cholesky_root
 from netmoments.rules.maximum_lines import largest_of_contenders
 from netmoments.rules.sampled import SampledUnits, UnitMoments, joined, laid_out, sample_covariance, windows_in_parts
 
@@ -112,8 +112,7 @@ class Largest(Nonlinearity):
             return certain
         mean, covariance, present = mean[open_windows], covariance[open_windows], present[open_windows]
         if cumulants is None:
-            root, _ = whitened(covariance, covariance, present, self.width)
-            kappa = None
+            root, kappa = cholesky_root(covariance), None
         else:
             root, kappa = cumulants.root[open_windows], self.sign * cumulants.kappa[open_windows]
         integrated = self._integrated(mean, covariance, root, kappa, present, open_windows)

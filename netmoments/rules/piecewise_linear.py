@@ -139,8 +139,9 @@ class PiecewiseLinear(OneInput):
         few = mean.is_cuda and len(self.kinks) <= MOST_KINKS
         if few and sketch_launch.available(mean.unsqueeze(1), variance, *own):
             return sketch_launch.power_moments(own, mean, variance)
-        s, slope, bends = standard_deviation(variance.double()), self.slope.double(), self._beside(self.bends, mean)
-        away = mean.double() - self._beside(self.kinks, mean)
+        value, slope = self.values(mean.unsqueeze(-1)), self.slope.double()
+        bends, kinks = self._beside(self.bends, mean), self._beside(self.kinks, mean)
+        s, away = standard_deviation(variance.double()), mean.double() - kinks
         ahead, step = away <= 0, bends * away  # at a kink as torch's ReLU has it: its slope there is that before
         right, left = torch.where(ahead, step, 0.0), torch.where(ahead, 0.0, step)
         level = right.cumsum(0) - right - left.flip(0).cumsum(0).flip(0)
@@ -150,7 +151,7 @@ class PiecewiseLinear(OneInput):
         two, zero = line * line, torch.zeros_like(line)
         powers = torch.stack([zero, two, zero, 3 * two * two]) + changed.powers.sum(1)
         slopes = torch.stack([line, zero, line * two, two, zero, line * two]) + changed.slopes.sum(1)
-        first, second, third = (part.sum(1) for part in changed[2:])
+        first, second, third = changed.first.sum(1), changed.second.sum(1), changed.third.sum(1)
         found = [
             *(powers[:1], slopes[:1], first),
             *(powers[1:2], 2 * slopes[1:2], 2 * slopes[3:4] + second[:1], second[1:]),
@@ -158,7 +159,7 @@ class PiecewiseLinear(OneInput):
             powers[3:],
         ]
         rows = torch.cat(found).to(mean.dtype).unbind()
-        return PowerMoments(self.values(mean.unsqueeze(-1)), rows[:7], rows[7:12], rows[12:17], rows[17])
+        return PowerMoments(value, rows[:7], rows[7:12], rows[12:17], rows[17])
 
     @property
     def is_relu(self) -> bool:

@@ -22,10 +22,19 @@ from netmoments.gaussian import Gaussian, random_seed
 from netmoments.memory import elements_together
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 from netmoments.sampling.fast_network import FastNetwork, fast_network, half_network
-from netmoments.sampling.pair_sums import FOLDS, PairEstimate, PairSums, Standing, block_sums, first_sums, lines
-from netmoments.sampling.rare_events import WIDE_PAIRS, WIDENING, wide_spread
+from netmoments.sampling.pair_sums import (
+    FOLDS,
+    PairEstimate,
+    PairSums,
+    Standing,
+    block_sums,
+    first_sums,
+    lines,
+    spread_of_wide,
+)
+from netmoments.sampling.rare_events import WIDE_PAIRS, WIDENING
 from netmoments.sampling.slopes import SlopeControls, expected_slopes, points_worth
 
 PILOT = 64
@@ -176,15 +185,14 @@ class _Sampling:
         most = max(FOLDS, goal.samples // 2 // FOLDS * FOLDS)
         self.wide_pairs = WIDE_PAIRS if self.share == 1 and most >= PILOT else 0
         most -= self.wide_pairs
-        stopped, shown = None, 0
-        with Progress("sampling", most) as progress:
+        stopped = None
+        with progress_bar("sampling", most) as show:
             found = self._first_round(most, goal)
             pilot = int(found.pairs[0])
             while True:
                 if found.infinite:
                     self._refuse_infinite(found)
-                progress.advance(int(found.pairs.min()) - shown)
-                shown = int(found.pairs.min())
+                show(int(found.pairs.min()))
                 missing = missing_pairs(found.reached, found.pairs, goal.tolerance, most)
                 if not bool(missing.any()):
                     if bool((found.reached > goal.tolerance).any()):
@@ -224,7 +232,7 @@ class _Sampling:
             )  # fmt: skip
         spread = None
         if wide_values:
-            (spread,) = self.fast.replayed("wide", _spread_of_wide, self.slopes.slopes, wide, *wide_values)
+            (spread,) = self.fast.replayed("wide", spread_of_wide, self.slopes.slopes, wide, *wide_values)
         kind = "first sums", self.products, mirrored, goal.tolerance
         work = partial(first_sums, self.products, mirrored, goal.tolerance)
         given = self.slopes.slopes, spread, drawn[0], first, second, *low
@@ -290,13 +298,13 @@ class _Sampling:
             return self.fast.replayed("pairs", self.fast.pairs, self.mean, *drawn, self.outputs)
         pairs = len(drawn[0])
         try:
-            every = self.fast.replayed(
+            first, second = self.fast.replayed(
                 "pairs", self.fast.pairs, self.mean, torch.cat([drawn[0], wide]), None, self.outputs
             )
         except Exception:  # of inputs that the noise itself would hardly give
             self.wide_pairs = 0
             return self._first_values(drawn, None)
-        return *(x[:pairs] for x in every), *(x[pairs:] for x in every)
+        return first[:pairs], second[:pairs], first[pairs:], second[pairs:]
 
     def _draw_wide(self) -> Tensor | None:
         """Deviations (p, E, n) at wider noise, if any are wanted, which leave the other samples as they are."""
@@ -340,12 +348,6 @@ def _sums_of_block(
     """`block_sums` of pairs that a network is run on."""
     first, second = network.pairs(mean, deviations, others, outputs)
     return block_sums(first, second, lines(slopes, deviations, others), centre, products)
-
-
-def _spread_of_wide(slopes: Tensor | None, deviations: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
-    """`wide_spread` of mirrored pairs with these deviations."""
-    control = lines(slopes, deviations, None)
-    return (wide_spread(first, second, None if control is None else control[0]),)
 
 
 class _Overflow(Exception):

@@ -19,7 +19,7 @@ from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_broadcastable, require_finite
 from netmoments.gaussian import Gaussian, require_matrix_for
 from netmoments.precision import full_precision, matvec
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 from netmoments.sampling.cross_fit import FOLDS, LEAST_SAMPLES, Estimate, cross_fitted
 from netmoments.sampling.monte_carlo import SampledMoments, evaluation, for_entries
 
@@ -175,15 +175,15 @@ def controlled_monte_carlo(
     kept: list[Tensor] = []
     known: list[Tensor] = []
     moments, output_shape, rounding = None, torch.Size(), 0.0
-    with full_precision(), Progress("sampling", samples) as progress:
-        for x, values in evaluated:
+    with full_precision(), progress_bar("sampling", samples) as show:
+        for number, (x, values) in enumerate(evaluated):
+            show(number * evaluated.batch)
             output_shape, flat = evaluated.output_shape(values), evaluated.flat(values)
             moments = moments or _moments_of(surrogate, evaluated.entries, flat.shape[-1])
             like = _values_of(surrogate, x, flat.shape)
             rounding = torch.finfo(like.dtype).eps
             kept.append(flat.double())
             known.append(like.double())
-            progress.advance(len(x))
         assert moments is not None
         estimate = _estimated(_samples_last(kept), _samples_last(known), moments, rounding)
     batch_and_output = (*evaluated.entries, *output_shape)

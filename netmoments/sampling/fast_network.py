@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from netmoments.memory import directions_at_once
+from netmoments.memory import elements_together
 from netmoments.network.model import NetworkModel
 from netmoments.network.replica import TensorSlots, replica
 from netmoments.network.validate import another_image, same_values
@@ -159,7 +159,7 @@ def half_network(model: NetworkModel, memory_budget: int | None = None) -> FastN
 
 def _within(memory_budget: int, model: NetworkModel, network: FastNetwork) -> FastNetwork:
     """With batches that fit into a budget of bytes, counted in the dtype of the model."""
-    fitting = directions_at_once(model.image.device, model.largest, model.image.dtype.itemsize, memory_budget)
+    fitting = elements_together("backward", model.image, model.pass_size, memory_budget)
     return replace(network, batch=min(network.batch, fitting))
 
 

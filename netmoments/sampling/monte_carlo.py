@@ -22,7 +22,7 @@ from netmoments.checks import (
 from netmoments.gaussian import Gaussian, random_seed
 from netmoments.memory import piece_bytes
 from netmoments.precision import full_precision
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 
 SMALLEST_BATCH = 16
 
@@ -188,14 +188,14 @@ def monte_carlo(
     """
     evaluated = evaluation("monte_carlo", function, noise, samples, seed, batch, least=2)
     sums, output_shape = None, torch.Size()
-    with full_precision(), Progress("sampling", samples) as progress:
-        for x, values in evaluated:
+    with full_precision(), progress_bar("sampling", samples) as show:
+        for number, (_, values) in enumerate(evaluated):
+            show(number * evaluated.batch)
             output_shape = evaluated.output_shape(values)
             flat = evaluated.flat(values)
             if sums is None:
                 sums = MomentSums(flat.double().mean(0))
             sums.add(flat)
-            progress.advance(len(x))
     assert sums is not None
     return sums.moments(output_shape)
 
@@ -215,11 +215,11 @@ def class_frequencies(
     """
     evaluated = evaluation("class_frequencies", network, noise, samples, seed, batch, least=1)
     counts: Tensor | None = None
-    with full_precision(), Progress("sampling", samples) as progress:
-        for x, values in evaluated:
+    with full_precision(), progress_bar("sampling", samples) as show:
+        for number, (_, values) in enumerate(evaluated):
+            show(number * evaluated.batch)
             won = torch.nn.functional.one_hot(values.argmax(-1), values.shape[-1]).sum(0)
             counts = won if counts is None else counts + won
-            progress.advance(len(x))
     assert counts is not None
     return counts.double() / samples
 

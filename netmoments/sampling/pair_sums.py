@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.sampling.rare_events import WIDE_PAIRS, left_by_a_line, unseen_spread
+from netmoments.sampling.rare_events import WIDE_PAIRS, left_by_a_line, unseen_spread, wide_spread
 
 FOLDS = 4
 SHRINKING = 1000
@@ -253,6 +253,12 @@ def first_sums(
     decisions = torch.cat([share, torch.stack([used, in_low[2][0] == 0]).double()])
     parts = (rough.even, rough.even_error, rough.target, rough.target_error)
     return centre, *sums, costs, decisions, *(torch.where(used, part, 0.0) for part in parts)
+
+
+def spread_of_wide(slopes: Tensor | None, deviations: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+    """`wide_spread` of mirrored pairs with these deviations, from values (p, E, d) of both samples."""
+    control = lines(slopes, deviations, None)
+    return (wide_spread(first, second, None if control is None else control[0]),)
 
 
 def lines(slopes: Tensor | None, deviations: Tensor, others: Tensor | None) -> tuple[Tensor, Tensor | None] | None:

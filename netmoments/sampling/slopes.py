@@ -16,7 +16,7 @@ from torch import Tensor
 
 from netmoments.covariances import Covariance
 from netmoments.gaussian import Gaussian, random_seed
-from netmoments.memory import directions_at_once
+from netmoments.memory import elements_together
 from netmoments.network.model import NetworkModel
 from netmoments.sampling.fast_network import FastNetwork
 
@@ -92,7 +92,7 @@ def expected_slopes(
         half = covariance.draw((points // 2, entries), generator)
         inputs = torch.cat([mean + half, mean - half])
     each = points * (count if noise.device.type == "cuda" else 1)
-    together = max(1, directions_at_once(noise.device, model.largest, noise.dtype.itemsize, memory_budget) // each)
+    together = elements_together("backward", mean, each * model.pass_size, memory_budget)
     rows, parts = inputs.reshape(points, entries, *noise.event_shape), []
     try:
         for start in range(0, entries, together):

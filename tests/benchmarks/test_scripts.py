@@ -30,7 +30,7 @@ def test_every_module_can_be_imported(name):
 def test_a_large_tensor_is_seen_in_the_peak():
     """In a process of its own: what others have freed, or the system takes back meanwhile, would be counted too."""
     code = (
-        "import torch; from benchmarks.peak_memory import measured; cpu = torch.device('cpu');"
+        "import torch; from benchmarks.measure import measured; cpu = torch.device('cpu');"
         "result, cost = measured(lambda: float(torch.ones(2**24).sum()), cpu);"
         "print(result, cost.bytes, measured(lambda: 1, cpu)[1].bytes)"
     )

@@ -168,3 +168,24 @@ def test_a_guide_that_is_sure_of_everything_still_has_a_density():
         assert bool((sure.ratio(white) > 0).all())
         assert bool(torch.isfinite(sure.ratio(white)).all())
         assert float(sure.chance.sum()) == pytest.approx(1)
+
+
+def test_a_surrogate_that_leaves_more_than_can_be_afforded_is_beyond():
+    """θ is about 4 where margins of spread 1 are 4 away: θs is 0.4 for a spread of 0.1, and 3.2 for one of 0.8."""
+    for spread, beyond in ((0.1, False), (0.8, True)):
+        made = guide((surrogate(spread=spread, curved=0.0),), torch.Generator().manual_seed(0), 2000)
+        assert made.beyond is beyond
+
+
+def test_a_pool_that_is_filled_anew_has_other_points_of_the_same_density():
+    """The mean of h/ρ over samples is E h, within five standard errors of samples and pool."""
+    generator = torch.Generator().manual_seed(0)
+    made = guide((surrogate(),), generator, 8000)
+    again = made.refilled(generator)
+    assert again.pool.shape == made.pool.shape
+    assert not torch.equal(again.pool, made.pool)
+    white = again.draw(torch.randn(4000, SIZE, generator=generator), generator)
+    torch.testing.assert_close(again.ratio(white), made.ratio(white))
+    terms = made.failing(white) / made.ratio(white)
+    error = math.hypot(float(terms.std()) / math.sqrt(4000), math.sqrt(2) * made.expected_error)
+    assert abs(float(terms.mean()) - made.expected) < 5 * error

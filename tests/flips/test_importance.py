@@ -4,9 +4,17 @@ import pytest
 import torch
 
 import netmoments as nm
-from netmoments.flips.importance import Controls, by_importance, controlled
+from netmoments.flips.importance import (
+    MIXTURE,
+    USED_UP,
+    Controls,
+    Estimating,
+    by_importance,
+    controlled,
+    with_shrinking_share,
+)
 from netmoments.flips.margins import alone
-from netmoments.flips.result import Target
+from netmoments.flips.result import FlipEstimate, Target
 from netmoments.flips.search import Search
 from tests.flips.classifiers import Ball, Corner, at_distance, linear, margins_of, tail
 
@@ -46,10 +54,12 @@ def test_flips_on_all_sides():
 
 
 def test_wins_are_those_of_the_rivals():
+    """The weights of one run's wins vary by about 1.1 of their mean: five standard errors of 3,000 runs are 0.1."""
     network = linear(classes=3, seed=2)
     mean = at_distance(network, 3.5)
-    found, margins = estimate(network, nm.Gaussian(mean, std=1.0), seed=1)
+    found, margins = estimate(network, nm.Gaussian(mean, std=1.0), seed=1, target=Target(0.007))
     assert found is not None
+    assert found.estimate.samples >= 3000
     assert float(found.wins.sum()) == pytest.approx(found.estimate.probability, rel=0.1)
     assert float(found.wins[margins.label]) == 0
 
@@ -89,3 +99,33 @@ def test_the_largest_sample_is_measured_by_the_estimate_whatever_was_expected(kn
         flips, torch.ones_like(flips), Controls(torch.full_like(flips, known).unsqueeze(1), (known,), (0.0,))
     )
     assert found.largest * found.probability == pytest.approx((1 - float(flips.mean())) / 2000)
+
+
+def test_what_the_largest_sample_adds_falls_faster_than_the_rest():
+    """The careful error is s² + (share·p)²: with x times the runs, s²/x + (share·p)²/x² is what was wanted."""
+    now = FlipEstimate(1e-6, 2e-7, 1000, largest=0.3)
+    times = (now.careful_error / 1e-7) ** 2
+    x = with_shrinking_share(times, now)
+    assert x < times
+    assert now.error**2 / x + (now.largest * now.probability / x) ** 2 == pytest.approx(1e-14)
+    assert with_shrinking_share(4.0, FlipEstimate(1e-6, 2e-7, 1000)) == pytest.approx(4.0)
+    assert with_shrinking_share(1.0, now) == pytest.approx(1.0)
+    assert with_shrinking_share(0.5, now) < 1
+
+
+def test_no_pool_has_more_samples_than_it_has_points_for():
+    """Hundreds of thousands of samples of one pool's points have its error, which they do not show."""
+    network = linear()
+    margins = margins_of(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
+    search = alone(Search.from_noise(margins, margins.generator))
+    search.refit()
+    assert search.guide is not None
+    work = Estimating(margins, (search.guide,) * 3, MIXTURE, margins.generator)
+    first = work.source(0, USED_UP)
+    assert first is search.guide
+    second = work.source(0, 1)
+    assert not torch.equal(second.pool, first.pool)
+    assert work.source(0, 1) is second
+    assert work.source(1, 1) is search.guide
+    alone(work.run(USED_UP))
+    assert abs(work.estimate().probability - tail(4)) < 5 * work.estimate().careful_error

@@ -439,7 +439,7 @@ def test_one_point_in_float32_and_in_pieces(monkeypatch):
     alone = two_stage_value(net, at[2], x[2], 1)
     assert alone.shape == (10,)
     assert_close(alone, values[2], atol=1e-6)
-    monkeypatch.setattr(module, "directions_at_once", lambda *_: 2)
+    monkeypatch.setattr(module, "elements_together", lambda *_: 2)
     with torch.inference_mode():
         assert_close(two_stage_value(net, at, x, 1), values, atol=1e-6)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import jacrev
 
 import netmoments as nm
-from netmoments.linearize.two_stage import linearized_at
+from netmoments.linearize.two_stage import Linearizer
 from tests.closeness import assert_close
 from tests.moments.problems import assert_same, deep, means, noise, perceptron
 from tests.networks import inputs, network, random_network, seeded
@@ -294,13 +293,13 @@ def test_the_paper_s_two_stage_is_near_the_truth_for_a_trained_network():
 @pytest.fixture
 def linearizations(monkeypatch) -> list[int]:
     """How many points are linearized at a time."""
-    counted = []
+    counted, at = [], Linearizer.at
 
-    def counting(model, points, *others):
+    def counting(self, points, indices):
         counted.append(len(points))
-        return linearized_at(model, points, *others)
+        return at(self, points, indices)
 
-    monkeypatch.setattr(sys.modules[nm.TwoStage.__module__], "linearized_at", counting)
+    monkeypatch.setattr(Linearizer, "at", counting)
     return counted
 
 

@@ -17,9 +17,9 @@ from netmoments.network.interface import (
     FlatNetwork,
     NoisyArgument,
     OutputPart,
-    named_tensors,
     needs_flattening,
     output_parts,
+    tensors_inside,
 )
 from netmoments.network.model import NetworkModel
 from tests.closeness import assert_close
@@ -221,14 +221,14 @@ def test_what_has_no_rows_is_refused(case):
 
 def test_tensors_by_the_path_of_their_keys():
     x, y = torch.zeros(1), torch.ones(2)
-    assert list(named_tensors(x)) == [("", x)]
-    assert [name for name, _ in named_tensors({"a": [x, (y,)], "b": Pair(x, "no"), "c": x.int()})] == [
+    assert list(tensors_inside(x)) == [("", x)]
+    assert [name for name, _ in tensors_inside({"a": [x, (y,)], "b": Pair(x, "no"), "c": x.int()})] == [
         "a.0",
         "a.1.0",
         "b.scores",
     ]
-    assert list(named_tensors(Found)) == []  # a class is none
-    assert list(named_tensors("text")) == []
+    assert list(tensors_inside(Found)) == []  # a class is none
+    assert list(tensors_inside("text")) == []
 
 
 # arguments

@@ -47,6 +47,7 @@ def test_what_a_model_shows():
     assert model.relus == nm.relus(net, inputs("residual", 1))
     assert model.relu("block1.relu2") == model.relus[2]
     assert model.largest == 4 * 6 * 6
+    assert model.pass_size == 6 * model.largest
     assert [model.graph.where(model.graph.output), model.graph.image.op] == ["fc", "placeholder"]
     assert repr(model) == "NetworkModel(Residual, inputs (2, 6, 6), 3 scores, 5 ReLUs)"
 

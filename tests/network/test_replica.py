@@ -263,7 +263,7 @@ def ended_by(call: Callable[[nn.Module], object], net: nn.Module) -> BaseExcepti
 
 
 ENDS = [(KeyboardInterrupt, name) for name in CALLS] + [
-    (error, name) for error in (RuntimeError, ZeroDivisionError) for name in ("layerwise", "sketch", "two-stage")
+    (error, name) for error in (RuntimeError, ZeroDivisionError) for name in ("layerwise", "two-stage")
 ]
 
 

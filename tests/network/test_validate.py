@@ -185,3 +185,34 @@ def test_values_that_are_not_finite_are_the_same_in_the_same_places_only():
     assert not same_values(found, torch.tensor([2.0, 1.0, -inf]))
     assert not same_values(torch.tensor([nan, 1.0]), torch.tensor([nan, 2.0]))
     assert not same_values(torch.tensor([inf, 1.0]), torch.tensor([1.0, 1.0]))
+
+
+class ThroughNumpy(nn.Module):
+    def forward(self, x):
+        return torch.from_numpy(x.numpy() ** 2)
+
+
+@pytest.mark.parametrize("method", ["auto", "sampling"])
+def test_a_network_that_goes_through_numpy_is_sampled(method):
+    """It runs where no gradient is asked for, as in anybody's loop."""
+    found = nm.output_moments(ThroughNumpy().eval(), nm.Gaussian(torch.zeros(3), std=0.1), method)
+    assert bool(((found.mean - 0.01).abs() < 5 * found.error.mean).all())
+
+
+def test_a_network_that_goes_through_numpy_has_no_derivative():
+    with pytest.raises(ValueError, match="hands it to numpy"):
+        nm.output_moments(ThroughNumpy().eval(), nm.Gaussian(torch.zeros(3), std=0.1), "linear")
+
+
+class Decides(nn.Module):
+    def forward(self, x):
+        return torch.where(x[:, :1] > 0, torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
+
+
+@pytest.mark.parametrize("place", [0.0, 1.0])
+def test_a_network_that_only_decides_has_no_gradient_to_ask_for(place):
+    """Whether or not it was seen to change; a sampled answer needs none."""
+    model = nm.NetworkModel(Decides().eval(), POINT[0] + place)
+    assert not model.differentiable
+    found = nm.output_moments(model, nm.Gaussian(torch.full((4,), 0.1), std=0.1))
+    assert bool(((found.mean - torch.tensor([0.8413, 0.1587])).abs() < 5 * found.error.mean).all())

@@ -35,7 +35,6 @@ def symmetric(count: int, size: int, seed: int = 0) -> Tensor:
 
 def test_rows_are_one_after_the_other():
     layout = FactorLayout.of(rank=50, paired=4, signs=7, leading=3)
-    assert layout.covariance == slice(0, 50 + 10 + 7)
     assert [layout.quadratic, layout.turns] == [slice(50, 60), slice(67, 71)]
     assert layout.total == 71
 

@@ -21,12 +21,13 @@ from netmoments.relu.bivariate import (
     conditional,
     correlation_and_gap,
     excess_by_owen,
+    excess_series,
     nonlinear_part,
     nonlinear_sum,
     orthant_excess,
     scratch_for,
 )
-from netmoments.relu.quadrature_rules import nonlinear_limits, recurrence
+from netmoments.relu.quadrature_rules import excess_limits, nonlinear_limits, recurrence
 from tests.closeness import assert_close
 from tests.reference import bivariate_integrals
 
@@ -117,6 +118,33 @@ def test_broadcasting():
     full = nonlinear_part(h.reshape(1, 5, 1), k.reshape(1, 1, 5), rho)
     assert full.shape == (1, 5, 5)
     assert_close(full[0, 3, 1], nonlinear_part(h[3:4], k[1:2], rho[0, 3, 1:2])[0], atol=2e-16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_series_of_the_excess_is_the_quadrature(dtype):
+    """To what the terms left out may add, and the rounding of those kept."""
+    h = torch.linspace(-6, 6, 60, dtype=dtype).unsqueeze(0)
+    series = TileSeries(SeriesFactors(h), slice(0, 60), slice(0, 60))
+    limits = excess_limits(40, dtype)
+    for terms in (1, 3, 8, 24, 40):
+        rho = torch.full((1, 60, 60), -limits[terms], dtype=dtype)
+        found = excess_series(series, terms, rho, Scratch(dtype, h.device, 3600))
+        exact = orthant_excess(h.double().unsqueeze(-1), h.double().unsqueeze(-2), rho.double())
+        assert float((found - exact).abs().max()) < (1.2e-7 if dtype == torch.float32 else 2e-15)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_excess_takes_terms_or_nodes_as_correlations_ask(dtype):
+    """Pairs of all correlations in one block: with the series as without it."""
+    h = torch.linspace(-4, 4, 200, dtype=dtype).unsqueeze(0)
+    series = TileSeries(SeriesFactors(h), slice(0, 200), slice(0, 200))
+    generator = torch.Generator().manual_seed(0)
+    for most in (0.05, 0.3, 1.0):
+        rho = most * (2 * torch.rand(1, 200, 200, dtype=dtype, generator=generator) - 1)
+        rho[..., :3] = most
+        found = orthant_excess(h.unsqueeze(-1), h.unsqueeze(-2), rho, series=series)
+        exact = orthant_excess(h.double().unsqueeze(-1), h.double().unsqueeze(-2), rho.double())
+        assert float((found - exact).abs().max()) < (2.4e-7 if dtype == torch.float32 else 2e-15)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

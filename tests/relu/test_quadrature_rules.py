@@ -9,6 +9,7 @@ import torch
 
 from netmoments.relu.bivariate import nonlinear_part_by, orthant_excess_by
 from netmoments.relu.quadrature_rules import (
+    EXCESS_SERIES_RULES,
     NONLINEAR_RULES,
     RULES,
     SERIES_RULES,
@@ -70,7 +71,7 @@ def test_more_terms_reach_further_and_the_excess_needs_more_of_them(dtype):
     limits = nonlinear_limits(40, dtype)
     assert list(limits) == sorted(limits)
     assert excess_limits(40, dtype)[-1] < limits[-1]
-    for rules in (RULES, NONLINEAR_RULES, SERIES_RULES):
+    for rules in (RULES, NONLINEAR_RULES, SERIES_RULES, EXCESS_SERIES_RULES):
         reached, cost = ([getattr(rule, name) for rule in rules[dtype]] for name in ("limit", "cost"))
         assert reached == sorted(reached)
         assert cost == sorted(cost)

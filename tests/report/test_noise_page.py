@@ -309,7 +309,8 @@ def repeated(found: Study, count: int) -> Study:
     rows = torch.arange(count) % len(found.images)
 
     def taken(item: Any) -> dict[str, Any]:
-        return {name: value[rows] for name, value in vars(item).items() if isinstance(value, torch.Tensor)}
+        values = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+        return {name: value[rows] for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     bare = dataclasses.replace(found, copies=None, attacks=None)
     return dataclasses.replace(

@@ -19,7 +19,7 @@ from netmoments.report.pictures import drawn_noise
 from netmoments.sampling.monte_carlo import class_frequencies
 from tests.report.shown import PLAIN, STUDIED
 
-SAMPLES = 20_000
+SAMPLES = 8_000
 QUIET = dataclasses.replace(PLAIN, attacks=0)
 
 

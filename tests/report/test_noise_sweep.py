@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from netmoments.sweep.on_ray import RayEngine
 
 SUBJECT = Subject("digits", "digits", images=PART + 10)
 CONFIG = StudyConfig(0.1, tolerance=0.1, samples=400, rare=3, attacks=0, examples=2)
+FLIPS = dataclasses.replace(CONFIG, examples=0)
 
 
 class StoppedEngine(LocalEngine):
@@ -46,8 +48,20 @@ class StoppedEngine(LocalEngine):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Study:
-    return study_in_parts(SUBJECT, CONFIG, (), tmp_path_factory.mktemp("whole"), LocalEngine(["cpu"]))
+def folder(tmp_path_factory) -> Path:
+    """Of the whole study; only what is copied from it may be changed."""
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture(scope="module")
+def whole(folder) -> Study:
+    return study_in_parts(SUBJECT, CONFIG, (), folder, LocalEngine(["cpu"]))
+
+
+@pytest.fixture(scope="module")
+def flips(whole) -> Study:
+    """The same without examples, and so without nearest flips, which take most of the time."""
+    return dataclasses.replace(whole, config=FLIPS, examples=(), nearest=())
 
 
 def assert_same(one: Study, other: Study) -> None:
@@ -77,9 +91,9 @@ def test_nearest_flips_in_parts_are_those_of_the_whole(whole):
     assert answers == [each.becomes for each in whole.nearest]
 
 
-def test_parts_from_before_nearest_flips_are_still_used(whole, tmp_path):
+def test_parts_from_before_nearest_flips_are_still_used(whole, folder, tmp_path):
     """They have a folder of their own, which is made when it is missing."""
-    assert_same(study_in_parts(SUBJECT, CONFIG, (), tmp_path, LocalEngine(["cpu"])), whole)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     kept = {path: path.stat().st_mtime_ns for name in ("survey", "rare") for path in (tmp_path / name).glob("part*")}
     assert kept
     shutil.rmtree(tmp_path / "nearest")
@@ -109,16 +123,24 @@ def test_all_images_are_studied(whole):
 
 
 @pytest.mark.parametrize("items", [1, 2])
-def test_what_was_done_before_an_interruption_is_kept(whole, tmp_path, items):
+def test_what_was_done_before_an_interruption_is_kept(flips, tmp_path, items):
     with pytest.raises(KeyboardInterrupt):
-        study_in_parts(SUBJECT, CONFIG, (), tmp_path, StoppedEngine(items))
+        study_in_parts(SUBJECT, FLIPS, (), tmp_path, StoppedEngine(items))
     kept = list((tmp_path / "survey").glob("*.parquet"))
     assert kept
-    assert_same(study_in_parts(SUBJECT, CONFIG, (), tmp_path, LocalEngine(["cpu"])), whole)
+    assert_same(study_in_parts(SUBJECT, FLIPS, (), tmp_path, LocalEngine(["cpu"])), flips)
 
 
-def test_processes_give_the_same(whole, tmp_path):
-    assert_same(study_in_parts(SUBJECT, CONFIG, (), tmp_path, LocalEngine(["cpu", "cpu"])), whole)
+def test_processes_give_the_same(flips, tmp_path):
+    assert_same(study_in_parts(SUBJECT, FLIPS, (), tmp_path, LocalEngine(["cpu", "cpu"])), flips)
+
+
+def test_every_sweep_can_be_sent_to_a_process():
+    for sweep in (
+        SurveySweep(SUBJECT, CONFIG, 9),
+        *(kind(SUBJECT, CONFIG, (3,), (1,)) for kind in (RareSweep, NearestSweep)),
+    ):
+        assert pickle.loads(pickle.dumps(sweep)) == sweep
 
 
 @pytest.mark.slow
@@ -127,11 +149,11 @@ def test_a_ray_of_its_own_gives_the_same(whole, tmp_path):
     assert_same(study_in_parts(SUBJECT, CONFIG, (), tmp_path, engine_named("ray", torch.device("cpu"), None)), whole)
 
 
-def test_another_configuration_needs_another_folder(whole, tmp_path):
-    study_in_parts(SUBJECT, dataclasses.replace(CONFIG, rare=0, examples=0), (), tmp_path, LocalEngine(["cpu"]))
+@pytest.mark.usefixtures("whole")
+def test_another_configuration_needs_another_folder(folder):
     other = dataclasses.replace(CONFIG, sigma=0.2)
     with pytest.raises(ValueError, match="sigma"):
-        study_in_parts(SUBJECT, other, (), tmp_path, LocalEngine(["cpu"]))
+        study_in_parts(SUBJECT, other, (), folder, LocalEngine(["cpu"]))
 
 
 def test_parts_are_as_many_as_are_needed():

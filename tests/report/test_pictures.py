@@ -8,16 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
-from netmoments.report import pictures
 from netmoments.report.pictures import (
     PictureRow,
-    a_sample,
     draw_rows,
     drawable,
     drawn_noise,
     figure_png,
     over_the_image,
-    require_matplotlib,
 )
 
 
@@ -31,13 +28,6 @@ def test_pictures_of_an_attack(generator):
     assert once == again
     with Image.open(io.BytesIO(once)) as picture:
         assert picture.width > 800
-
-
-def test_a_sample_is_seeded():
-    centre = torch.full((2, 3), 0.5, dtype=torch.float64)
-    assert torch.equal(a_sample(centre, 0.1, 3), a_sample(centre, 0.1, 3))
-    assert not torch.equal(a_sample(centre, 0.1, 3), a_sample(centre, 0.1, 4))
-    assert torch.equal(a_sample(centre, 0.0, 3), centre)
 
 
 def test_drawn_noise_is_standard_normal_and_the_same_everywhere():
@@ -74,9 +64,3 @@ def test_noise_over_an_image(generator):
     assert shown[:, 0, 2].tolist() == pytest.approx([0.55] * 3)  # grey
     nothing = over_the_image(torch.rand(3, 4, 5, generator=generator), torch.zeros(3, 4, 5))
     assert bool((nothing[0] == nothing[2]).all())
-
-
-def test_missing_packages_are_asked_for(monkeypatch):
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r'figures need matplotlib: pip install "netmoments\[report\]"'):
-        require_matplotlib()

@@ -21,7 +21,7 @@ from netmoments.report import pictures as figures
 from netmoments.report.pictures import PictureRow
 from netmoments.sweep.run import Unfinished
 from reproduction import attack_rows, faces, figure_3, figure_4, figure_5, figure_6, figure_7, figure_9
-from reproduction.attack_rows import COLUMNS, Attacked, asked_again, grey, listed, right_images, share, taken
+from reproduction.attack_rows import COLUMNS, Attacked, a_sample, asked_again, grey, listed, right_images, share, taken
 from reproduction.experiment import Origin, Outcome, Settings
 from reproduction.figure_5 import FewPixelsSweep
 from reproduction.image_sweeps import StudiedImages
@@ -41,6 +41,13 @@ def written(outcome: Outcome, folder: Path) -> dict:
     text = "".join((*outcome.reading, *(cell for panel in outcome.panels for row in panel.rows for cell in row)))
     assert "nan" not in text
     return json.loads((folder / outcome.name / "summary.json").read_text())
+
+
+def test_a_sample_is_seeded():
+    centre = torch.full((2, 3), 0.5, dtype=torch.float64)
+    assert torch.equal(a_sample(centre, 0.1, 3), a_sample(centre, 0.1, 3))
+    assert not torch.equal(a_sample(centre, 0.1, 3), a_sample(centre, 0.1, 4))
+    assert torch.equal(a_sample(centre, 0.0, 3), centre)
 
 
 @pytest.fixture

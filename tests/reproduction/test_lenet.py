@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import netmoments as nm
-from benchmarks.measure import extra_mebibytes
-from benchmarks.peak_memory import measured
+from benchmarks.measure import extra_mebibytes, measured
 from netmoments.moments.class_probabilities import winning_probabilities
 from netmoments.propagate.layerwise import need_of
 from netmoments.propagate.plan import plan_of

@@ -18,14 +18,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from netmoments.report.words import (
-    Machine,
-    Provenance,
-    difference_in_words,
-    in_words,
-    number_columns,
-    seconds_in_words,
-)
+from netmoments.report.words import Machine, Provenance, in_words
 from netmoments.sweep.local import LocalEngine
 from reproduction import experiment
 from reproduction.experiment import (
@@ -43,7 +36,17 @@ from reproduction.experiment import (
     commits,
     machines,
 )
-from reproduction.writing import as_markdown, draw, plain, read_summary, summary_of, write_outcome, write_page
+from reproduction.writing import (
+    as_markdown,
+    difference_in_words,
+    draw,
+    number_columns,
+    plain,
+    read_summary,
+    summary_of,
+    write_outcome,
+    write_page,
+)
 
 EVIL = "<script>alert('[red]')</script>"
 FILES = ["curves.pdf", "curves.png", "summary.json", "table.md"]
@@ -431,12 +434,6 @@ def test_differences_have_a_sign():
     assert [difference_in_words(x) for x in (0.5, -0.5, 0.0, None, 1e-9)] == ["+0.5", "-0.5", "0", "—", "+1e-9"]
 
 
-def test_seconds_in_words():
-    assert [seconds_in_words(x) for x in (0.5, 59.97, 60, 3599.6, 90_000)] == [
-        "0.5 s", "60 s", "1 min 0 s", "1 h 0 min", "25 h 0 min",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "cell", ["0.1 ± 0.02", "12%", "< 1e-6", "3 ms", "0.20 (0.14)", "+7", "−0.3", "[0.1, 0.2]", "2×"]
 )
@@ -450,3 +447,9 @@ def test_cells_that_are_numbers(cell):
 def test_cells_that_are_words(cell):
     assert number_columns(["x"], [["1"], [cell]]) == (False,)
     assert number_columns(["x"], [[""]]) == (False,)
+
+
+def test_columns_of_numbers():
+    columns = ["a", "b", "c", "d", "e"]
+    rows = [["1", "0.2 ± 0.1", "x1", "—", ""], ["-2e-3 %", "> 99.9%", "2", "1,000", ""]]
+    assert number_columns(columns, rows) == (True, True, False, True, False)

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("pyarrow", reason="sweeps keep their results in Parquet files, and pyarrow is not installed")
 
 from netmoments import progress
-from netmoments.progress import Progress
+from netmoments.progress import progress_bar
 from netmoments.sweep import run as running
 from netmoments.sweep import store
 from netmoments.sweep.local import LocalEngine
@@ -301,8 +301,8 @@ def test_a_terminal_gets_a_bar_before_the_first_item_is_done(monkeypatch):
     with Watch("monte-carlo", "images", 10, 3) as bar:
         bar._timer.join()
         assert "monte-carlo: 3 of 10 images" in terminal.getvalue()
-        with Progress("sampling", 10) as inner:
-            inner.advance(10)
+        with progress_bar("sampling", 10) as show:
+            show(10)
         bar.advance(7)
     assert "10 of 10 images" in terminal.getvalue()
     assert "sampling" not in terminal.getvalue()
