@@ -257,12 +257,15 @@ async def _with_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found | None
 
 
 async def _without_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found:
-    """Counted where plain samples show flips, else by splitting; where that finds none, a bound from plain samples."""
+    """Counted where plain samples show flips, else by splitting; where that finds none, a bound from plain samples.
+
+    Half of the runs are kept for these: where answers jump, levels of the margin lead nowhere.
+    """
     wins = await plain_wins(margins, PILOT)
     before = (PILOT, wins)
     if float(wins.sum()) >= max(2.0, COMMON * PILOT) or goal.target.absolute is not None:
         return await by_frequencies(margins, goal.target, goal.runs, before)
-    found = await by_splitting(margins, goal.target, goal.runs)
+    found = await by_splitting(margins, goal.target, margins.runs + (goal.runs - margins.runs) // 2)
     if found.estimate.probability > 0:
         return found
     return await nothing_found(margins, goal.target, goal.runs, before)

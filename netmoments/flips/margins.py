@@ -338,8 +338,19 @@ def comparable(scores: Tensor, probabilities: bool) -> Tensor:
 
 
 def read_classifier(caller: str, network: Any, noise: Any, memory_budget: int | None, key: str | int | None) -> Request:
-    """The request, of a network with at least two scores."""
+    """The request, of a network with at least two scores of one input, and nothing else."""
     request = Request.read(network, noise, None, memory_budget, caller, key=key)
+    parts = request.model.parts
+    if len(parts) > 1:
+        names = ", ".join(repr(part.name) for part in parts)
+        raise ValueError(
+            f"{caller}: the network returns {len(parts)} outputs, {names}; say with key= which of them are the scores"
+        )
+    if sum(size > 1 for size in parts[0].shape) > 1:
+        raise ValueError(
+            f"{caller}: the network must return one vector of scores, of which the largest is its answer, got outputs "
+            f"of shape {tuple(parts[0].shape)}; wrap it in a module that picks one place, or sums them up"
+        )
     if request.model.outputs < 2:
         raise ValueError(
             f"{caller}: the network must return at least two scores, of which the largest is its answer, got "

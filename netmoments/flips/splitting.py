@@ -77,6 +77,8 @@ async def population(margins: NoisyMargins) -> Population:
     """One population of particles, from the noise to the flips."""
     white = margins.normal(PARTICLES)
     found = await margins.of(white)
+    if bool((found.amin(1) == found.amin()).all()) and float(found.amin()) > 0:  # answers that jump: no level leads on
+        return Population(0.0, found.new_zeros(margins.rivals))
     level, log, step, stuck = math.inf, 0.0, 0.5, 0
     for _ in range(LEVELS):
         strongest = found.amin(1)

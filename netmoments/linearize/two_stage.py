@@ -8,6 +8,7 @@ and `vmap` over directions gives many rows; forward mode likewise gives columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from netmoments.gaussian import event_dimensions
 from netmoments.memory import elements_together, gigabytes, matrices_together, memory_limit, points_together
 from netmoments.network.model import NetworkModel
 from netmoments.network.relu_calls import Cut
+from netmoments.network.validate import first_line
 from netmoments.precision import full_precision, matvec, value_and_slope
 from netmoments.progress import progress_bar
 
@@ -110,7 +112,12 @@ class Linearizer(NamedTuple):
         """The linearizations at points (N, *event), for the scores with indices (N, k)."""
         require_room(self.cut, points, indices, self.limit)
         groups = []
-        with torch.inference_mode(False), full_precision(), progress_bar("linearizing", len(points)) as show:
+        with (
+            refusing_what_torch_cannot_derive(),
+            torch.inference_mode(False),
+            full_precision(),
+            progress_bar("linearizing", len(points)) as show,
+        ):
             for start in range(0, len(points), self.together):
                 show(start)
                 some = slice(start, start + self.together)
@@ -131,7 +138,7 @@ def tangent_at(model: NetworkModel, points: Tensor, indices: Tensor, memory_budg
     model.require_differentiable()
     together, working = points_together(points, model.pass_size, model.most_images, memory_budget)
     groups: list[Parts] = []
-    with progress_bar("linearizing", len(points)) as show:
+    with refusing_what_torch_cannot_derive(), progress_bar("linearizing", len(points)) as show:
         for start in range(0, len(points), together):
             show(start)
             at = points[start : start + together]
@@ -139,6 +146,20 @@ def tangent_at(model: NetworkModel, points: Tensor, indices: Tensor, memory_budg
             A, B = at.new_zeros(len(at), 1, D.shape[2]), at.new_zeros(len(at), D.shape[1], 1)
             groups.append((A, at.new_full((len(at), 1), -1.0), B, out - matvec(D, at.flatten(1)), D))
     return AffineReluAffine.trusted(*(groups[0] if len(groups) == 1 else _joined(groups)))
+
+
+@contextmanager
+def refusing_what_torch_cannot_derive() -> Iterator[None]:
+    """Torch's own words where it cannot take many derivatives at once: of choices by values, of a `vmap` inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise
+        raise ValueError(
+            f"the network cannot be linearized: torch cannot take many of its derivatives at once "
+            f"({first_line(error)}); use method='auto' or 'sampling'"
+        ) from error
 
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import describe, require_count
+from netmoments.checks import describe, require_count, values_hold
 from netmoments.gaussian import Gaussian, random_seed
 from netmoments.linearize.two_stage import output_indices
 from netmoments.moments.methods import Method, method_named, with_goal
@@ -81,12 +81,23 @@ def output_moments(
         return _of_affine_relu_affine(network, noise, chosen, outputs)
     request = Request.read(network, noise, outputs, memory_budget, CALLER, key=key, covariance=covariance)
     flat = request.model.answer(partial(chosen.moments, request))
+    require_finite_moments(flat)
     if flat.error is None and check != 0 and (check is not None or not request.wants_gradient):
         flat = checked(request, flat, CHECK if check is None else check)
     if flat.samples and flat.error is not None:
         rounding = torch.finfo(request.flat.mean.dtype).eps * flat.mean.detach().abs()
         flat = dataclasses.replace(flat, error=allowing_for_rounding(flat, flat.error, rounding))
     return request.shaped(flat, seconds=time.perf_counter() - start)
+
+
+def require_finite_moments(found: OutputMoments) -> None:
+    """That means and variances fit their dtype: where a variance is beyond its range, no number of a formula is one."""
+    if not values_hold(found.mean.detach().isfinite() & found.variance.detach().isfinite()):
+        name = str(found.mean.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{CALLER}: the moments are too large for {name}; take smaller units of the input"
+            f"{'' if name == 'float64' else ', or network and noise in float64'}"
+        )
 
 
 def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:

@@ -154,7 +154,7 @@ def traced_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph
         raise ValueError(
             f"{caller}: the network does other operations for other images (shapes or choices that depend on what it "
             f"computes), or changes tensors in place in a way that cannot be recorded, so it has no fixed graph; take "
-            f"that out, or use method='two-stage' or 'sampling'"
+            f"that out, or use method='auto' or 'sampling'"
         )
     return found
 
@@ -176,7 +176,7 @@ def _traced(
             if "tracing tensor" in str(error):
                 raise ValueError(
                     f"{caller}: the network decides by the values it computes what to do next (an if or a loop on a "
-                    f"tensor in forward), so it has no fixed graph; take that out, or use method='two-stage' or "
+                    f"tensor in forward), so it has no fixed graph; take that out, or use method='auto' or "
                     f"'sampling'"
                 ) from error
         calls.clear()
@@ -186,7 +186,7 @@ def _traced(
         except (RuntimeError, NotImplementedError) as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ValueError(
-                f"{caller}: the network's operations cannot be recorded: {reason}; use method='two-stage' or 'sampling'"
+                f"{caller}: the network's operations cannot be recorded: {reason}; use method='auto' or 'sampling'"
             ) from error
 
 

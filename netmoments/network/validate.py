@@ -120,9 +120,7 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
     both = torch.cat([image, other])
     differentiable = not changes or unknown or _has_derivative(network, both)
     has_gradient = differentiable and (changes or unknown or _slope(network, both) is not None)
-    return dataclasses.replace(
-        with_batch_known(alone, pair), differentiable=differentiable, has_gradient=has_gradient
-    )
+    return dataclasses.replace(with_batch_known(alone, pair), differentiable=differentiable, has_gradient=has_gradient)
 
 
 def _require_deterministic(same: bool, caller: str) -> None:

@@ -119,7 +119,8 @@ def _sketched(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor,
     else:
         scores, correction, nonlinear, slopes = _followed(plan, mean, deviations, outputs)
     with torch.no_grad():
-        return Sketched(scores, correction, covariance.push(slopes) + nonlinear, slopes)
+        whole = covariance.push(slopes) + nonlinear
+        return Sketched(scores, correction, (whole + whole.mT) / 2, slopes)
 
 
 def _drawn(covariance: Covariance, images: int, probes: int, seed: int, like: Tensor) -> Tensor:

@@ -198,3 +198,44 @@ def test_numbers_above_zero():
     with pytest.raises(ValueError, match=r"caller: name must be a number above 0, such as 0\.1, got 'x'"):
         require_positive("caller", "name", "x", "0.1")
     assert FlipGoal.read("caller", 0.1, None, 100, None, 0).target.relative == 0.1
+
+
+@pytest.mark.parametrize("distance", [36.0, 37.0, 39.0, 500.0])
+def test_flips_that_are_too_rare_for_float64(distance):
+    """Nothing is NaN, no run is spent on them that an absolute error does not ask for."""
+    network = linear()
+    noise = nm.Gaussian(at_distance(network, distance), std=1.0)
+    found = nm.flip_probability(network, noise, absolute_error=0.003)
+    low, high = found.interval.tolist()
+    assert low == 0
+    assert float(found.probability) <= high < 0.006
+    assert bool(found.met)
+    assert int(found.runs) < 4000
+    classes = nm.class_probabilities(network, noise)
+    assert float(classes.probability[0]) == 1
+    assert int(nm.flip_probability(network, noise, runs=20_000).runs) <= 20_000
+
+
+def test_what_is_negligible_is_not_searched_for():
+    network = linear()
+    found = nm.flip_probability(network, nm.Gaussian(at_distance(network, 30.0), std=1.0))
+    assert 0 < float(found.probability) < 1e-190
+    assert int(found.runs) < 10_000
+
+
+class Decides(nn.Module):
+    """Its answer is a decision, without gradients: it flips where the first input is negative."""
+
+    def forward(self, x):
+        return torch.where(x[:, :1] > 0, torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
+
+
+def test_decisions_without_gradients_are_counted():
+    found = nm.flip_probability(Decides().eval(), nm.Gaussian(torch.full((6,), 0.2), std=0.1))
+    assert abs(float(found.probability) - tail(2.0)) < 5 * float(found.standard_error)
+    assert bool(found.met)
+    assert int(found.runs) < 50_000
+    farther = nm.flip_probability(Decides().eval(), nm.Gaussian(torch.ones(6), std=0.1), runs=10_000)
+    assert float(farther.interval[1]) < 1e-3  # 3 over the half of the runs that is not for splitting
+    nm.nearest_flip(Decides().eval(), nm.Gaussian(torch.ones(6), std=0.1))
+    nm.class_probabilities(Decides().eval(), nm.Gaussian(torch.ones(6), std=0.1))

@@ -182,3 +182,22 @@ def test_as_many_inputs_as_fill_a_batch_and_memory():
 def test_an_input_has_its_own_seed_wherever_it_is():
     assert own_seed(0, "flips", MEAN) == own_seed(0, "flips", MEAN.clone()) != own_seed(1, "flips", MEAN)
     assert own_seed(0, "flips", MEAN) != own_seed(0, "flips", MEAN + 1)
+
+
+class TwoOutputs(nn.Module):
+    def forward(self, x):
+        return {"logits": x[:, :3], "boxes": 100 * x[:, 3:].sigmoid()}
+
+
+@pytest.mark.parametrize("function", [nm.flip_probability, nm.class_probabilities, nm.nearest_flip])
+def test_what_the_scores_are_must_be_said_where_there_are_several_outputs(function):
+    noise = nm.Gaussian(torch.tensor([0.5, 1.0, 0.0, 0.3]), std=0.1)
+    with pytest.raises(ValueError, match="returns 2 outputs, 'logits', 'boxes'; say with key="):
+        function(TwoOutputs().eval(), noise)
+    function(TwoOutputs().eval(), noise, key="logits")
+
+
+@pytest.mark.parametrize("function", [nm.flip_probability, nm.class_probabilities, nm.nearest_flip])
+def test_maps_of_scores_are_refused(function):
+    with pytest.raises(ValueError, match=r"one vector of scores.*got outputs of shape \(2, 4, 4\)"):
+        function(nn.Conv2d(1, 2, 1).eval(), nm.Gaussian(torch.zeros(1, 4, 4), std=0.1))

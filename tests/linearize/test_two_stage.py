@@ -532,3 +532,22 @@ def test_a_tangent_is_the_jacobian_at_the_point():
         torch.testing.assert_close(D, jacobian)
         torch.testing.assert_close(c2 + D @ point, network(point)[[2, 0]])
     torch.testing.assert_close(found(points), network(points)[:, [2, 0]])
+
+
+class ExitsEarly(nn.Module):
+    """Each row by its own scores: what torch's `vmap` cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.scores = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = torch.relu(self.first(x))
+        rows = [row if row.sum() > 1e3 else torch.relu(self.second(row)) for row in hidden]
+        return self.scores(torch.stack(rows))
+
+
+def test_what_torch_cannot_derive_in_many_directions_is_said():
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=r"cannot be linearized: torch cannot take .*use method='auto' or 'sampling'"):
+        nm.output_moments(ExitsEarly().eval(), nm.Gaussian(torch.ones(4), std=0.1), "two-stage")

@@ -494,3 +494,11 @@ def test_noise_below_the_last_digit_has_an_error_that_says_so(method):
         assert found.error is not None
         assert bool(((found.variance - true.variance).abs() <= 3 * found.error.variance).all())
         assert bool(((found.mean - true.mean).abs() <= 3 * found.error.mean).all())
+
+
+@pytest.mark.parametrize("method", ["auto", "layerwise", "sketch", "two-stage", "linear", "sampling"])
+def test_moments_beyond_the_range_of_their_dtype_are_refused(method):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    with pytest.raises(ValueError, match=r"too large|float64|infinite"):
+        nm.output_moments(network, nm.Gaussian(torch.zeros(3), std=1e25), method)

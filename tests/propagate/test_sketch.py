@@ -231,3 +231,10 @@ def test_derivatives_of_the_mean_by_finite_differences(name):
         slope = (total(*moves[0]) - total(*moves[1])) / (2 * step)
         assert_close(derivative, slope, rtol=1e-5, atol=1e-7, what=f"derivative {place}")  # 1e-7 ≫ rounding 1e-15/1e-6
     parameter.data = start
+
+
+def test_the_covariance_is_symmetric_to_the_bit():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5)).eval()
+    found = nm.output_moments(network, nm.Gaussian(torch.randn(3, 6), std=0.3), "sketch", check=0)
+    assert torch.equal(found.covariance, found.covariance.mT)
