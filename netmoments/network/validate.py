@@ -157,8 +157,10 @@ def _slope(network: nn.Module, images: Tensor) -> Tensor | None:
         x = images.clone().requires_grad_()
         try:
             out = network(x.clone())
-        except REFUSALS:  # of a tensor that requires a gradient: numpy() in forward, say
-            return None
+        except RuntimeError as error:
+            if "requires grad" not in str(error):
+                raise
+            return None  # numpy() in forward, say
         if not out.requires_grad:
             return None
         weights = torch.linspace(1, 2, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)

@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import math
-import sys
 from functools import partial
 from xml.etree import ElementTree
 
@@ -65,15 +64,6 @@ def test_what_is_missing_is_an_error(template):
 
     with pytest.raises(UndefinedError, match="'name' is undefined"):
         page.render(template)
-
-
-def test_missing_packages_are_asked_for(template, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ImportError, match=r'pip install "netmoments\[report\]"'):
-        page.render(template, name="x")
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r'pip install "netmoments\[report\]"'):
-        png_data(torch.zeros(1, 2, 2))
 
 
 def test_an_image_becomes_a_png(generator):
