@@ -103,7 +103,7 @@ async def _estimated(margins: NoisyMargins, goal: FlipGoal) -> tuple[Tensor, Ten
     """By surrogates where there are gradients; by plain frequencies else."""
     work = None
     noisy = bool((margins.covariance.variances() > 0).any())
-    if margins.differentiable and noisy:
+    if margins.has_gradient and noisy:
         search = await Search.from_noise(margins, margins.generator)
         search.refit()
         if search.guide is not None:

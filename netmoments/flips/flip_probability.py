@@ -204,7 +204,7 @@ async def one_entry(margins: NoisyMargins, goal: FlipGoal) -> Found:
     if not bool((margins.covariance.variances() > 0).any()):
         return await exact(margins)
     try:
-        if margins.differentiable:
+        if margins.has_gradient:
             found = await _with_gradients(margins, goal)
             if found is not None:
                 return found
@@ -257,15 +257,12 @@ async def _with_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found | None
 
 
 async def _without_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found:
-    """Counted where plain samples show flips, else by splitting; where that finds none, a bound from plain samples.
-
-    Half of the runs are kept for these: where answers jump, levels of the margin lead nowhere.
-    """
+    """Counted where plain samples show flips, else by splitting; where that finds none, a bound from plain samples."""
     wins = await plain_wins(margins, PILOT)
     before = (PILOT, wins)
     if float(wins.sum()) >= max(2.0, COMMON * PILOT) or goal.target.absolute is not None:
         return await by_frequencies(margins, goal.target, goal.runs, before)
-    found = await by_splitting(margins, goal.target, margins.runs + (goal.runs - margins.runs) // 2)
+    found = await by_splitting(margins, goal.target, goal.runs)
     if found.estimate.probability > 0:
         return found
     return await nothing_found(margins, goal.target, goal.runs, before)

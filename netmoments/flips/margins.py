@@ -80,7 +80,7 @@ class NoisyMargins:
         self.fast: FastNetwork = fast_network(self.model)
         self.covariance = self.noise.covariance.entries(0)
         self.mean = self.noise.flat_mean[0]
-        self.differentiable = self.model.differentiable and not any(
+        self.has_gradient = self.model.has_gradient and not any(
             x.is_inference() for x in self.model.network.parameters()
         )
 

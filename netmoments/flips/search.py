@@ -390,12 +390,12 @@ async def _closest(margins: NoisyMargins, limit: float) -> Nearby:
     first = (await nearby.of(origin))[0]
     if nearby.distance == 0 or not bool((margins.covariance.variances() > 0).any()):
         return nearby
-    points = margins.normal(RAYS if margins.differentiable else BLIND)
-    if margins.differentiable:
+    points = margins.normal(RAYS if margins.has_gradient else BLIND)
+    if margins.has_gradient:
         points = torch.cat([await _stepped(nearby, first), points])
     crossings = await Crossings.on_rays(nearby, points, float(first.min()))
     await crossings.narrowed(nearby)
-    if margins.differentiable and nearby.white is not None:
+    if margins.has_gradient and nearby.white is not None:
         await _slid(nearby, float(first.min()))
     return nearby
 

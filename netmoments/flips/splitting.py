@@ -41,7 +41,9 @@ class Population:
 
 
 async def by_splitting(margins: NoisyMargins, target: Target, limit: int) -> Found:
-    """Populations until their mean is as exact as asked, or a limit is reached."""
+    """Populations until their mean is as exact as asked, or a limit is reached: half of it where none found a flip, so
+    that plain samples can say how rare flips are at most.
+    """
     found: list[Population] = []
     start = margins.runs
     met = False
@@ -54,7 +56,7 @@ async def by_splitting(margins: NoisyMargins, target: Target, limit: int) -> Fou
                 met = target.needed(now.probability, now.error) <= 1
                 if met or now.probability == 0:
                     break
-            if margins.runs + each > limit:
+            if margins.runs + each > (limit if any(one.probability > 0 for one in found) else (start + limit) / 2):
                 break
     except OutOfTime:
         if len(found) < 2:

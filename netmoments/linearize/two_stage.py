@@ -150,15 +150,15 @@ def tangent_at(model: NetworkModel, points: Tensor, indices: Tensor, memory_budg
 
 @contextmanager
 def refusing_what_torch_cannot_derive() -> Iterator[None]:
-    """Torch's own words where it cannot take many derivatives at once: of choices by values, of a `vmap` inside."""
+    """What was wrong where derivatives end in an error of torch's: choices by values, a `vmap` inside the network."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise
         raise ValueError(
-            f"the network cannot be linearized: torch cannot take many of its derivatives at once "
-            f"({first_line(error)}); use method='auto' or 'sampling'"
+            f"the network cannot be linearized: {first_line(error)} (derivatives are taken many at once, by torch's "
+            f"vmap, which not every network allows); use method='auto' or 'sampling'"
         ) from error
 
 

@@ -170,7 +170,7 @@ class NetworkModel:
     """Numbers that a pass with derivatives holds at a time, for one image and direction."""
     smooth: tuple[str, ...]
     """The smooth functions it calls, with the modules that do."""
-    differentiable: bool
+    has_gradient: bool
     """Whether a gradient of the scores in the input can be asked for, and is not zero everywhere."""
     most_images: int
     """How many images the network takes at a time; some exported programs have a bound."""
@@ -276,7 +276,7 @@ class NetworkModel:
                 self.network = FlatNetwork(self.given, arguments, chosen)
         trace = self._knowledge.trace
         self.relus, self.outputs, self.largest = trace.relus, trace.output.shape[1], trace.largest
-        self.pass_size, self.differentiable, self.smooth = COPIES * trace.largest, trace.has_gradient, trace.smooth
+        self.pass_size, self.has_gradient, self.smooth = COPIES * trace.largest, trace.has_gradient, trace.smooth
         whole = OutputPart("", trace.output.shape[1:], 0)
         self.parts = (whole,) if self._knowledge.parts is None else self._knowledge.parts
         bound = self.given.largest if isinstance(self.given, ExportedNetwork) else None

@@ -81,7 +81,7 @@ def expected_slopes(
     None where the network cannot be differentiated, where slopes are no numbers, or would take too much memory.
     """
     count, entries = model.outputs if outputs is None else outputs.shape[1], len(noise.mean)
-    if points == 0 or not model.differentiable or noise.size * count * entries > SLOPE_NUMBERS:
+    if points == 0 or not model.has_gradient or noise.size * count * entries > SLOPE_NUMBERS:
         return SlopeControls()
     if any(map(Tensor.is_inference, model.network.parameters())):
         return SlopeControls()

@@ -213,6 +213,6 @@ class Decides(nn.Module):
 def test_a_network_that_only_decides_has_no_gradient_to_ask_for(place):
     """Whether or not it was seen to change; a sampled answer needs none."""
     model = nm.NetworkModel(Decides().eval(), POINT[0] + place)
-    assert not model.differentiable
+    assert not model.has_gradient
     found = nm.output_moments(model, nm.Gaussian(torch.full((4,), 0.1), std=0.1))
     assert bool(((found.mean - torch.tensor([0.8413, 0.1587])).abs() < 5 * found.error.mean).all())
