@@ -83,8 +83,7 @@ def decisions() -> str:
 def decisions_beyond() -> str:
     """The same for larger networks, few samples, many levels: errors 2|x − y|/(|x| + |y|)."""
     mean, variance = (
-        records.result_table("table-2-methods", f"Every method: error of the {what}")["0.05"]
-        for what in ("mean", "variance")
+        records.result_table("table-2", f"Every method: error of the {what}")["0.05"] for what in ("mean", "variance")
     )
     faces, lenet = records.result_table("frontier", "faces"), records.result_table("frontier", "LeNet")
     photo, times = records.result_table("frontier", "SqueezeNet"), records.ratios("cpu")
