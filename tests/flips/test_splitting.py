@@ -35,6 +35,21 @@ def test_nothing_is_found_where_nothing_flips():
     assert alone(population(margins)).probability == 0
 
 
+@pytest.mark.parametrize(("chance", "runs"), [(1e-6, 900), (0.0, 300)])
+def test_half_of_the_runs_are_left_where_no_population_found_a_flip(monkeypatch, chance, runs):
+    """Populations of 300 runs, begun if they end within 1,000 where flips are found, else within 500."""
+
+    async def one(margins):
+        margins.runs += 300
+        return Population(chance * (1 + margins.runs), torch.zeros(2))
+
+    monkeypatch.setattr("netmoments.flips.splitting.population", one)
+    margins = margins_of(linear(4), nm.Gaussian(torch.zeros(4), std=1.0))
+    start = margins.runs
+    alone(by_splitting(margins, Target(1e-9), start + 1000))
+    assert margins.runs - start == runs
+
+
 def test_levels_fall_to_zero():
     margins = torch.arange(1.0, 101.0)
     assert next_level(margins, 1000.0) == pytest.approx(25.75)
