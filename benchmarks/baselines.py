@@ -50,7 +50,7 @@ def adf(network: nn.Module, noise: Gaussian, indices: Tensor) -> tuple[Tensor, T
     Raises:
         ValueError: the network has an operation without a rule for variances alone.
     """
-    plan = plan_of(NetworkModel.of(network, noise.mean, "adf").refreshed(), "adf")
+    plan = plan_of(NetworkModel.of(network, noise.mean, "adf"), "adf")
     return _image_by_image(
         noise, indices, lambda mean, covariance, wanted: _without_correlations(plan, mean, covariance, wanted)
     )
@@ -87,7 +87,7 @@ def four_term_series(
     Raises:
         ValueError: the network has an operation without a rule, or what is carried does not fit the memory.
     """
-    plan = plan_of(NetworkModel.of(network, noise.mean, "four_term_series").refreshed(), "four_term_series")
+    plan = plan_of(NetworkModel.of(network, noise.mean, "four_term_series"), "four_term_series")
     need = need_of(plan, noise.covariance.rank, noise.mean.element_size())
     limit = memory_limit(noise.mean.device, memory_budget)
     if need.bytes > limit:

@@ -1,4 +1,4 @@
-"""What a trained ReLU network does under Gaussian noise, computed instead of sampled.
+"""What a trained network does under Gaussian noise: moments, flips, attacks, each with its error.
 
 Names are imported on first use, so that the command line starts without loading torch.
 """

@@ -15,10 +15,9 @@ from netmoments.gaussian import Gaussian, require_matrix_for
 from netmoments.memory import scratch_budget
 from netmoments.normal import SATURATED, standard_deviation, standardize
 from netmoments.precision import matmul, matvec, row_products
-from netmoments.relu.bivariate import Units
+from netmoments.relu.bivariate import Units, deep_layers
 from netmoments.relu.marginal import expected_relu, nonlinear_variance, open_probability
 from netmoments.relu.quadratic_form import flatten_batch, pairs_form, pairs_form_diagonal, unflatten_batch
-from netmoments.relu.tiles import deep_layers
 
 CALLER = "AffineReluAffine"
 
@@ -178,7 +177,7 @@ class AffineReluAffine:
         own = matmul(self.B * layer.nonlinear.unsqueeze(-2), self.B.mT)
         pairs = pairs_form(*layer.flat(self.B, batch), memory_budget)
         scale = layer.factors.scale
-        between = pairs.expand(batch.numel(), -1, -1).reshape(*batch, *pairs.shape[1:])
+        between = unflatten_batch(pairs, batch)
         nonlinear = own + (between if scale is None else between * scale[..., None, None])
         total = linear + 0.5 * (nonlinear + nonlinear.mT)
         variance = total.diagonal(dim1=-2, dim2=-1).clamp(min=0)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from netmoments import data
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.attacks.base import Subjects
-from netmoments.attacks.evaluation import Bounds, Success, noisy_scores
-from netmoments.attacks.margins import Formula, LinearizedScores, fooled_margin
+from netmoments.attacks.evaluation import Bounds, Success, fooled_margin, noisy_scores
+from netmoments.attacks.margins import Formula, LinearizedScores
 from netmoments.attacks.result import AttackResult
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.linearize.two_stage import two_stage

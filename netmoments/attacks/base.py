@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from netmoments.attacks.evaluation import Bounds, Success, noisy_scores, scores_of
-from netmoments.attacks.margins import ClassPairs, Formula, LinearizedScores, fooled_margin
+from netmoments.attacks.evaluation import Bounds, Success, fooled_margin, noisy_scores, scores_of
+from netmoments.attacks.margins import ClassPairs, Formula, LinearizedScores
 from netmoments.attacks.result import AttackResult, SkippedImage, joined
-from netmoments.checks import describe, require_finite, require_float_tensor
+from netmoments.checks import describe, require_count, require_finite, require_float_tensor, require_seed
 from netmoments.linearize.two_stage import linearized_at, tangent_at
 from netmoments.memory import memory_limit
 from netmoments.network.model import NetworkModel, network_of
@@ -108,7 +108,7 @@ def read_subjects(
     images = _read_images(caller, images, bounds)
     network = network_of(network, caller)
     whole = network if preprocessing is None else nn.Sequential(_module(caller, preprocessing), network).eval()
-    model = NetworkModel.of(whole, images, caller).refreshed()
+    model = NetworkModel.of(whole, images, caller)
     with torch.no_grad():
         scores = scores_of(whole, images)
     require_finite(caller, "the network's scores", scores)
@@ -266,9 +266,11 @@ class Attack(ABC):
     memory_budget: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bounds", read_bounds(type(self).__name__, self.bounds))
-        for name, least in (("rivals", 1), ("polish", 0), ("samples", 2), ("seed", 0)):
-            self._require_count(name, least)
+        caller = type(self).__name__
+        object.__setattr__(self, "bounds", read_bounds(caller, self.bounds))
+        for name, least in (("rivals", 1), ("polish", 0), ("samples", 2)):
+            require_count(caller, name, getattr(self, name), least=least)
+        require_seed(caller, self.seed)
 
     def __call__(self, network: Any, images: Tensor, labels: Any, targets: Any = None) -> AttackResult:
         """Noise for each image that the network classifies as its label; the others are reported and skipped.
@@ -307,17 +309,6 @@ class Attack(ABC):
         """One of 255 steps between the bounds; 1/255 without bounds."""
         low, high = self.bounds or (0.0, 1.0)
         return (high - low) / GREY_LEVELS
-
-    def _require_count(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{type(self).__name__}: {name} must be a whole number of at least {least}, got {value!r}")
-
-    def _require_positive(self, name: str, value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ValueError(
-                f"{type(self).__name__}: {name} must be a number above 0, in the units of the images, got {value!r}"
-            )
 
     def _group(self, subjects: Subjects) -> int:
         """How many images are attacked at a time."""

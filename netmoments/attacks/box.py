@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from netmoments.attacks.base import Attack, Sampled, Solved, Subjects, entries
-from netmoments.attacks.evaluation import Success, noisy_scores
-from netmoments.attacks.margins import ClassPairs, Margins, NetworkMargins, fooled_margin
+from netmoments.attacks.evaluation import Success, fooled_margin, noisy_scores
+from netmoments.attacks.margins import ClassPairs, Margins, NetworkMargins
 from netmoments.attacks.result import AttackResult
-from netmoments.checks import describe
+from netmoments.checks import describe, require_count, require_positive
 from netmoments.gaussian import random_seed
 from netmoments.progress import progress_bar
 
@@ -136,11 +136,12 @@ class BoxAttack(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("beta", self.reach)
-        self._require_positive("largest_sigma", self.most_noise)
+        caller = type(self).__name__
+        require_positive(caller, "beta", self.reach, "0.1, in the units of the images")
+        require_positive(caller, "largest_sigma", self.most_noise, "0.01, in the units of the images")
         if not isinstance(self.wanted, int | float) or not 0 < self.wanted <= 1:
-            raise ValueError(f"{type(self).__name__}: wanted must be a share of samples in (0, 1], got {self.wanted!r}")
-        self._require_count("iterations", 1)
+            raise ValueError(f"{caller}: wanted must be a share of samples in (0, 1], got {self.wanted!r}")
+        require_count(caller, "iterations", self.iterations, least=1)
 
     @property
     def reach(self) -> float:

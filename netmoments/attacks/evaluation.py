@@ -83,6 +83,18 @@ def scores_of(network: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
         return torch.cat(list(map(network, parts)))
 
 
+def fooled_margin(scores: Tensor, labels: Tensor, targets: Tensor | None) -> Tensor:
+    """Below 0 exactly where an answer is what the attacker wants, for scores (..., N, d) and classes (N,).
+
+    Without targets the score of the label less the best other one; with them the best other one less the target's.
+    """
+    wanted = labels if targets is None else targets
+    index = wanted.unsqueeze(-1).expand(*scores.shape[:-1], 1)
+    own = scores.gather(-1, index).squeeze(-1)
+    others = scores.scatter(-1, index, -torch.inf).amax(-1)
+    return own - others if targets is None else others - own
+
+
 @torch.no_grad()
 def noisy_scores(
     network: nn.Module,

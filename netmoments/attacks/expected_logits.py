@@ -98,7 +98,7 @@ class ExpectedLogits(nn.Module):
 
     def _propagated(self, images: Tensor) -> Tensor:
         """Expected scores by a method that goes through the network's layers, image by image."""
-        model = NetworkModel.of(self.network, images.detach(), CALLER).refreshed()
+        model = NetworkModel.of(self.network, images.detach(), CALLER)
         outputs = torch.arange(model.outputs, device=images.device).expand(len(images), -1)
         sigma = torch.as_tensor(self.sigma, dtype=images.dtype, device=images.device).expand(len(images))
         Gaussian(images.detach(), Isotropic(sigma.detach() ** 2, images[0].numel()), event_ndim=images.dim() - 1)

@@ -59,18 +59,6 @@ def contrast(scores: Tensor, larger: Tensor, smaller: Tensor) -> Tensor:
     return scores.gather(-1, larger) - scores.gather(-1, smaller)
 
 
-def fooled_margin(scores: Tensor, labels: Tensor, targets: Tensor | None) -> Tensor:
-    """Below 0 exactly where an answer is what the attacker wants, for scores (..., N, d) and classes (N,).
-
-    Without targets the score of the label less the best other one; with them the best other one less the target's.
-    """
-    wanted = labels if targets is None else targets
-    index = wanted.unsqueeze(-1).expand(*scores.shape[:-1], 1)
-    own = scores.gather(-1, index).squeeze(-1)
-    others = scores.scatter(-1, index, -torch.inf).amax(-1)
-    return own - others if targets is None else others - own
-
-
 @dataclass(frozen=True, eq=False)
 class NetworkMargins:
     """score(larger) − score(smaller) at images (N, *event) + μ, for classes (N, R, K).
@@ -208,20 +196,15 @@ class ExpectedMargins:
     @classmethod
     def between(cls, networks: LinearizedScores, larger: Tensor, smaller: Tensor) -> ExpectedMargins:
         """E(larger) − E(smaller) for places of scores, both (N, R, K)."""
-
-        def contrast(rows: Tensor) -> Tensor:
-            """(N, d, x) → (N, R, K, x)."""
-            n, r, k = larger.shape
-            index = torch.stack([larger, smaller]).reshape(2, n, r * k, 1).expand(-1, -1, -1, rows.shape[-1])
-            picked = rows.unsqueeze(0).expand(2, -1, -1, -1).gather(2, index)
-            return (picked[0] - picked[1]).reshape(n, r, k, -1)
-
-        return cls(
-            networks,
-            contrast(networks.B),
-            contrast(networks.scores.unsqueeze(-1)).squeeze(-1),
-            None if networks.D is None else contrast(networks.D),
-        )
+        scores = networks.scores.unsqueeze(-1)
+        direct = scores[..., :0] if networks.D is None else networks.D
+        rows = torch.cat([networks.B, scores, direct], -1)
+        widths, (n, r, k) = [networks.B.shape[-1], 1, direct.shape[-1]], larger.shape
+        index = torch.stack([larger, smaller]).reshape(2, n, r * k, 1).expand(-1, -1, -1, rows.shape[-1])
+        picked = rows.expand(2, *rows.shape).gather(2, index)
+        contrasts = (picked[0] - picked[1]).reshape(n, r, k, -1).split(widths, -1)
+        weights, offset, around = map(torch.Tensor.contiguous, contrasts)
+        return cls(networks, weights, offset.squeeze(-1), None if networks.D is None else around)
 
     def at(self, shift: Tensor, sigma: Tensor) -> Tensor:
         """The margins, (N, R, K)."""
@@ -260,6 +243,13 @@ class ExpectedSlopes:
         with full_precision():
             slope = torch.matmul(weighted.reshape(n, r * k, p), self.margins.networks.A).reshape(n, r, k, -1)
         return slope if self.margins.around is None else slope + self.margins.around
+
+    def least_deviations(self, sigma: Tensor) -> Tensor:
+        """σ‖∇margin‖, (N, R, K), for σ (N,): what the best linear approximation has of a margin's standard deviation.
+
+        At most the whole, which `Formula.deviations` has; all coordinates must be free.
+        """
+        return sigma.reshape(-1, 1, 1) * torch.linalg.vector_norm(self.gradients(), dim=-1)
 
     def by_sigma(self, multipliers: Tensor) -> Tensor:
         """∂/∂σ of the same sum, (N, R): Σ weights·‖row of A‖·φ(h)."""

@@ -258,6 +258,18 @@ def finished(problem: Problem, last: Iterate) -> Iterate:
     return replace(last, shift=shift, kept=shift)
 
 
+def cheapest(problem: Problem, solution: Iterate) -> tuple[Tensor, Tensor]:
+    """Which of the R problems of each image has the least objective of those that hold; the nearest to it if none.
+
+    The images and their problems, (N, 1) each.
+    """
+    excess = problem.excess(solution.shift)
+    holds = excess <= 0
+    objective = torch.where(holds, problem.objective(solution.shift), torch.inf)
+    chosen = torch.where(holds.any(1, keepdim=True), objective.argmin(1, keepdim=True), excess.argmin(1, keepdim=True))
+    return torch.arange(len(chosen), device=chosen.device).unsqueeze(1), chosen
+
+
 def stretched(problem: Problem, shift: Tensor, t: Tensor) -> Tensor:
     """clip(tμ) for shifts (N, R, m) and t (N, R)."""
     return torch.clamp(t.unsqueeze(-1) * shift, min=problem.lower.unsqueeze(1), max=problem.upper.unsqueeze(1))

@@ -64,7 +64,7 @@ class AttackResult:
     polished: Tensor
     """Steps tried on the network itself after those on the formula: 0 where the formula was good enough or alone."""
     iterations: Tensor
-    """Steps of the solver on the formula."""
+    """Steps in all: of the solver on the formula, and `polished` on the network."""
     gap: Tensor
     """How much better the problem that was solved last could be done at most, relative, by duality; 1 where it does not
     hold."""

@@ -15,18 +15,10 @@ import torch
 from torch import Tensor
 
 from netmoments.attacks.base import Attack, Sampled, Solved, Subjects, entries
-from netmoments.attacks.evaluation import Success, noisy_scores
-from netmoments.attacks.margins import (
-    ClassPairs,
-    ExpectedMargins,
-    Formula,
-    Margins,
-    NetworkMargins,
-    contrast,
-    fooled_margin,
-)
-from netmoments.attacks.primal_dual import Iterate, Problem, descend, edge, finished, lower_bound, stretched
-from netmoments.checks import require_sigma
+from netmoments.attacks.evaluation import Success, fooled_margin, noisy_scores
+from netmoments.attacks.margins import ClassPairs, ExpectedMargins, Formula, Margins, NetworkMargins, contrast
+from netmoments.attacks.primal_dual import Iterate, Problem, cheapest, descend, edge, finished, lower_bound, stretched
+from netmoments.checks import require_count, require_sigma
 
 CONFIDENCE = 0.95
 TURNS = 4
@@ -73,7 +65,7 @@ class SparseSmooth(Attack):
             raise ValueError(f"{caller}: confidence must be between 0 and 1, got {share!r}")
         if gamma is not None and (isinstance(gamma, bool | str) or not 0 <= gamma < torch.inf):
             raise ValueError(f"{caller}: gamma must be a margin of at least 0, got {gamma!r}")
-        self._require_count("iterations", 1)
+        require_count(caller, "iterations", self.iterations, least=1)
 
     @property
     def noise_level(self) -> float:
@@ -95,7 +87,8 @@ class SparseSmooth(Attack):
         sigma = subjects.images.new_full((len(subjects.images),), self.noise_level)
         pairs, formula = subjects.class_pairs(self.rivals), self._formula(subjects)
         margins = formula.margins(pairs)
-        gamma = self._expected_gamma(formula, margins, sigma, sigma.new_zeros(*pairs.larger.shape[:2], 1))
+        at_rest = margins.with_slopes(torch.zeros_like(subjects.lower).unsqueeze(1), sigma.unsqueeze(1))
+        gamma = self._gamma_for(at_rest.least_deviations(sigma))
         problem = Problem(margins, sigma, gamma, subjects.lower, subjects.upper, subjects.images.shape[1:])
         problem, solution, taken = self._for_every_rival(subjects, problem, pairs)
         rival = cheapest(problem, solution)
@@ -150,12 +143,11 @@ class SparseSmooth(Attack):
         error = sampled.margins.std(0) / len(sampled.margins) ** 0.5
         return sampled.mean_margin - 2 * 2**0.5 * error <= -self._asked_gamma
 
-    def _expected_gamma(self, formula: Formula, margins: ExpectedMargins, sigma: Tensor, shift: Tensor) -> Tensor:
-        """γ (N, R, K): as given, or so many deviations of each margin, at shifts, that the share is below 0."""
+    def _gamma_for(self, deviations: Tensor) -> Tensor:
+        """γ (N, R, K) for margins with these standard deviations: as given, or so many that the share is below 0."""
         if self.share is None:
-            return torch.full_like(margins.offset, self._asked_gamma)
-        deviations = torch.special.ndtri(torch.tensor(self.share, dtype=torch.float64)).to(shift)
-        return deviations * formula.deviations(margins, sigma, shift)
+            return torch.full_like(deviations, self._asked_gamma)
+        return torch.special.ndtri(torch.tensor(self.share, dtype=torch.float64)).to(deviations) * deviations
 
     def _widened(
         self, formula: Formula, margins: ExpectedMargins, problem: Problem, solution: Iterate
@@ -165,7 +157,7 @@ class SparseSmooth(Attack):
         taken = torch.full_like(formula.followed[:, 0], steps)
         if not steps:
             return problem, solution, taken
-        gamma = self._expected_gamma(formula, margins, problem.sigma, solution.shift)
+        gamma = self._gamma_for(formula.deviations(margins, problem.sigma, solution.shift))
         problem = replace(problem, gamma=gamma)
         return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), taken
 
@@ -241,15 +233,3 @@ class UnderNoise(NamedTuple):
 
     excess: Tensor
     gamma: Tensor
-
-
-def cheapest(problem: Problem, solution: Iterate) -> tuple[Tensor, Tensor]:
-    """Which of the R problems of each image has the least objective of those that hold; the nearest to it if none.
-
-    The images and their problems, (N, 1) each.
-    """
-    excess = problem.excess(solution.shift)
-    holds = excess <= 0
-    objective = torch.where(holds, problem.objective(solution.shift), torch.inf)
-    chosen = torch.where(holds.any(1, keepdim=True), objective.argmin(1, keepdim=True), excess.argmin(1, keepdim=True))
-    return torch.arange(len(chosen), device=chosen.device).unsqueeze(1), chosen

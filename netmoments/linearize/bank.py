@@ -133,7 +133,7 @@ class LinearizationBank:
         if points.dim() < 2:
             raise ValueError(f"LinearizationBank.at: points must be (k, ...), got {describe(points)}")
         flat, _ = points_of(CALLER, points, points.dim() - 1)
-        model = NetworkModel.of(network, flat, CALLER).refreshed()
+        model = NetworkModel.of(network, flat, CALLER)
         relu = model.relu(layer)
         networks = two_stage(model, flat, relu.index, event_ndim=flat.dim() - 1, memory_budget=memory_budget)
         return cls(flat, networks, relu.name)

@@ -30,10 +30,10 @@ from netmoments.network.relu_calls import Cut
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision, matmul, matvec, value_and_slope
 from netmoments.progress import progress_bar
-from netmoments.relu.bivariate import Units, scratch_for, units_of
+from netmoments.relu.bivariate import Units, active, scratch_for, units_of
 from netmoments.relu.marginal import nonlinear_variance, open_probability, relu_mean
 from netmoments.relu.quadratic_form import pairs_form
-from netmoments.relu.tiles import Tile, active, nonlinear_covariance, tile_elements
+from netmoments.relu.tiles import Tile, nonlinear_covariance, tile_elements
 
 CALLER = "two_stage_maps"
 
@@ -64,7 +64,7 @@ def two_stage_maps(
     points, batch = points_of(CALLER, at, event_ndim)
     if batch.numel() != 1:
         raise ValueError(f"{CALLER}: one point at a time, got {describe(at)}")
-    model = NetworkModel.of(network, points, CALLER).refreshed()
+    model = NetworkModel.of(network, points, CALLER)
     indices = output_indices(outputs, 1, model.outputs, CALLER)
     cut, limit, _, working = Linearizer.of(model, layer, points, memory_budget)
     require_room(cut, points, indices, limit)

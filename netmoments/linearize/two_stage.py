@@ -62,7 +62,7 @@ def two_stage(
     True
     """
     points, batch = points_of(CALLER, at, event_ndim)
-    model = NetworkModel.of(network, points, CALLER).refreshed()
+    model = NetworkModel.of(network, points, CALLER)
     indices = output_indices(outputs, len(points), model.outputs, CALLER)
     flat = linearized_at(model, points, layer, indices, memory_budget)
     if len(batch) == 1:
@@ -207,7 +207,10 @@ def output_indices(outputs: Sequence[int] | Tensor | None, images: int, count: i
     """The chosen outputs of each image as indices, (N, k)."""
     if outputs is None:
         return torch.arange(count).expand(images, -1)
-    chosen = torch.as_tensor(outputs)
+    try:
+        chosen = torch.as_tensor(outputs)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"{caller}: outputs must be indices of scores, (k,) or (N, k), got {outputs!r}") from None
     whole = not (chosen.is_floating_point() or chosen.is_complex() or chosen.is_quantized or chosen.dtype == torch.bool)
     if not whole or chosen.is_meta or chosen.dim() not in (1, 2) or chosen.numel() == 0:
         raise ValueError(f"{caller}: outputs must be indices of scores, (k,) or (N, k), got {describe(chosen)}")
@@ -360,7 +363,7 @@ def two_stage_value(network: Any, at: Tensor, x: Tensor, layer: int | str = -1) 
     if x.shape != at.shape:
         raise ValueError(f"{VALUE_CALLER}: at and x must have one shape, got {describe(at)} and {describe(x)}")
     require_finite(VALUE_CALLER, "x", x)
-    model = NetworkModel.of(network, points, VALUE_CALLER).refreshed()
+    model = NetworkModel.of(network, points, VALUE_CALLER)
     cut = model.cut(layer)
     together = elements_together("backward", points, model.pass_size)
     parts = zip(

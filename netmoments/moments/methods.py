@@ -100,7 +100,7 @@ class Layerwise(Method):
             plan = plan_of(request.model, CALLER)
             found = layerwise(plan, noise.mean, noise.covariance, indices, budget, CALLER)
             request.model.look()  # while a GPU is still at work on it
-            mean, covariance = with_variances(found, plan, noise.mean, noise.covariance, indices)
+            mean, covariance = with_variances(found, plan, noise.mean, noise.covariance, indices, budget)
         return OutputMoments(mean, _variances(covariance), covariance, self.name, outputs=indices)
 
 
@@ -324,7 +324,7 @@ class Sampling(Method):
 
 @dataclass(frozen=True)
 class Auto(Method):
-    """Exact where the network is (Affine, ReLU, Affine), else as many samples as the tolerance needs.
+    """Exact where the network is (Affine, ReLU, Affine) of up to 2,048 units, else as many samples as it needs.
 
     `tolerance` is the error of means in standard deviations of the output, with variances to √2 times that relative,
     averaged over the outputs; `samples` (of each input) and `seconds` are limits. The same seed gives the same samples,

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import describe, require_count, values_hold
+from netmoments.checks import describe, require_count
 from netmoments.gaussian import Gaussian, random_seed
 from netmoments.linearize.two_stage import output_indices
+from netmoments.memory import memory_limit
 from netmoments.moments.methods import Method, method_named, with_goal
 from netmoments.moments.request import CALLER, Choice, Request, require_number_of_outputs
 from netmoments.moments.result import MomentErrors, OutputMoments
@@ -47,23 +48,23 @@ def output_moments(
             for which all is exact. It is run, and never changed by this library.
         noise: the input, with any batch dimensions; for a network of several arguments a tuple or a dictionary of them,
             with independent Gaussians among constants (tensors are repeated for each input where the network wants it).
-        method: "auto" is exact where the network is (Affine, ReLU, Affine), else as many samples as the tolerance
-            needs, with expected slopes as control, for any network. Others are values such as `Sketch(probes=128)`, or
-            short names: "layerwise", the joint covariance carried through every layer, the tightest formula; "sketch",
-            for networks of any size; "two-stage", as the paper does; "linear", the delta method; "sampling", Monte
-            Carlo with as many samples as told.
+        method: "auto" is exact where the network is (Affine, ReLU, Affine) of up to 2,048 units, else as many samples
+            as the tolerance needs, with expected slopes as control, for any network. Others are values such as
+            `Sketch(probes=128)`, or short names: "layerwise", the joint covariance carried through every layer, the
+            tightest formula; "sketch", for networks of any size; "two-stage", as the paper does; "linear", the delta
+            method; "sampling", Monte Carlo with as many samples as told.
         outputs: which outputs: a list of indices, or a number k for the k largest at each mean; by default all.
         tolerance, samples, seconds: for "auto": the error of means in standard deviations of the output, variances to
             √2 times that relative, averaged over the outputs (0.01: what ten thousand plain samples have); and limits,
             by default 1/tolerance² samples an input, what plain sampling would take. What was reached is in the result.
-        check: runs of the network that a formula's answer is compared with, for its `error`; 256 by default, 0 for
-            none. Where the noise requires a gradient there is no check unless it is asked for.
+        check: about how many runs of the network a formula's answer is compared with, for its `error`; 256 by default,
+            0 for none, else 8 at least. Where the noise requires a gradient there is no check unless it is asked for.
         covariance: whether to give all covariances; by default for up to 100 outputs.
         key: which output, for a network that returns several tensors in a tuple or dictionary; by default all, and
             `result[key]` is one of them.
-        memory_budget: bytes that linearizations, covariances or samples in the network may take at a time, by default
-            half of what is free, and as many samples as is fastest. A
-            sketch takes as many images at a time as fit, at least one: `probes` copies of the network's tensors.
+        memory_budget: bytes that linearizations, covariances or samples may take at a time; by default half of what is
+            free, for samples as many as is fastest. A sketch takes as many images at a time as fit, at least one:
+            `probes` copies of the network's tensors.
 
     Where the noise requires a gradient, "auto" is the formula that fits, and the mean of the outputs has one by
     "layerwise" and "sketch" (the covariance too by "layerwise"), in it and in the network's weights.
@@ -78,7 +79,13 @@ def output_moments(
     if check is not None:
         require_count(CALLER, "check", check, least=0)
     if isinstance(network, AffineReluAffine):
-        return _of_affine_relu_affine(network, noise, chosen, outputs)
+        if memory_budget is not None:
+            memory_limit(network.A.device, memory_budget)
+        if key is not None:
+            raise ValueError(f"{CALLER}: an AffineReluAffine has one output; leave out key, got {key!r}")
+        found = _of_affine_relu_affine(network, noise, chosen, outputs)
+        matrix = found.covariance if covariance is not False else None
+        return dataclasses.replace(found, covariance=matrix, seconds=time.perf_counter() - start)
     request = Request.read(network, noise, outputs, memory_budget, CALLER, key=key, covariance=covariance)
     flat = request.model.answer(partial(chosen.moments, request))
     require_finite_moments(flat)
@@ -92,7 +99,7 @@ def output_moments(
 
 def require_finite_moments(found: OutputMoments) -> None:
     """That means and variances fit their dtype: where a variance is beyond its range, no number of a formula is one."""
-    if not values_hold(found.mean.detach().isfinite() & found.variance.detach().isfinite()):
+    if not bool((found.mean.detach().isfinite() & found.variance.detach().isfinite()).all()):
         name = str(found.mean.dtype).removeprefix("torch.")
         raise ValueError(
             f"{CALLER}: the moments are too large for {name}; take smaller units of the input"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from netmoments.gaussian import Gaussian
-from netmoments.moments.methods import Layerwise, Linear, Method, Sampling, Sketch, TwoStage, method_named
+from netmoments.moments.methods import Auto, Layerwise, Linear, Method, Sampling, Sketch, TwoStage, method_named
 from netmoments.moments.output_moments import output_moments
 from netmoments.moments.request import Choice, Request
 from netmoments.moments.result import OutputMoments
@@ -79,6 +79,7 @@ def our_methods(seed: int = 0) -> dict[str, Method]:
     """Every method of this library by name, with the options that a table shows."""
     controls = (Sketch(seed=seed), TwoStage(), Linear())
     return {
+        "auto": Auto(seed=seed),
         "layerwise": Layerwise(),
         "sketch": Sketch(seed=seed),
         "two-stage": TwoStage(),
@@ -104,8 +105,8 @@ def tightness(
     Args:
         network, noise, outputs, memory_budget: as for `output_moments`; the noise may have a batch, over which errors
             are averaged and times added.
-        methods: a list of methods, or methods by the name of their row; by default all of this library (`auto` is one
-            of these). A row may also be a function of your own, from the network, a flat batch of noise and indices
+        methods: a list of methods, or methods by the name of their row; by default all of
+            this library. A row may also be a function of your own, from the network, a flat batch of noise and indices
             (N, k) of scores to their means and variances.
         samples: of the reference. Its own error is the floor below which no method can be told from exact.
         seed: of all random numbers; the default methods use others than the reference.
@@ -118,7 +119,7 @@ def tightness(
     ''
     """
     request = Request.read(network, noise, outputs, memory_budget, CALLER)
-    request.model.refreshed()
+    request.model.renewed()
     flat, indices = request.flat, request.indices()
     reference = output_moments(request.model, flat, Sampling(samples, seed=seed), indices)
     chosen = _named(methods, seed + 1)

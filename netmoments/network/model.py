@@ -140,7 +140,6 @@ class NetworkModel:
     The network is run, and never changed by this library. What is known is checked at every use against what the
     network does now, since weights, attributes, replaced modules and flags may change between calls: `answer` compares
     the operations of a run, and learns anew if they differ; then the weights, and drops what was made from others.
-    Whatever does not go through `answer` calls `refreshed` first.
 
     Args:
         network: a module in eval mode, or an exported program.
@@ -199,13 +198,17 @@ class NetworkModel:
 
     @classmethod
     def of(cls, network: Any, inputs: Tensor, caller: str) -> NetworkModel:
-        """The model of a network, or of a model's network, for a batch (N, ...) of inputs; errors name the caller."""
+        """The model of a network, or of a model's network, for a batch (N, ...) of inputs; errors name the caller.
+
+        What is known has been checked against what the network does now.
+        """
         model = cls.__new__(cls)
         model.given = model.network = network_of(network, caller)
         model._form = None
         model._require_fitting(inputs, caller)
         model.image, model._caller = inputs[:1].detach(), caller
         model._learn()
+        model.renewed()
         return model
 
     @classmethod
@@ -218,7 +221,7 @@ class NetworkModel:
         arguments: Arguments | None = None,
         key: str | int | None = None,
     ) -> NetworkModel:
-        """The same for a network of any arguments and outputs, as a function of rows."""
+        """The same for a network of any arguments and outputs, as a function of rows; `answer` checks what is known."""
         model = cls.__new__(cls)
         if isinstance(network, NetworkModel) and network._form is not None and key is None:
             key = network._form[1]
@@ -426,11 +429,6 @@ class NetworkModel:
         if self._unseen:
             self._unseen, self._changed = False, self.renewed()
 
-    def refreshed(self) -> NetworkModel:
-        """Itself, once what is known has been checked: for what does not go through `answer`."""
-        self.renewed()
-        return self
-
     def renewed(self) -> bool:
         """Whether something that is known was out of date; it is found anew then."""
         known = self._knowledge
@@ -498,7 +496,7 @@ def relus(network: Any, example: Tensor) -> tuple[Relu, ...]:
     (Relu(index=0, name='1', shape=torch.Size([4])),)
     """
     example = require_float_tensor("relus", "example", example)
-    return NetworkModel.of(network, example, "relus").refreshed().relus
+    return NetworkModel.of(network, example, "relus").relus
 
 
 class _Constant:

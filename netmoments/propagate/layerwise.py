@@ -85,7 +85,12 @@ def _from_dense(plan: Plan, mean: Tensor, covariance: Tensor, outputs: Tensor) -
 
 
 def with_variances(
-    found: tuple[Tensor, Tensor], plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor
+    found: tuple[Tensor, Tensor],
+    plan: Plan,
+    mean: Tensor,
+    covariance: Covariance,
+    outputs: Tensor,
+    memory_budget: int | None,
 ) -> tuple[Tensor, Tensor]:
     """What `layerwise` found, but for images with a negative variance, which cumulants have made: without these.
 
@@ -97,7 +102,7 @@ def with_variances(
     failed = ~((every.diagonal(dim1=-2, dim2=-1) >= 0).all(-1) & _finite(scores, every))
     for place in failed.nonzero():
         some = slice(int(place), int(place) + 1)
-        if has_squares(plan, mean.element_size(), memory_limit(mean.device, None)):
+        if has_squares(plan, mean.element_size(), memory_limit(mean.device, memory_budget)):
             own = squares.carried(plan, mean[some], covariance.entries(some), outputs[some], [0] * len(plan.stages))
         else:
             own = scores[some], every[some]

@@ -66,6 +66,16 @@ KEPT_BYTES = 64 * 2**20
 """Up to this size a CPU thread keeps its scratch memory for the next call: fresh pages cost more than arithmetic."""
 
 
+SELDOM = 0.03
+"""A layer is deep if every unit that matters is open less often than this."""
+
+DEAD = -3.0
+"""Left of this h the absolute accuracy of `bivariate` is no longer relative accuracy of 1e-12 (1e-6 in float32)."""
+
+FAINT = 1e-16
+"""Units whose deviation is less than this part of the largest one change nothing."""
+
+
 def nonlinear_part(
     h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None, series: TileSeries | None = None
 ) -> Tensor:
@@ -110,6 +120,48 @@ def units_of(mean: Tensor, variance: Tensor) -> Units:
         raise ValueError("the diagonal of the covariance of a ReLU layer must be ≥ 0, got a negative value or NaN")
     std = standard_deviation(variance)
     return Units(standardize(mean, std), std)
+
+
+def saturation(dtype: torch.dtype) -> float:
+    """Beyond this |h| a unit is linear or dead to rounding: J ≤ exp(−h²/2)."""
+    return 6.0 if dtype == torch.float32 else 8.5
+
+
+def active(units: Units) -> Tensor:
+    """Units that are neither certain (s = 0) nor linear or dead to rounding."""
+    return (units.s > 0) & (units.h.abs() <= saturation(units.h.dtype))
+
+
+@torch.no_grad()
+def deep_layers(units: Units, weights: Tensor | None) -> Tensor:
+    """Which images have an output that hangs on seldom open units only: (images,), True or False.
+
+    An output's largest |Bᵢ|sᵢΦ(hᵢ) is less than `SELDOM` of its largest |Bᵢ|sᵢ then, so that the variances that the
+    rules of `bivariate` are accurate to, s₁s₂, are a thousand times those of the outputs or more. Without weights
+    B (images or 1, d, p) the outputs are the units, taken together.
+    """
+    if weights is None:
+        return (units.s * distribution(units.h)).amax(-1) < SELDOM * units.s.amax(-1)
+    size = (weights * units.s.unsqueeze(-2)).abs()
+    opened = size * distribution(units.h).unsqueeze(-2)
+    return (opened.amax(-1) < SELDOM * size.amax(-1)).any(-1)
+
+
+def noticeable(units: Units, weights: Tensor | None) -> Tensor:
+    """Units of deep layers that change an output, (images, units): the others' deviations are `FAINT`.
+
+    A dead unit's deviation is less than s·exp(−h²/4).
+    """
+    size = units.s * units.h.clamp(max=0).square().mul(-0.25).exp()
+    if weights is None:
+        return size > FAINT * size.amax(-1, keepdim=True)
+    sizes = (weights * size.unsqueeze(-2)).abs()
+    return (sizes > FAINT * sizes.amax(-1, keepdim=True)).any(-2)
+
+
+def dead(units: Units) -> Tensor:
+    """Units that are hardly ever open, (images, units)."""
+    return (units.s > 0) & (units.h < DEAD)
 
 
 def nonlinear_matrix(units: Units, covariance: Tensor) -> Tensor:

@@ -17,30 +17,29 @@ from netmoments.relu.bivariate import (
     SMALL,
     Scratch,
     Units,
+    active,
     correlation_and_gap,
+    dead,
+    deep_layers,
     excess_by_owen,
     nonlinear_matrix,
+    noticeable,
     scratch_for,
     units_of,
 )
-from netmoments.relu.marginal import unit_variance, variance_of, variance_slopes
+from netmoments.relu.marginal import variance_of, variance_slopes
 from netmoments.relu.quadratic_form import flatten_batch, unflatten_batch
 from netmoments.relu.tiles import (
     TEMPORARIES,
     GradientOfTile,
     Tile,
     UnitGradients,
-    active,
     chunks,
-    dead,
-    deep_layers,
     excess_probability,
     gate_slopes,
     height_root,
     images_of,
-    mirror_,
     nonlinear_covariance,
-    noticeable,
     refuse_forward_mode,
     refuse_second_derivative,
     tail_excess,
@@ -176,9 +175,10 @@ class _ReluCovariance(Function):
         if fused.ENABLED and fused.available(mean):
             return fused.relu_covariance(mean, variance, covariance, entrywise, budget)
         units = units_of(mean, variance)
-        result = _plain_covariance(units, variance, covariance, budget)
-        rows = dead(units) if entrywise else deep_layers(units, None).unsqueeze(-1) & noticeable(units, None)
+        result = _plain_covariance(units, mean, variance, covariance, budget)
+        rows = dead(units) if entrywise else deep_layers(units, None).unsqueeze(-1)
         if bool(rows.any()):
+            rows = rows if entrywise else rows & noticeable(units, None)
             _replace_pairs(result, rows, mean, variance, covariance, _covariance_of_pairs, budget)
             result.diagonal(dim1=1, dim2=2).copy_(variance_of(mean, variance))
         return result
@@ -231,7 +231,20 @@ class _ReluCovarianceGradient(Function):
         return vmap_gradient(_ReluCovarianceGradient, info.batch_size, in_dims, inputs)
 
 
-def _plain_covariance(units: Units, variance: Tensor, covariance: Tensor, memory_budget: int) -> Tensor:
+MIRROR_BLOCK = 128
+
+
+def mirror_(square: Tensor) -> Tensor:
+    """Copy what is below the diagonals of (images, p, p) above them, in place: symmetric to the bit."""
+    for start in range(0, square.shape[-1], MIRROR_BLOCK):
+        block = slice(start, start + MIRROR_BLOCK)
+        square[:, :start, block] = square[:, block, :start].mT
+        corner = square[:, block, block]
+        corner.copy_(corner.tril() + corner.tril(-1).mT)
+    return square
+
+
+def _plain_covariance(units: Units, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Tensor:
     """The layer's covariance with absolute accuracy."""
     images = max(len(units.h), len(covariance))
     gate = distribution(units.h)
@@ -241,7 +254,7 @@ def _plain_covariance(units: Units, variance: Tensor, covariance: Tensor, memory
         result += nonlinear_matrix(units, covariance)
     else:
         _add_pairs(result, units, covariance, nonlinear_covariance, memory_budget)
-    result.diagonal(dim1=1, dim2=2).copy_(variance * unit_variance(units.h))
+    result.diagonal(dim1=1, dim2=2).copy_(variance_of(mean, variance))
     return mirror_(result)
 
 

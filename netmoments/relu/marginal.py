@@ -76,21 +76,6 @@ def unit_mean(h: Tensor) -> Tensor:
     return torch.where(h < -begins, density(h) * first, h * distribution(h) + density(h))
 
 
-def unit_variance(h: Tensor) -> Tensor:
-    """v(h) = Var relu(h + N(0,1)) = (1+h²)Φ + hφ − (hΦ+φ)²; v(h) = 2Φ(h) − 1 + v(−h) for h > 0."""
-    left, begins = -h.abs(), _TAIL_BEGINS[h.dtype]
-    _, first, second = tail_moments(torch.clamp(-left, min=begins))
-    phi = density(left)
-    value = torch.where(left < -begins, phi * second - (phi * first) ** 2, _central_variance(left))
-    return torch.where(h > 0, value + torch.erf(h * 0.5**0.5), value)
-
-
-def unit_nonlinear_variance(h: Tensor) -> Tensor:
-    """v(h) − Φ(h)²: the variance that the best linear approximation of the ReLU misses. Even in h."""
-    left = -h.abs()
-    return unit_variance(left) - distribution(left) ** 2
-
-
 Value = Callable[[Tensor, Tensor], Tensor]
 Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -122,16 +107,11 @@ def _with_slopes(value: Value, slopes: Slopes) -> Value:
     return ClosedForm.apply
 
 
-def _bell_root(mean: Tensor, variance: Tensor) -> Tensor:
+def _bell_root(mean: Tensor, std: Tensor) -> Tensor:
     """√exp(−h²/2), in float64: the exponential amplifies a rounding of h² by h²/2.
 
     Its root, so that a deviation can be multiplied in before the square underflows.
     """
-    h = standardize(mean.double(), standard_deviation(variance.double()))
-    return torch.exp(-0.25 * h * h)
-
-
-def _bell_root_by_std(mean: Tensor, std: Tensor) -> Tensor:
     h = standardize(mean.double(), std.double())
     return torch.exp(-0.25 * h * h)
 
@@ -139,7 +119,7 @@ def _bell_root_by_std(mean: Tensor, std: Tensor) -> Tensor:
 def _mean(mean: Tensor, std: Tensor) -> Tensor:
     left, begins = -standardize(mean, std).abs(), _TAIL_BEGINS[std.dtype]
     _, first, _ = tail_moments(torch.clamp(-left, min=begins))
-    root = _bell_root_by_std(mean, std).to(std.dtype)
+    root = _bell_root(mean, std).to(std.dtype)
     tail = std * root * root * first * INVERSE_ROOT
     return torch.relu(mean) + torch.where(left < -begins, tail, std * (left * distribution(left) + density(left)))
 
@@ -151,13 +131,16 @@ def _mean_slopes(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def variance_of(mean: Tensor, variance: Tensor) -> Tensor:
-    """s²v(h) of means and variances: `unit_variance` to relative accuracy in the tail, whatever the dtype."""
+    """Var relu(z) = s²v(h) of means and variances, to relative accuracy in the tail, whatever the dtype."""
     std = standard_deviation(variance)
-    return _variance_by_root(standardize(mean, std), std, _bell_root(mean, variance))
+    return _variance_by_root(standardize(mean, std), std, _bell_root(mean, standard_deviation(variance.double())))
 
 
 def _variance_by_root(h: Tensor, std: Tensor, bell_root: Tensor) -> Tensor:
-    """s²v(h), with √exp(−h²/2) at hand: in the tail the two moments are those of s·√exp(−h²/2)."""
+    """s²v(h), with √exp(−h²/2) at hand: in the tail the two moments are those of s·√exp(−h²/2).
+
+    v(h) = (1+h²)Φ + hφ − (hΦ+φ)²; v(h) = 2Φ(h) − 1 + v(−h) for h > 0.
+    """
     left, begins = -h.abs(), _TAIL_BEGINS[h.dtype]
     _, first, second = tail_moments(torch.clamp(-left, min=begins))
     root = bell_root.to(std.dtype)
@@ -184,7 +167,7 @@ def variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 
 def _variance_by_std(mean: Tensor, std: Tensor) -> Tensor:
     """The same of means and deviations, whose squares may be too large or too small for their dtype."""
-    return _variance_by_root(standardize(mean, std), std, _bell_root_by_std(mean, std))
+    return _variance_by_root(standardize(mean, std), std, _bell_root(mean, std))
 
 
 def _variance_by_std_slopes(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,18 +12,25 @@ from torch.autograd import Function
 from netmoments.memory import scratch_budget
 from netmoments.normal import standard_deviation, standardize
 from netmoments.precision import full_precision
-from netmoments.relu.bivariate import SMALL, Scratch, Units, nonlinear_matrix, scratch_for, units_of
+from netmoments.relu.bivariate import (
+    SMALL,
+    Scratch,
+    Units,
+    active,
+    deep_layers,
+    nonlinear_matrix,
+    noticeable,
+    scratch_for,
+    units_of,
+)
 from netmoments.relu.tiles import (
     Chunk,
     GradientOfTile,
     Tile,
     UnitGradients,
-    active,
     chunks,
-    deep_layers,
     images_of,
     nonlinear_covariance,
-    noticeable,
     refuse_forward_mode,
     refuse_second_derivative,
     tail_covariance,
@@ -150,7 +157,7 @@ def _live(weights: Tensor) -> Tensor:
 
 
 def _deep(mean: Tensor, variance: Tensor, weights: Tensor, images: int) -> Tensor:
-    """Which images need relative accuracy: see `tiles.deep_layers`."""
+    """Which images need relative accuracy: see `deep_layers`."""
     std = standard_deviation(variance)
     return deep_layers(Units(standardize(mean, std), std), weights).expand(images)
 

@@ -49,11 +49,6 @@ class Tile(NamedTuple):
         return matrix
 
 
-def saturation(dtype: torch.dtype) -> float:
-    """Beyond this |h| a unit is linear or dead to rounding: J ≤ exp(−h²/2)."""
-    return 6.0 if dtype == torch.float32 else 8.5
-
-
 def correlation(units: Units, tile: Tile, covariance: Tensor, scratch: Scratch) -> Tensor:
     """ρ = c/(s₁s₂) of a tile's pairs, cut to [−1, 1] against rounding, and 0 where the pair is another tile's.
 
@@ -155,15 +150,6 @@ POWER = 4
 
 REACH = 8.8
 """exp(−REACH²/2) is a tenth of float64's rounding."""
-
-SELDOM = 0.03
-"""A layer is deep if every unit that matters is open less often than this."""
-
-DEAD = -3.0
-"""Left of this h the absolute accuracy of `bivariate` is no longer relative accuracy of 1e-12 (1e-6 in float32)."""
-
-FAINT = 1e-16
-"""Units whose deviation is less than this part of the largest one change nothing."""
 
 TEMPORARIES = 16
 """Tensors of the size of a tile that are alive together."""
@@ -393,43 +379,6 @@ class Chunk:
             part[:, self.units[rows].unsqueeze(1), self.units[columns]] += value
 
 
-def active(units: Units) -> Tensor:
-    """Units that are neither certain (s = 0) nor linear or dead to rounding."""
-    return (units.s > 0) & (units.h.abs() <= saturation(units.h.dtype))
-
-
-@torch.no_grad()
-def deep_layers(units: Units, weights: Tensor | None) -> Tensor:
-    """Which images have an output that hangs on seldom open units only: (images,), True or False.
-
-    An output's largest |Bᵢ|sᵢΦ(hᵢ) is less than `SELDOM` of its largest |Bᵢ|sᵢ then, so that the variances that the
-    rules of `bivariate` are accurate to, s₁s₂, are a thousand times those of the outputs or more. Without weights
-    B (images or 1, d, p) the outputs are the units, taken together.
-    """
-    if weights is None:
-        return (units.s * distribution(units.h)).amax(-1) < SELDOM * units.s.amax(-1)
-    size = (weights * units.s.unsqueeze(-2)).abs()
-    opened = size * distribution(units.h).unsqueeze(-2)
-    return (opened.amax(-1) < SELDOM * size.amax(-1)).any(-1)
-
-
-def noticeable(units: Units, weights: Tensor | None) -> Tensor:
-    """Units of deep layers that change an output, (images, units): the others' deviations are `FAINT`.
-
-    A dead unit's deviation is less than s·exp(−h²/4).
-    """
-    size = units.s * units.h.clamp(max=0).square().mul(-0.25).exp()
-    if weights is None:
-        return size > FAINT * size.amax(-1, keepdim=True)
-    sizes = (weights * size.unsqueeze(-2)).abs()
-    return (sizes > FAINT * sizes.amax(-1, keepdim=True)).any(-2)
-
-
-def dead(units: Units) -> Tensor:
-    """Units that are hardly ever open, (images, units)."""
-    return (units.s > 0) & (units.h < DEAD)
-
-
 def chunks(relevant: Tensor, images: int, elements: int, shared: bool) -> Iterator[Chunk]:
     """Split the images so that all pairs of a chunk, or a strip of one image's, fit `elements`.
 
@@ -463,19 +412,6 @@ def triangle(units: int, elements: int) -> Iterator[Tile]:
 def images_of(tensor: Tensor, chosen: Tensor) -> Tensor:
     """The chosen images of a tensor, or all of it where they share it."""
     return tensor if tensor.shape[0] == 1 else tensor[chosen]
-
-
-MIRROR_BLOCK = 128
-
-
-def mirror_(square: Tensor) -> Tensor:
-    """Copy what is below the diagonals of (images, p, p) above them, in place: symmetric to the bit."""
-    for start in range(0, square.shape[-1], MIRROR_BLOCK):
-        block = slice(start, start + MIRROR_BLOCK)
-        square[:, :start, block] = square[:, block, :start].mT
-        corner = square[:, block, block]
-        corner.copy_(corner.tril() + corner.tril(-1).mT)
-    return square
 
 
 def tile_elements(memory_budget: int, dtype: torch.dtype) -> int:

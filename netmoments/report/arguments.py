@@ -16,6 +16,7 @@ from netmoments import data as datasets
 from netmoments.data.images import LabelledImages, correct, evenly_spread
 from netmoments.files import open_regular, printable, read_array
 from netmoments.gaussian import Gaussian
+from netmoments.moments.methods import method_named
 from netmoments.network import zoo
 from netmoments.network.loading import load_network, with_preprocessing
 
@@ -125,6 +126,7 @@ class StudyConfig:
             raise ValueError(f"report: sigma must be a positive number (pixels are in [0, 1]), got {self.sigma}")
         if not 0 < self.tolerance < 0.5:
             raise ValueError(f"report: tolerance must be between 0 and 0.5 (0.01 for a point), got {self.tolerance}")
+        method_named(self.method, "report")
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise ValueError(f"report: seconds must be a positive number, got {self.seconds}")
         least = {"samples": 2, "scores": 2, "examples": 0, "attacks": 0, "rare": 0}

@@ -285,7 +285,7 @@ def _attacked(
 
 def _relu(network: nn.Module, images: LabelledImages, attack: Attack, device: torch.device) -> Relu | None:
     """The ReLU that the linearization keeps, of a network that has any."""
-    model = NetworkModel.of(network, images.images[:1].to(device), CALLER).refreshed()
+    model = NetworkModel.of(network, images.images[:1].to(device), CALLER)
     return model.relu(attack.layer) if model.relus else None
 
 

@@ -275,7 +275,7 @@ def study(
     start = time.perf_counter()
     network = network_of(network.to(config.device) if isinstance(network, nn.Module) else network, CALLER)
     pixels = images.images.to(config.device)
-    model = classifier(network, pixels)
+    model = classifier(network, pixels, config)
     images, names = with_classes_of(images, classes, model.outputs, CALLER)
     plan = TimePlan.of(model, len(images), config)
     say(plan.in_words(len(images)))
@@ -287,13 +287,13 @@ def study(
 def survey_of(network: nn.Module, images: LabelledImages, config: StudyConfig, plan: TimePlan) -> Study:
     """The flips of all images by samples alone, and the curve: a part of a study of many."""
     network, pixels = network.to(config.device), images.images.to(config.device)
-    model = classifier(network_of(network, CALLER), pixels)
+    model = classifier(network_of(network, CALLER), pixels, config)
     alone = dataclasses.replace(config, rare=0, examples=0, attacks=0)
     return model.answer(lambda: _found(model, pixels, images, (), alone, plan))
 
 
-def classifier(network: nn.Module, pixels: Tensor) -> NetworkModel:
-    """The model of a network that gives each image two scores or more."""
+def classifier(network: nn.Module, pixels: Tensor, config: StudyConfig) -> NetworkModel:
+    """The model of a network that gives each image two scores or more, and has the ReLU that attacks are to keep."""
     model = NetworkModel.of_any(network, pixels, CALLER)
     if len(model.parts) != 1 or len(model.parts[0].shape) != 1:
         shapes = ", ".join(str(tuple(part.shape)) for part in model.parts)
@@ -303,6 +303,8 @@ def classifier(network: nn.Module, pixels: Tensor) -> NetworkModel:
             f"{CALLER}: a class wins against others, and the network has only {model.outputs} score; make it two, "
             f"[0, score] for a yes-or-no network"
         )
+    if config.attacks and model.relus:
+        model.relu(config.layer)
     return model
 
 

@@ -77,7 +77,7 @@ def study_in_parts(subject: Subject, config: StudyConfig, classes: tuple[str, ..
         raise ValueError(f"{CALLER}: with --engine scores are those of the samples; leave out --method")
     network, images = subject.load()
     network = network_of(network.to(config.device), CALLER)
-    model = classifier(network, images.images[:1].to(config.device))
+    model = classifier(network, images.images[:1].to(config.device), config)
     images, names = with_classes_of(images, classes, model.outputs, CALLER)
     work = SurveySweep(subject, config, len(images))
     found = work.study(run_sweep(work, out, engine).columns, images, names, model.outputs)
@@ -218,7 +218,7 @@ class SomeImages:
         network, images = self.subject.load()
         network = network_of(network.to(device), CALLER)
         pixels = images.images.to(device)
-        model = classifier(network, pixels[:1])
+        model = classifier(network, pixels[:1], self.config)
         noise = self.config.noise(pixels)
 
         def compute(item: int) -> Columns:

@@ -213,10 +213,10 @@ def _table() -> Table:
 def _curve(found: Study) -> Group:
     """A column a level, with the ends of its band."""
     table = _table()
-    table.add_column("noise σ" if found.config.covariance is None else "× the noise")
+    table.add_column("noise σ" if found.config.covariance is None else "× the noise", no_wrap=True)
     for point in found.curve:
         style = "bold" if point == chosen_point(found) else None
-        table.add_column(f"{level_of(found, point):.3g}", justify="right", style=style)
+        table.add_column(f"{level_of(found, point):.3g}", justify="right", style=style, no_wrap=True)
     table.add_row("right" if found.labelled else "the same", *(f"{point.share:.1%}" for point in found.curve))
     table.add_row("95 % from", "", *(f"{math.floor(1000 * point.low) / 1000:.1%}" for point in found.curve[1:]))
     table.add_row("to", "", *(f"{math.ceil(1000 * point.high) / 1000:.1%}" for point in found.curve[1:]))

@@ -9,7 +9,7 @@ import torch
 
 import netmoments as nm
 from netmoments.attacks.box import Box, PixelSupport, Targeted, descend_in_box
-from netmoments.attacks.margins import fooled_margin
+from netmoments.attacks.evaluation import fooled_margin
 from tests.attacks.problems import GREY, SIZE, affine_relu_affine, margins_of, problem_of, random_images
 
 

@@ -8,8 +8,7 @@ import torch
 from scipy import ndimage
 
 from netmoments import memory
-from netmoments.attacks.evaluation import Success, noisy_scores, scores_of, structural_similarity
-from netmoments.attacks.margins import fooled_margin
+from netmoments.attacks.evaluation import Success, fooled_margin, noisy_scores, scores_of, structural_similarity
 from tests.attacks.problems import random_images, small_network
 
 

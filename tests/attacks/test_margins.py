@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import netmoments as nm
-from netmoments.attacks.margins import NetworkMargins, contrast, fooled_margin
+from netmoments.attacks.evaluation import fooled_margin
+from netmoments.attacks.margins import NetworkMargins, contrast
 from tests.attacks.problems import SHAPE, SIZE, affine_relu_affine, margins_of, random_images, small_network
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import netmoments as nm
 from netmoments.attacks.box import Targeted
-from netmoments.attacks.margins import fooled_margin
+from netmoments.attacks.evaluation import fooled_margin
 from netmoments.attacks.sparse_smooth import TURNS, SparseSmooth
 from tests.attacks.problems import GREY, QUICK
 

@@ -11,7 +11,7 @@ from netmoments.moments.tightness import our_methods
 from tests.networks import seeded
 
 OURS = {
-    "layerwise", "sketch", "two-stage", "sampling, 10,000", "sampling, 1,000",
+    "auto", "layerwise", "sketch", "two-stage", "sampling, 10,000", "sampling, 1,000",
     "sampling, 1,000, control sketch", "sampling, 1,000, control two-stage", "sampling, 1,000, control linear",
     "linear (delta method)",
 }  # fmt: skip

@@ -13,7 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import netmoments as nm
 from netmoments.normal import density
-from netmoments.relu.marginal import TAIL, excess_moments, open_probability, tail_moments, unit_nonlinear_variance
+from netmoments.relu.marginal import TAIL, excess_moments, nonlinear_variance, open_probability, tail_moments
 from tests.closeness import assert_close
 from tests.fuzz.oracle import mean_and_variance
 
@@ -115,7 +115,7 @@ def test_relu_of_z_and_minus_z_make_up_z(h):
 @given(st.floats(-40, 40))
 def test_nonlinear_variance_is_a_variance(h):
     h = torch.tensor(h, dtype=torch.float64)
-    assert 0 <= unit_nonlinear_variance(h).item() <= 0.25 - 1 / (2 * math.pi) + 1e-15
+    assert 0 <= nonlinear_variance(h, torch.ones_like(h)).item() <= 0.25 - 1 / (2 * math.pi) + 1e-15
 
 
 BAD = {

@@ -11,18 +11,21 @@ from torch import Tensor
 import netmoments as nm
 from netmoments.covariances import square_root
 from netmoments.normal import distribution
-from netmoments.relu.bivariate import Units, nonlinear_part, units_of
-from netmoments.relu.covariance import layer_covariance
-from netmoments.relu.tiles import (
-    Tile,
+from netmoments.relu.bivariate import (
+    Units,
     active,
-    chunks,
     dead,
     deep_layers,
-    height_root,
-    mirror_,
+    nonlinear_part,
     noticeable,
     saturation,
+    units_of,
+)
+from netmoments.relu.covariance import layer_covariance, mirror_
+from netmoments.relu.tiles import (
+    Tile,
+    chunks,
+    height_root,
     tail_excess,
     tail_nonlinear_part,
     tail_sums,

@@ -434,7 +434,7 @@ def strong_diagonal_kernel(
 
 @jit
 def seldom_open_kernel(table, chosen, units, seldom, faint, TERMS: constexpr, WIDE: constexpr):
-    """1 for the units of an image that `tiles.deep_layers` and `noticeable` pick, else 0: an image a program."""
+    """1 for the units of an image that `bivariate.deep_layers` and `noticeable` pick, else 0: an image a program."""
     image = tl.program_id(0)
     opened = tl.zeros((1,), tl.float64)
     deviation, reach = opened, opened

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from netmoments.normal import gauss_legendre, standard_deviation, standardize
-from netmoments.relu.bivariate import Units
+from netmoments.relu.bivariate import DEAD, FAINT, SELDOM, Units, saturation
 from netmoments.relu.marginal import variance_slopes
 from netmoments.relu.quadrature_rules import NONLINEAR_RULES, Rule, excess_limits, nonlinear_limits, recurrence
-from netmoments.relu.tiles import DEAD, FAINT, SELDOM, TAIL_NODES, gate_slopes, saturation, tail_rule
+from netmoments.relu.tiles import TAIL_NODES, gate_slopes, tail_rule
 from netmoments.relu.triton import forward_kernels, kernels
 
 TERMS = {torch.float32: 24, torch.float64: 80}
