@@ -11,7 +11,7 @@ demo: $(READY)
 
 # Two processes of one thread: the tensors are small, and threads that wait for one another take many times as long.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not fuzz" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu and not fuzz" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

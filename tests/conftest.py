@@ -49,6 +49,20 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if MISSING and not has_tests_for_a_gpu(collection_path) else None
 
 
+LONGEST = ("report", "test_readme", "fuzz", "test_cli", "test_affine_relu_affine", "network", "sweep", "reproduction")
+"""Files and rooms whose tests take longest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first: of several processes none is left alone with it at the end."""
+
+    def place(item: pytest.Item) -> int:
+        parts = item.path.relative_to(ROOT).with_suffix("").parts
+        return next((number for number, name in enumerate(LONGEST) if name in parts), len(LONGEST))
+
+    items.sort(key=place)
+
+
 class Reference(NamedTuple):
     """25-digit values, rounded to long double: covariance and orthant probability of unit-variance pairs."""
 

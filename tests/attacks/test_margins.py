@@ -7,7 +7,7 @@ import torch
 
 import netmoments as nm
 from netmoments.attacks.evaluation import fooled_margin
-from netmoments.attacks.margins import NetworkMargins, contrast
+from netmoments.attacks.margins import Formula, NetworkMargins, contrast
 from tests.attacks.problems import SHAPE, SIZE, affine_relu_affine, margins_of, random_images, small_network
 
 
@@ -42,6 +42,25 @@ def test_slopes_of_margins_are_finite_differences(generator, around):
     torch.testing.assert_close(here.pulled(multipliers), pulled, rtol=1e-12, atol=1e-13)
     numeric = (margins.at(shift, sigma + step) - margins.at(shift, sigma - step)) / (2 * step)
     torch.testing.assert_close(here.by_sigma(multipliers), (numeric * multipliers).sum(-1), rtol=1e-6, atol=1e-8)
+
+
+def test_deviations_of_margins_have_their_linear_part(generator):
+    network, images = affine_relu_affine(generator), random_images(generator)
+    margins, larger, smaller = margins_of(network, images)
+    followed = torch.arange(4).expand(len(images), -1)
+    formula = Formula(images, followed, network, margins.networks)
+    shift = 0.1 * torch.randn(len(images), 2, SIZE, generator=generator, dtype=torch.float64)
+    for sigma in (torch.full((len(images),), level, dtype=torch.float64) for level in (1e-4, 0.5)):
+        whole = formula.deviations(margins, sigma, shift)
+        least = margins.with_slopes(shift, sigma.unsqueeze(1)).least_deviations(sigma)
+        assert bool((least <= whole * (1 + 1e-9)).all())
+        assert bool((least >= 0.5 * whole).all())
+    for number in range(len(images)):  # by the covariance of the scores
+        own = nm.Gaussian(images[number].flatten() + shift[number, 0], std=float(sigma[number]))
+        alone = network.entries(number).covariance(own)
+        expected = alone[larger[number, 0], larger[number, 0]] + alone[smaller[number, 0], smaller[number, 0]]
+        expected = expected - 2 * alone[larger[number, 0], smaller[number, 0]]
+        torch.testing.assert_close(whole[number, 0], expected.sqrt())
 
 
 def test_free_coordinates_are_columns(generator):

@@ -374,6 +374,14 @@ def test_a_network_made_in_inference_mode_is_sampled_or_refused_in_words():
 NET = perceptron(5).float()
 NOISE = nm.Gaussian(torch.zeros(4), std=0.1)
 BATCH = nm.Gaussian(torch.zeros(3, 4), std=0.1)
+def test_an_affine_relu_affine_gives_what_is_asked():
+    with_all, without = nm.output_moments(GATES, NOISE), nm.output_moments(GATES, NOISE, covariance=False)
+    assert with_all.covariance is not None
+    assert without.covariance is None
+    assert torch.equal(without.variance, with_all.variance)
+    assert with_all.seconds > 0
+
+
 GATES = nm.AffineReluAffine(torch.ones(4, 4), torch.zeros(4), torch.ones(2, 4), torch.zeros(2))
 
 
@@ -423,6 +431,17 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"outputs must be from 0 to 1",
     ),
+    "a key of an AffineReluAffine": (
+        lambda: nm.output_moments(GATES, NOISE, key="scores"),
+        ValueError,
+        r"an AffineReluAffine has one output; leave out key, got 'scores'",
+    ),
+    "no memory for an AffineReluAffine": (
+        lambda: nm.output_moments(GATES, NOISE, memory_budget=-5),
+        ValueError,
+        r"memory_budget must be a positive",
+    ),
+    "outputs in words": (lambda: moments(outputs="a"), ValueError, r"outputs must be indices of scores, .*got 'a'"),
     "little memory": (
         lambda: nm.output_moments(deep(), noise(), "layerwise", memory_budget=99),
         ValueError,

@@ -10,7 +10,7 @@ import netmoments as nm
 from netmoments import memory
 from netmoments.covariances import Covariance, Dense, Diagonal, Isotropic, LowRank
 from netmoments.propagate import squares
-from netmoments.propagate.layerwise import layerwise
+from netmoments.propagate.layerwise import layerwise, with_variances
 from tests.closeness import assert_close
 from tests.networks import seeded
 from tests.propagate.small import SMALL, image, isotropic, moments, plan, pooled, sampled
@@ -282,3 +282,16 @@ def test_scores_of_units_that_never_move_have_no_variance():
         assert bool((found.variance >= 0).all())
         assert float(found.variance.max()) < 1e-3
     assert negative > 0
+
+
+@torch.no_grad()
+def test_what_is_computed_again_keeps_to_the_callers_memory():
+    """A negative variance is computed again without cumulants where a square fits, and is 0 where none does."""
+    make, shape = SMALL["2×2 pools"]
+    network, x = make().double().eval(), image(*shape)
+    covariance, every = isotropic(0.1, x), torch.arange(2).unsqueeze(0)
+    own = plan(network, x)
+    scores, square = layerwise(own, x, covariance, every)
+    spoilt = scores, square - 2 * torch.diag_embed(square.diagonal(dim1=-2, dim2=-1))
+    assert with_variances(spoilt, own, x, covariance, every, None)[1].diagonal(dim1=-2, dim2=-1).min() > 0
+    assert with_variances(spoilt, own, x, covariance, every, 1000)[1].count_nonzero() == 0

@@ -185,6 +185,7 @@ def test_a_number_or_all():
         ({"tolerance": 0.7}, "tolerance must be between 0 and 0.5"),
         ({"seconds": 0.0}, "seconds must be a positive number, got 0"),
         ({"rare": -1}, "rare must be at least 0, got -1"),
+        ({"method": "foo"}, "method must be one of auto, layerwise, "),
         ({"attacks": -1}, "attacks must be at least 0, got -1"),
     ],
 )

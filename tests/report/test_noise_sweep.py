@@ -122,7 +122,7 @@ def test_all_images_are_studied(whole):
     assert whole.scores.mean.shape == whole.shares.shape == (PART + 10, 10)
 
 
-@pytest.mark.parametrize("items", [1, 2])
+@pytest.mark.parametrize("items", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_was_done_before_an_interruption_is_kept(flips, tmp_path, items):
     with pytest.raises(KeyboardInterrupt):
         study_in_parts(SUBJECT, FLIPS, (), tmp_path, StoppedEngine(items))
@@ -131,6 +131,7 @@ def test_what_was_done_before_an_interruption_is_kept(flips, tmp_path, items):
     assert_same(study_in_parts(SUBJECT, FLIPS, (), tmp_path, LocalEngine(["cpu"])), flips)
 
 
+@pytest.mark.slow
 def test_processes_give_the_same(flips, tmp_path):
     assert_same(study_in_parts(SUBJECT, FLIPS, (), tmp_path, LocalEngine(["cpu", "cpu"])), flips)
 
