@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from netmoments.gaussian import random_seed
-from netmoments.linearize.two_stage import two_stage_value
 from netmoments.precision import full_precision
 from netmoments.report.pictures import BLUE, GREEN, INK, ORANGE, SMALL, dress, new_figure
 from netmoments.sweep.item import Columns
@@ -21,6 +20,7 @@ from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settin
 from reproduction.image_sweeps import BlocksOfImages, StudiedImages, same_bits
 from reproduction.lenet_on_mnist import studied_images
 from reproduction.published import TABLE_1, TABLE_1_NOISE
+from reproduction.two_stage_value import two_stage_value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

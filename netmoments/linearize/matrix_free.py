@@ -125,10 +125,6 @@ class StemMap:
         """Chosen columns of A, (L, c)."""
         return self.times(torch.nn.functional.one_hot(index, self.shape[1]).to(self.point)).T
 
-    def row_norms(self) -> Tensor:
-        """The Euclidean norm of every row, (L,)."""
-        return self.row_variances(Isotropic(self.point.new_ones(()), self.shape[1])).sqrt()
-
     def row_variances(self, covariance: Covariance) -> Tensor:
         """diag(A Σ Aᵀ), (L,): by columns where Σ is diagonal and there are fewer inputs than units, else by rows."""
         units, inputs = self.shape

@@ -374,6 +374,8 @@ def test_a_network_made_in_inference_mode_is_sampled_or_refused_in_words():
 NET = perceptron(5).float()
 NOISE = nm.Gaussian(torch.zeros(4), std=0.1)
 BATCH = nm.Gaussian(torch.zeros(3, 4), std=0.1)
+
+
 def test_an_affine_relu_affine_gives_what_is_asked():
     with_all, without = nm.output_moments(GATES, NOISE), nm.output_moments(GATES, NOISE, covariance=False)
     assert with_all.covariance is not None
