@@ -268,10 +268,7 @@ def study(
     classes: tuple[str, ...] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Study:
-    """Compute a `Study`; `say` is told what it will take.
-
-    Ctrl-C after the first round of samples ends the work early and keeps what is known.
-    """
+    """Compute a `Study`; `say` is told what it will take. Ctrl-C after the first samples of all keeps what is known."""
     start = time.perf_counter()
     network = network_of(network.to(config.device) if isinstance(network, nn.Module) else network, CALLER)
     pixels = images.images.to(config.device)
