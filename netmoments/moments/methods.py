@@ -328,8 +328,9 @@ class Auto(Method):
 
     `tolerance` is the error of means in standard deviations of the output, with variances to √2 times that relative,
     averaged over the outputs; `samples` (of each input) and `seconds` are limits. The same seed gives the same samples,
-    and answers that are the same to rounding: batches are as large as is fastest on a machine. Where the noise requires
-    a gradient, the answer is layerwise where that fits the memory, else a sketch. Unbiased; what was reached is in the
+    and answers that are the same to rounding: batches are as large as is fastest on a machine. Where low precision is
+    faster there, and corrected, they are the same to their errors (`reason` says so). Where the noise requires a
+    gradient, the answer is layerwise where that fits the memory, else a sketch. Unbiased; what was reached is in the
     result. Sources: docs/theory/control-variates.md.
 
     >>> from netmoments import output_moments

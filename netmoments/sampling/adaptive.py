@@ -23,7 +23,7 @@ from netmoments.memory import elements_together
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.progress import progress_bar
-from netmoments.sampling.fast_network import FastNetwork, fast_network, half_network
+from netmoments.sampling.fast_network import FastNetwork, fast_network, half_network, low_network
 from netmoments.sampling.pair_sums import (
     FOLDS,
     PairEstimate,
@@ -36,6 +36,7 @@ from netmoments.sampling.pair_sums import (
 )
 from netmoments.sampling.rare_events import WIDE_PAIRS, WIDENING
 from netmoments.sampling.slopes import SlopeControls, expected_slopes, points_worth
+from netmoments.sampling.two_level import MOST_SHARE, WORTH, ExactPairs, exact_pairs_worth, exact_share
 
 PILOT = 64
 """Pairs of the first round; WIDE_PAIRS of them are at wider noise, and only say what may be missed (`rare_events`)."""
@@ -49,8 +50,9 @@ SHORT = 2e-3
 """Seconds of a GPU that are less than another round would take: all inputs get what the neediest needs."""
 BLOCK = 1024
 """Pairs of one input that are summed at a time on a CPU."""
-OVERFLOWED = ", in float32 as float16 overflowed"
+OVERFLOWED = ", in float32 as {} overflowed"
 """What is said of it."""
+CORRECTED = ", in bfloat16, corrected by a share of them in float32"
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,10 @@ class _Sampling:
         self.half = half_network(model, memory_budget)
         self.fast = fast_network(model, memory_budget)
         self.slopes = SlopeControls()
+        self.low: FastNetwork | None = None
+        """On a CPU, the network in low precision, if most pairs are of that; `exact` are those that correct it."""
+        self.exact: ExactPairs | None = None
+        self.never_low = noise.device.type != "cpu"
         self.share = 1.0
         """Of the pairs, those to be mirrored; 0 from the start if all are to be independent."""
         self.remark = ""
@@ -175,7 +181,9 @@ class _Sampling:
         try:
             return self._rounds(goal, start)
         except _Overflow:  # all anew
-            self.half, self.share, self.remark = None, share, OVERFLOWED
+            name = "bfloat16" if self.half is None else "float16"
+            self.half, self.low, self.exact, self.never_low = None, None, None, True
+            self.share, self.remark = share, OVERFLOWED.format(name)
             return self._rounds(goal, start)
 
     def _rounds(self, goal: Goal, start: float) -> Adaptive:
@@ -201,10 +209,18 @@ class _Sampling:
                 if goal.seconds is not None and time.perf_counter() - start > goal.seconds:
                     stopped = f"the limit of {goal.seconds:g} seconds"
                     break
+                if self.exact is not None:
+                    self.exact.watch(found, self.noise.dtype, goal.tolerance, most)
                 self._round(missing, most - found.pairs, goal, start)
+                if self.exact is not None:
+                    self.sums.correction = self.exact.correction()
                 found = self.sums.standing(self.fast.replayed)
-        runs = 2 * (found.pairs + self.wide_pairs) + self.slopes.points + (2 * pilot if self.sums.correction else 0)
+        runs = 2 * (found.pairs + self.wide_pairs) + self.slopes.points
         wins = self.sums.wins / self.sums.wins.sum(-1, keepdim=True)
+        if self.exact is not None:
+            runs, wins = runs + 2 * self.exact.pairs.long(), self.exact.shares_of_wins(self.sums.wins)
+        elif self.sums.correction:
+            runs = runs + 2 * pilot
         how = described(self.share, self.slopes.points, self.remark)
         return Adaptive(found.estimate, runs, wins, found.reached, stopped, how)
 
@@ -250,12 +266,47 @@ class _Sampling:
         self.share = share if 0.1 < share < 0.9 else float(round(share))
         if self.half is not None and not of_half[0]:
             self.half, self.sums.correction = None, ()
-            self.remark = "" if of_half[1] else OVERFLOWED
+            self.remark = "" if of_half[1] else OVERFLOWED.format("float16")
+        if not self.never_low and mirrored and self.half is None:
+            found = self._in_low_precision(found, drawn, (first, second), most, goal)
         return found
+
+    def _in_low_precision(
+        self, found: Standing, drawn: tuple[Tensor, Tensor | None], exact: tuple[Tensor, Tensor], most: int, goal: Goal
+    ) -> Standing:
+        """Where the first exact pairs leave it; or where the same in low precision does, if that is cheaper for what is
+        still to be done (see `two_level`).
+        """
+        pairs = len(exact[0])
+        spread = float((found.reached.square() * found.pairs).mean())
+        still = 2 * len(self.mean) * (min(spread / goal.tolerance**2, most) - pairs)
+        if found.infinite or not still * self.fast.cost > WORTH:
+            return found
+        if exact_share(spread, 0.0, goal.tolerance, most) > MOST_SHARE:
+            return found
+        low = low_network(self.model, self.memory_budget)
+        if low is None:
+            return found
+        values = low.pairs(self.mean, *drawn, self.outputs)
+        beside = ExactPairs(self.sums.centre, found.estimate.second)
+        beside.take(None, pairs)
+        beside.add(None, exact, (values[0], values[1]))
+        costs, difference = (self.fast.cost, low.cost), beside.spread_of(found.estimate, self.noise.dtype)
+        beside.share, beside.least = exact_pairs_worth(spread, difference, goal.tolerance, (pairs, most), costs)
+        if beside.share == 0:
+            return found
+        sums = PairSums(self.sums.centre, self.noise.dtype, self.products, self.slopes.known, self.sums.costs)
+        sums.wide = self.sums.wide
+        sums.add(
+            True, None, *block_sums(values[0], values[1], lines(self.slopes.slopes, *drawn), sums.centre, self.products)
+        )
+        sums.correction = beside.correction()
+        self.low, self.exact, self.sums, self.remark = low, beside, sums, CORRECTED
+        return sums.standing(self.fast.replayed)
 
     def _round(self, missing: Tensor, left: Tensor, goal: Goal, start: float) -> None:
         """So many more pairs (E,) for the entries that miss some, a block at a time, and no more than are left."""
-        network, entries = self.half or self.fast, int((missing > 0).sum())
+        network, entries = self.half or self.low or self.fast, int((missing > 0).sum())
         if self.on_gpu:  # few different shapes, so that work can be recorded: all entries, the neediest half, a quarter
             entries = max(1, len(missing) // 2 ** math.ceil(math.log2(len(missing) / entries)))
         active = missing.argsort(descending=True, stable=True)[:entries].sort().values
@@ -286,9 +337,33 @@ class _Sampling:
         own: list[Tensor | None] = [self.mean, self.sums.centre, self.slopes.slopes, self.outputs]
         if where is not None:
             own = [None if x is None else x[where] for x in own]
+        drawn = self._draw(where, count, mirrored)
+        if self.exact is not None:
+            self.sums.add(mirrored, where, *self._with_exact_ones(self.exact, network, where, own, drawn))
+            return
         work = partial(_sums_of_block, network, self.products)
-        found = network.replayed(("block", self.products), work, *own, *self._draw(where, count, mirrored))
+        found = network.replayed(("block", self.products), work, *own, *drawn)
         self.sums.add(mirrored, where, *found)
+
+    def _with_exact_ones(
+        self,
+        exact: ExactPairs,
+        network: FastNetwork,
+        where: Tensor | None,
+        own: list[Tensor | None],
+        drawn: tuple[Tensor, Tensor | None],
+    ) -> tuple[Tensor, ...]:
+        """The sums of pairs in low precision; some of them are run exactly, too."""
+        mean, centre, slopes, outputs = own
+        assert mean is not None
+        assert centre is not None
+        values = network.pairs(mean, *drawn, outputs)
+        some = exact.take(where, len(drawn[0]))
+        if some > 0:
+            ones = self.fast.pairs(mean, drawn[0][:some], None if drawn[1] is None else drawn[1][:some], outputs)
+            self.sums.bad[0] += sum(int((~x.isfinite()).any(-1).sum()) for x in ones)
+            exact.add(where, ones, (values[0][:some], values[1][:some]))
+        return block_sums(values[0], values[1], lines(slopes, *drawn), centre, self.products)
 
     def _first_values(self, drawn: tuple[Tensor, Tensor | None], wide: Tensor | None) -> tuple[Tensor, ...]:
         """Outputs (p, E, d) at both inputs of the first pairs, and of wide ones in the same run, if the network can
@@ -324,7 +399,7 @@ class _Sampling:
 
     def _refuse_infinite(self, found: Standing) -> None:
         """An error that says how many samples gave no numbers, and which outputs; or another try in float32."""
-        if self.half is not None:
+        if self.half is not None or self.low is not None:
             raise _Overflow
         where = self.sums.bad[1:].nonzero().squeeze(1).tolist()
         named = ", ".join(map(str, where[:4])) + (", …" if len(where) > 4 else "")

@@ -27,7 +27,7 @@ what is left, follows from sums over the pairs of each fold, so that memory does
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -541,14 +541,14 @@ class CorrectionSums:
         self, centre: Tensor, exact: tuple[Tensor, Tensor], low: tuple[Tensor, Tensor], products: bool
     ) -> None:
         """From values (p, E, d) of both samples of p pairs."""
-        (even, target), (low_even, low_target) = (_even_and_target(centre, values, products) for values in (exact, low))
+        (even, target), (low_even, low_target) = (even_and_target(centre, values, products) for values in (exact, low))
         self.count = len(even)
         self.even, self.even_error = _mean_and_error(even - low_even)
         self.target, self.target_error = _mean_and_error(target - low_target)
 
     def alone(self, centre: Tensor, exact: tuple[Tensor, Tensor], products: bool) -> PairEstimate:
         """The moments of these pairs with the errors of the correction only."""
-        even, target = _even_and_target(centre, exact, products)
+        even, target = even_and_target(centre, exact, products)
         return PairEstimate(even.mean(0), target.mean(0), self.even_error, self.target_error)
 
 
@@ -568,7 +568,7 @@ def corrected(
     )  # fmt: skip
 
 
-def _even_and_target(centre: Tensor, values: tuple[Tensor, Tensor], products: bool) -> tuple[Tensor, Tensor]:
+def even_and_target(centre: Tensor, values: Sequence[Tensor], products: bool) -> tuple[Tensor, Tensor]:
     """e and t of pairs of values (p, E, d), in float64."""
     first, second = (x.double() - centre for x in values)
     even, odd = (first + second) / 2, (first - second) / 2
