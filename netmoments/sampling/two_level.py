@@ -36,10 +36,12 @@ ADDED = 0.1
 """Of the squared error, at most, from differences."""
 COSTS = 0.5
 """c'/c as it is taken for the share, so that it depends on values alone, not on times."""
-MOST_SHARE = 0.5
-"""Of the pairs: where more would have to be exact, low precision is not even tried."""
-WORTH = 0.05
-"""Seconds that exact runs would take still, below which there is nothing to gain."""
+MOST_SHARE = 0.25
+"""Of the pairs: where more would have to be exact, low precision is not even tried; and no more are, if it was."""
+WORTH = 0.1
+"""Seconds that exact runs would take still, below which there is too little to gain for what it takes besides runs."""
+CHEAPER = 0.85
+"""Of the cost of exact runs, at most: a and b of the first pairs say it to about that."""
 
 
 def exact_share(spread: float, difference: float, tolerance: float, most: int) -> float:
@@ -57,7 +59,7 @@ def exact_share(spread: float, difference: float, tolerance: float, most: int) -
 def exact_pairs_worth(
     spread: float, difference: float, tolerance: float, pairs: tuple[int, int], costs: tuple[float, float]
 ) -> tuple[float, int]:
-    """The share of pairs to be run exactly as well, and how many these will be; 0 where exact runs alone are as cheap.
+    """The share of pairs to be run exactly, too, and how many these will be; 0 where exact ones alone are as cheap.
 
     From a and b; pairs that there are, exact and in low precision, and the most there may be; costs c and c' of a run.
     """
@@ -69,7 +71,7 @@ def exact_pairs_worth(
     alone, both = (min(each / tolerance**2, most) for each in (spread, spread + difference / share))
     exact = (alone - done) * exact_cost
     low = both * low_cost + max(0.0, share * both - done) * exact_cost
-    return (share, math.ceil(share * both)) if low < exact else (0.0, 0)
+    return (share, math.ceil(share * both)) if low < CHEAPER * exact else (0.0, 0)
 
 
 class ExactPairs:
@@ -100,7 +102,7 @@ class ExactPairs:
         """Take more of them from now on where differences turn out to be larger than they were."""
         spread = float((found.reached.square() * found.pairs).mean())
         share = exact_share(spread, self.spread_of(found.estimate, dtype), tolerance, most)
-        self.share = max(self.share, min(1.0, share))
+        self.share = max(self.share, min(MOST_SHARE, share))
 
     def take(self, where: Tensor | None, count: int) -> int:
         """Count in so many more pairs in low precision, of the entries with these indices, or of all; how many of them

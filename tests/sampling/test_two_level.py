@@ -17,7 +17,7 @@ from netmoments.sampling import adaptive, fast_network
 from netmoments.sampling.adaptive import Goal, sampled_to_tolerance
 from netmoments.sampling.fast_network import FastNetwork, low_network
 from netmoments.sampling.pair_sums import PairEstimate, even_and_target
-from netmoments.sampling.two_level import ADDED, ExactPairs, exact_pairs_worth, exact_share
+from netmoments.sampling.two_level import ADDED, MOST_SHARE, ExactPairs, exact_pairs_worth, exact_share
 from tests.networks import seeded
 
 TWO = torch.zeros(2, 1, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_there_are_enough_exact_pairs_for_what_they_cannot_show():
 def test_low_precision_is_chosen_where_it_is_cheaper():
     few, many = (48, MOST), (4000, MOST)
     assert exact_pairs_worth(0.5, 1e-4, 0.01, few, (1.0, 0.5)) == (pytest.approx(0.04), 201)
-    assert exact_pairs_worth(0.5, 1e-4, 0.01, few, (1.0, 0.97)) == (0.0, 0)
+    assert exact_pairs_worth(0.5, 1e-4, 0.01, few, (1.0, 0.83)) == (0.0, 0)
     assert exact_pairs_worth(0.5, 0.2, 0.01, few, (1.0, 0.5)) == (0.0, 0)
     assert exact_pairs_worth(0.5, 1e-4, 0.01, many, (1.0, 0.5)) == (0.0, 0)
     for bad in (math.nan, math.inf):
@@ -147,10 +147,10 @@ def test_larger_differences_than_at_first_raise_the_share():
         PairEstimate(0 * one, one, 1e-4 * one, 2e-4 * one), torch.tensor([0.01]), torch.tensor([5000]), 0, one
     )
     found.watch(standing, torch.float32, 0.01, MOST)
-    assert 0.05 < found.share <= 1
+    assert found.share == MOST_SHARE
 
 
-SEEDS = 60
+SEEDS = 50
 
 
 @pytest.mark.parametrize("outputs", [None, [[2, 0]]], ids=["all", "chosen"])
@@ -160,7 +160,7 @@ def test_values_of_low_precision_are_corrected(low_precision, outputs):
     model = NetworkModel.of_any(NET, NOISE.mean, "test")
     chosen = None if outputs is None else torch.tensor(outputs)
     truth = nm.monte_carlo(NET, nm.Gaussian(NOISE.mean[0], std=2.0), 400_000, seed=99)
-    goal = Goal(0.03, 10**6)
+    goal = Goal(0.02, 10**6)
     runs = [sampled_to_tolerance(model, NOISE, chosen, goal, seed=seed, products=True) for seed in range(SEEDS)]
     assert sum("bfloat16, corrected" in run.how for run in runs) > 0.8 * SEEDS
     assert sum(counted) > 0.5 * sum(int(run.samples) for run in runs)
