@@ -454,9 +454,9 @@ def _sampled(found: Adaptive, indices: Tensor, method: str, dtype: torch.dtype) 
     estimate = found.estimate
     products = estimate.second.dim() == 3
     errors = MomentErrors(
-        estimate.mean_error.sqrt().to(dtype),
-        estimate.variance_error.sqrt().to(dtype),
-        estimate.second_error.sqrt().to(dtype) if products else None,
+        estimate.mean_error_squared.sqrt().to(dtype),
+        estimate.variance_error_squared.sqrt().to(dtype),
+        estimate.second_error_squared.sqrt().to(dtype) if products else None,
     )
     return OutputMoments(
         estimate.mean.to(dtype),

@@ -124,10 +124,14 @@ def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:
     def error(formula: Tensor, value: Tensor, squared: Tensor) -> Tensor:
         return ((formula.detach().double() - value) ** 2 + squared).sqrt().to(formula.dtype)
 
-    matrix = error(found.covariance, estimate.second, estimate.second_error) if found.covariance is not None else None
+    matrix = (
+        error(found.covariance, estimate.second, estimate.second_error_squared)
+        if found.covariance is not None
+        else None
+    )
     errors = MomentErrors(
-        error(found.mean, estimate.mean, estimate.mean_error),
-        error(found.variance, estimate.variance, estimate.variance_error),
+        error(found.mean, estimate.mean, estimate.mean_error_squared),
+        error(found.variance, estimate.variance, estimate.variance_error_squared),
         matrix,
     )
     return dataclasses.replace(found, error=errors, samples=int(sampled.samples.double().mean()))

@@ -190,13 +190,13 @@ def controlled_monte_carlo(
     outputs = output_shape.numel()
     covariance, covariance_error = (
         matrix.reshape(*evaluated.entries, outputs, outputs)
-        for matrix in (estimate.covariance, estimate.covariance_error.sqrt())
+        for matrix in (estimate.covariance, estimate.covariance_error_squared.sqrt())
     )
     return SampledMoments(
         mean=estimate.mean.reshape(batch_and_output),
         variance=covariance.diagonal(dim1=-2, dim2=-1).reshape(batch_and_output),
         covariance=covariance,
-        mean_standard_error=estimate.mean_error.sqrt().reshape(batch_and_output),
+        mean_standard_error=estimate.mean_error_squared.sqrt().reshape(batch_and_output),
         variance_standard_error=covariance_error.diagonal(dim1=-2, dim2=-1).reshape(batch_and_output),
         covariance_standard_error=covariance_error,
         samples=samples,

@@ -43,8 +43,8 @@ class Estimate(NamedTuple):
 
     mean: Tensor
     covariance: Tensor
-    mean_error: Tensor
-    covariance_error: Tensor
+    mean_error_squared: Tensor
+    covariance_error_squared: Tensor
 
 
 def cross_fitted(values: Tensor, controls: Tensor, correlation: Tensor) -> Estimate:
@@ -52,16 +52,16 @@ def cross_fitted(values: Tensor, controls: Tensor, correlation: Tensor) -> Estim
     samples = values.shape[-1]
     mean = values.new_zeros(values.shape[:-1])
     covariance = torch.zeros_like(correlation)
-    mean_error, covariance_error = torch.zeros_like(mean), torch.zeros_like(covariance)
+    mean_error_squared, covariance_error_squared = torch.zeros_like(mean), torch.zeros_like(covariance)
     for own, others in folds(samples, values.device):
         weight = len(own) / samples
         part = _fold(values, controls, correlation, own, others)
         mean += weight * part.mean
         covariance += weight * part.covariance
-        mean_error += weight**2 * part.mean_error
-        covariance_error += weight**2 * part.covariance_error
-    covariance, covariance_error = (0.5 * (x + x.mT) for x in (covariance, covariance_error))
-    return Estimate(mean, covariance, mean_error, covariance_error)
+        mean_error_squared += weight**2 * part.mean_error_squared
+        covariance_error_squared += weight**2 * part.covariance_error_squared
+    covariance, covariance_error_squared = (0.5 * (x + x.mT) for x in (covariance, covariance_error_squared))
+    return Estimate(mean, covariance, mean_error_squared, covariance_error_squared)
 
 
 def folds(samples: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

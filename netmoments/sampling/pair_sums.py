@@ -54,16 +54,20 @@ class PairEstimate(NamedTuple):
 
     mean: Tensor
     second: Tensor
-    mean_error: Tensor
-    second_error: Tensor
+    mean_error_squared: Tensor
+    second_error_squared: Tensor
 
     @property
     def variance(self) -> Tensor:
         return self.second if self.second.dim() == 2 else self.second.diagonal(dim1=-2, dim2=-1)
 
     @property
-    def variance_error(self) -> Tensor:
-        return self.second_error if self.second_error.dim() == 2 else self.second_error.diagonal(dim1=-2, dim2=-1)
+    def variance_error_squared(self) -> Tensor:
+        return (
+            self.second_error_squared
+            if self.second_error_squared.dim() == 2
+            else self.second_error_squared.diagonal(dim1=-2, dim2=-1)
+        )
 
 
 def allowing_for_skewness(found: PairEstimate) -> PairEstimate:
@@ -73,10 +77,10 @@ def allowing_for_skewness(found: PairEstimate) -> PairEstimate:
     logarithm. Two standard errors up are then v·e^{2r}, so that one is taken as (e^{2r} − 1)/2 of v, and covariances in
     proportion. That is r for small ones (0.0101 for 0.01), 0.41 for 0.3.
     """
-    share = (found.variance_error.sqrt() / found.variance.clamp(min=0)).nan_to_num(0.0).clamp(max=MOST_SHARE)
+    share = (found.variance_error_squared.sqrt() / found.variance.clamp(min=0)).nan_to_num(0.0).clamp(max=MOST_SHARE)
     factor = torch.where(share > 0, torch.expm1(2 * share) / (2 * share), 1.0)
     squared = factor.unsqueeze(-1) * factor.unsqueeze(-2) if found.second.dim() == 3 else factor**2
-    return PairEstimate(found.mean, found.second, found.mean_error, found.second_error * squared)
+    return PairEstimate(found.mean, found.second, found.mean_error_squared, found.second_error_squared * squared)
 
 
 def allowing_for_the_unseen(found: PairEstimate, samples: Tensor, wide: Tensor | None = None) -> PairEstimate:
@@ -89,7 +93,11 @@ def allowing_for_the_unseen(found: PairEstimate, samples: Tensor, wide: Tensor |
     """
     deviation = found.variance.clamp(min=0).sqrt()
     each = deviation / (samples if wide is None else samples + 2 * WIDE_PAIRS).unsqueeze(-1)
-    mean_error, second_error, squares = found.mean_error, found.second_error, each * deviation
+    mean_error_squared, second_error_squared, squares = (
+        found.mean_error_squared,
+        found.second_error_squared,
+        each * deviation,
+    )
     products = found.second.dim() == 3
     if products:
         squares = each.unsqueeze(-1) * deviation.unsqueeze(-2)
@@ -97,8 +105,14 @@ def allowing_for_the_unseen(found: PairEstimate, samples: Tensor, wide: Tensor |
         of_mean, of_second = 2 * unseen_spread(wide, samples) / samples.unsqueeze(-1)
         if products:
             of_second = (of_second.unsqueeze(-1) * of_second.unsqueeze(-2)).sqrt()
-        mean_error, second_error = torch.maximum(mean_error, of_mean), torch.maximum(second_error, of_second)
-    return found._replace(mean_error=mean_error + each.square(), second_error=second_error + 2 * squares.square())
+        mean_error_squared, second_error_squared = (
+            torch.maximum(mean_error_squared, of_mean),
+            torch.maximum(second_error_squared, of_second),
+        )
+    return found._replace(
+        mean_error_squared=mean_error_squared + each.square(),
+        second_error_squared=second_error_squared + 2 * squares.square(),
+    )
 
 
 def relative_errors(estimate: PairEstimate, dtype: torch.dtype) -> Tensor:
@@ -109,7 +123,7 @@ def relative_errors(estimate: PairEstimate, dtype: torch.dtype) -> Tensor:
     """
     rounding = ROUNDING * torch.finfo(dtype).eps * estimate.mean.abs()
     deviation = torch.maximum(estimate.variance.clamp(min=0).sqrt(), rounding)
-    mean, second = estimate.mean_error.sqrt(), estimate.variance_error.sqrt()
+    mean, second = estimate.mean_error_squared.sqrt(), estimate.variance_error_squared.sqrt()
     mean = torch.where(mean > 0, mean / deviation, 0.0).mean(-1)
     second = torch.where(second > 0, second / deviation**2, 0.0).mean(-1)
     return torch.maximum(mean, second / math.sqrt(2))
@@ -369,15 +383,15 @@ def of_one_kind(
         beside(even_w, target_w), _Control(*map(beside, mean_control, control)), expected, heavy,
     )  # fmt: skip
     mean, second = value[:, :outputs], value[:, outputs:]
-    mean_error, second_error = error[:, :outputs], error[:, outputs:]
+    mean_error_squared, second_error_squared = error[:, :outputs], error[:, outputs:]
     # what an estimated mean costs: (μ − a)(μ − a)ᵀ from pairs of different pairs
     count, total, squares = counts.sum(1), even.sum(1), even_even.sum(1)
     different = count * (count - 1)
     spread = squares / count
     second = second - (crossed(total) - squares) / different
-    second_error = second_error + (crossed(own(spread)) + spread**2) / different
+    second_error_squared = second_error_squared + (crossed(own(spread)) + spread**2) / different
     shape = (-1, outputs, outputs) if products else (-1, outputs)
-    return PairEstimate(centre + mean, second.reshape(shape), mean_error, second_error.reshape(shape))
+    return PairEstimate(centre + mean, second.reshape(shape), mean_error_squared, second_error_squared.reshape(shape))
 
 
 def combined(one: PairEstimate, other: PairEstimate, of_mean: Tensor, of_second: Tensor) -> PairEstimate:
@@ -391,8 +405,8 @@ def combined(one: PairEstimate, other: PairEstimate, of_mean: Tensor, of_second:
     return PairEstimate(
         of_mean * one.mean + (1 - of_mean) * other.mean,
         of_second * one.second + (1 - of_second) * other.second,
-        of_mean**2 * one.mean_error + (1 - of_mean) ** 2 * other.mean_error,
-        of_second**2 * one.second_error + (1 - of_second) ** 2 * other.second_error,
+        of_mean**2 * one.mean_error_squared + (1 - of_mean) ** 2 * other.mean_error_squared,
+        of_second**2 * one.second_error_squared + (1 - of_second) ** 2 * other.second_error_squared,
     )
 
 
@@ -403,8 +417,9 @@ def chosen(where: Tensor, one: PairEstimate, other: PairEstimate) -> PairEstimat
         return torch.where(where.reshape(-1, *(1,) * (a.dim() - 1)), a, b)
 
     return PairEstimate(
-        pick(one.mean, other.mean), pick(one.second, other.second), pick(one.mean_error, other.mean_error),
-        pick(one.second_error, other.second_error),
+        pick(one.mean, other.mean), pick(one.second, other.second),
+        pick(one.mean_error_squared, other.mean_error_squared),
+        pick(one.second_error_squared, other.second_error_squared),
     )  # fmt: skip
 
 
@@ -563,8 +578,8 @@ def corrected(
     else:
         moved = 2 * before * even + even**2
     return PairEstimate(
-        found.mean + even, found.second + target - moved, found.mean_error + even_error,
-        found.second_error + target_error,
+        found.mean + even, found.second + target - moved, found.mean_error_squared + even_error,
+        found.second_error_squared + target_error,
     )  # fmt: skip
 
 

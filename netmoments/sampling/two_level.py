@@ -95,7 +95,7 @@ class ExactPairs:
         _, even_error, _, target_error = self.differences()
         if not (bool(even_error.isfinite().all()) and bool(target_error.isfinite().all())):
             return math.inf
-        off = relative_errors(found._replace(mean_error=even_error, second_error=target_error), dtype)
+        off = relative_errors(found._replace(mean_error_squared=even_error, second_error_squared=target_error), dtype)
         return float((off.square() * self.pairs).mean())
 
     def watch(self, found: Standing, dtype: torch.dtype, tolerance: float, most: int) -> None:
@@ -139,7 +139,7 @@ class ExactPairs:
         """`differences`, with errors that allow for what so many pairs cannot have shown."""
         even, even_error, target, target_error = self.differences()
         allowed = allowing_for_the_unseen(PairEstimate(even, self.second, even_error, target_error), 2 * self.pairs)
-        return even, allowed.mean_error, target, allowed.second_error
+        return even, allowed.mean_error_squared, target, allowed.second_error_squared
 
     def shares_of_wins(self, wins: Tensor) -> Tensor:
         """Shares (E, d) of the samples in which each output is the largest, from counts in low precision."""

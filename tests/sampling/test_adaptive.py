@@ -129,7 +129,7 @@ def test_estimates_are_as_far_from_the_truth_as_their_errors_say(kind):
     assert all(float(found.reached.max()) <= tolerance for found in runs)
     for name in ("mean", "variance"):
         values, squares = (
-            torch.cat([getattr(run.estimate, which) for run in runs]) for which in (name, f"{name}_error")
+            torch.cat([getattr(run.estimate, which) for run in runs]) for which in (name, f"{name}_error_squared")
         )
         average = values.mean(0)
         error = (squares.mean(0) / SEEDS + getattr(truth, f"{name}_standard_error") ** 2).sqrt()
@@ -152,7 +152,7 @@ def test_every_structure_of_covariance(kind):
     for products in (True, False):
         found = sampled_to_tolerance(model, given, None, Goal(0.02, 10**6), seed=1, products=products).estimate
         second = exact.covariance if products else exact.variance
-        pairs = ((found.mean, found.mean_error, exact.mean), (found.second, found.second_error, second))
+        pairs = ((found.mean, found.mean_error_squared, exact.mean), (found.second, found.second_error_squared, second))
         for value, squared, truth in pairs:
             if kind == "certain":
                 assert_close(value, truth, atol=1e-12)
@@ -429,7 +429,7 @@ def test_values_of_low_precision_are_corrected(low_precision):
     assert sum(counted) > 0.8 * sum(int(run.samples) for run in runs)
     for name in ("mean", "variance"):
         values, squares = (
-            torch.cat([getattr(run.estimate, which) for run in runs]) for which in (name, f"{name}_error")
+            torch.cat([getattr(run.estimate, which) for run in runs]) for which in (name, f"{name}_error_squared")
         )
         error = (squares.mean(0) / SEEDS + getattr(truth, f"{name}_standard_error") ** 2).sqrt()
         assert float(((values.mean(0) - getattr(truth, name)) / error).abs().max()) < 4.5, name

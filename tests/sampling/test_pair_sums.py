@@ -131,8 +131,8 @@ def by_hand(pairs: Pairs, entry: int, centre: np.ndarray, blocks: list[int]) -> 
                 left[own] -= slope * (u[own] - expected[0]) + bend * (u[own] ** 2 - expected[1])
         return left.mean(), left.var(ddof=1) / count
 
-    mean, mean_error = np.zeros(outputs), np.zeros(outputs)
-    second_moment, second_error = np.zeros((outputs, outputs)), np.zeros((outputs, outputs))
+    mean, mean_error_squared = np.zeros(outputs), np.zeros(outputs)
+    second_moment, second_error_squared = np.zeros((outputs, outputs)), np.zeros((outputs, outputs))
     lines, known = np.zeros((2, count, outputs)), np.zeros((outputs, outputs))
     if pairs.line is not None and pairs.known is not None:
         lines, known = pairs.line[:, :, entry].numpy(), pairs.known.numpy()
@@ -143,12 +143,12 @@ def by_hand(pairs: Pairs, entry: int, centre: np.ndarray, blocks: list[int]) -> 
             value, error = controlled(odd[:, i] * odd[:, j] + even[:, i] * even[:, j], u, expected)
             if i == j:
                 own = (u, expected) if pairs.mirrored else (lines[:, :, i].mean(0), (0.0, 0.0))
-                mean[i], mean_error[i] = controlled(even[:, i], *own)
+                mean[i], mean_error_squared[i] = controlled(even[:, i], *own)
             different = [even[p, i] * even[q, j] for p in range(count) for q in range(count) if p != q]
             spread = [float((even[:, a] * even[:, b]).mean()) for a, b in ((i, i), (j, j), (i, j))]
             second_moment[i, j] = value - np.mean(different)
-            second_error[i, j] = error + (spread[0] * spread[1] + spread[2] ** 2) / len(different)
-    return centre + mean, second_moment, mean_error, second_error
+            second_error_squared[i, j] = error + (spread[0] * spread[1] + spread[2] ** 2) / len(different)
+    return centre + mean, second_moment, mean_error_squared, second_error_squared
 
 
 @pytest.mark.parametrize("mirrored", [True, False])
@@ -161,7 +161,7 @@ def test_sums_give_what_all_values_give(control, mirrored):
     centre = (MEAN + 0.1 * COVARIANCE.diagonal().sqrt()).numpy()
     for entry in range(2):
         expected = by_hand(pairs, entry, centre, blocks)
-        for name, value in zip(("mean", "second", "mean_error", "second_error"), expected, strict=True):
+        for name, value in zip(("mean", "second", "mean_error_squared", "second_error_squared"), expected, strict=True):
             size = float(np.abs(value).max())
             assert_close(getattr(found, name)[entry], torch.tensor(value), atol=1e-9 * size, what=name)
 
@@ -172,7 +172,7 @@ def test_squares_alone_are_the_diagonal_of_all_products(control, mirrored):
     pairs = draw(64, 3, control, mirrored=mirrored)
     every, squares = pairs.estimate(), pairs.estimate(products=False)
     assert squares.second.shape == (3, 2)
-    for name in ("mean", "mean_error", "variance", "variance_error"):
+    for name in ("mean", "mean_error_squared", "variance", "variance_error_squared"):
         assert_close(getattr(squares, name), getattr(every, name), rtol=1e-10, what=name)
     assert_close(every.second, every.second.mT, atol=1e-15)
 
@@ -183,7 +183,7 @@ def test_values_in_float32(products):
     exact = draw(256, 2, "expected slopes")
     rounded = Pairs(exact.first.float(), exact.second.float(), exact.line.float(), exact.known)
     found, expected = (pairs.estimate(products, off=0.0) for pairs in (rounded, exact))
-    for name in ("mean", "mean_error", "second", "second_error"):
+    for name in ("mean", "mean_error_squared", "second", "second_error_squared"):
         size = float(getattr(expected, name).abs().max())
         assert_close(getattr(found, name), getattr(expected, name), atol=1e-4 * size, what=name)
         assert getattr(found, name).dtype == torch.float64
@@ -194,11 +194,11 @@ def test_what_the_samples_cannot_have_shown():
     mean, second = torch.tensor([[3.0, 0.0]]), torch.tensor([[[4.0, 1.0], [1.0, 0.0]]])
     none = PairEstimate(mean, second, torch.zeros_like(mean), torch.zeros_like(second))
     found = allowing_for_the_unseen(none, torch.tensor([128.0]))
-    assert found.mean_error.sqrt().tolist() == [[2 / 128, 0.0]]
-    assert_close(found.variance_error.sqrt(), torch.tensor([[4 * 2**0.5 / 128, 0.0]]), rtol=1e-6)
-    alone = none._replace(second=torch.tensor([[4.0, 0.0]]), second_error=torch.zeros_like(mean))
+    assert found.mean_error_squared.sqrt().tolist() == [[2 / 128, 0.0]]
+    assert_close(found.variance_error_squared.sqrt(), torch.tensor([[4 * 2**0.5 / 128, 0.0]]), rtol=1e-6)
+    alone = none._replace(second=torch.tensor([[4.0, 0.0]]), second_error_squared=torch.zeros_like(mean))
     alone = allowing_for_the_unseen(alone, torch.tensor([128.0]))
-    assert_close(alone.variance_error, found.variance_error, rtol=1e-6)
+    assert_close(alone.variance_error_squared, found.variance_error_squared, rtol=1e-6)
 
 
 def test_what_wider_noise_shows_is_in_the_errors():
@@ -208,13 +208,15 @@ def test_what_wider_noise_shows_is_in_the_errors():
     small = PairEstimate(mean, second, torch.full_like(mean, 1e-9), torch.full_like(second, 1e-9))
     found = allowing_for_the_unseen(small, samples, wide)
     share, one_more = 96 ** (1 / WIDENING**2 - 1) / 48, 1 / (96 + 2 * WIDE_PAIRS)
-    assert_close(found.mean_error, [[5 * share + 4 * one_more**2, 1e-9 + one_more**2]], rtol=1e-5)
+    assert_close(found.mean_error_squared, [[5 * share + 4 * one_more**2, 1e-9 + one_more**2]], rtol=1e-5)
     expected = [[[7.0, math.sqrt(14)], [math.sqrt(14), 2.0]]]
     own = torch.tensor([[[4.0, 2.0], [2.0, 1.0]]])
-    assert_close(found.second_error, torch.tensor(expected) * share / SQUARES + 2 * (own * one_more) ** 2, rtol=1e-5)
-    large = small._replace(mean_error=torch.ones_like(mean), second_error=torch.ones_like(second))
+    assert_close(
+        found.second_error_squared, torch.tensor(expected) * share / SQUARES + 2 * (own * one_more) ** 2, rtol=1e-5
+    )
+    large = small._replace(mean_error_squared=torch.ones_like(mean), second_error_squared=torch.ones_like(second))
     found = allowing_for_the_unseen(large, samples, wide)
-    assert_close(found.mean_error, [[1 + 4 * one_more**2, 1 + one_more**2]], rtol=1e-6)
+    assert_close(found.mean_error_squared, [[1 + 4 * one_more**2, 1 + one_more**2]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("mirrored", [True, False])
@@ -227,8 +229,8 @@ def test_errors_that_are_badly_known_are_larger(mirrored):
     even = ((pairs.first + pairs.second) / 2).unflatten(0, (FOLDS, -1))
     folds = (even - even.mean((0, 1))).square().mean(1)
     q = (folds / folds.mean(0) - 1).square().sum(0) / (FOLDS * (FOLDS - 1))
-    assert_close(found.mean_error / plain.mean_error, 1 + 7 * q**2, rtol=1e-8)
-    assert bool((found.second_error >= plain.second_error).all())
+    assert_close(found.mean_error_squared / plain.mean_error_squared, 1 + 7 * q**2, rtol=1e-8)
+    assert bool((found.second_error_squared >= plain.second_error_squared).all())
 
 
 def test_one_value_that_is_all_of_the_spread():
@@ -237,7 +239,7 @@ def test_one_value_that_is_all_of_the_spread():
     first[5] = 1000.0
     plain, found = (Pairs(first, first, None, None).estimate(False, heavy=heavy, off=0.0) for heavy in (0.0, 7.0))
     # of its fold 15 values and of the others all are at the mean, but for 1/64 of the largest
-    assert_close(found.mean_error / plain.mean_error, torch.full((1, 2), 8.0), rtol=0.1)
+    assert_close(found.mean_error_squared / plain.mean_error_squared, torch.full((1, 2), 8.0), rtol=0.1)
 
 
 def test_some_entries_may_have_more_pairs():
@@ -261,7 +263,7 @@ def test_some_entries_may_have_more_pairs():
         values = [x[:count, entries] for x in (pairs.first, pairs.second)]
         alone = Pairs(*values, pairs.line[:, :count, entries], pairs.known)
         expected = alone.estimate(blocks=blocks, off=0.0, heavy=HEAVY)
-        for name in ("mean", "second", "mean_error", "second_error"):
+        for name in ("mean", "second", "mean_error_squared", "second_error_squared"):
             assert_close(getattr(found, name)[entries], getattr(expected, name), rtol=1e-9, atol=1e-15, what=name)
 
 
@@ -313,16 +315,18 @@ def test_a_good_control_helps_and_a_bad_one_costs_little():
     """Of the variance of t, a share of that of ℓ² is explained; a useless coefficient costs 1/pairs."""
     errors = {control: draw(128, 500, control).estimate() for control in CONTROLS}
     plain = errors["none"]
-    for name in ("mean_error", "variance_error"):
+    for name in ("mean_error_squared", "variance_error_squared"):
         without = getattr(plain, name).mean(0)
         ratio = {control: getattr(found, name).mean(0) / without for control, found in errors.items()}
         assert bool((ratio["random slopes"] < 1.05).all()), name
         assert_close(ratio["slopes of another scale"], ratio["expected slopes"], rtol=1e-9)
         assert_close(ratio["slopes of zero"], torch.ones(2), rtol=1e-9)
-    assert bool((errors["expected slopes"].variance_error.mean(0) < 0.5 * plain.variance_error.mean(0)).all())
-    independent = draw(128, 500, mirrored=False).estimate().mean_error.mean(0)
+    assert bool(
+        (errors["expected slopes"].variance_error_squared.mean(0) < 0.5 * plain.variance_error_squared.mean(0)).all()
+    )
+    independent = draw(128, 500, mirrored=False).estimate().mean_error_squared.mean(0)
     assert_close(independent, COVARIANCE.diagonal() / 256, rtol=0.05)  # 128 000 samples say it to 5·√(4/128 000)
-    assert bool((plain.mean_error.mean(0) < 0.7 * independent).all())
+    assert bool((plain.mean_error_squared.mean(0) < 0.7 * independent).all())
 
 
 # low precision
@@ -355,8 +359,8 @@ def test_corrected_values_of_low_precision_are_unbiased(control, products):
     assert_unbiased(found.mean, MEAN, "mean")
     assert_unbiased(found.second, truth, "second")
     # the first pairs are in both terms, whose covariance the errors leave out: 64/256 of that of values and differences
-    assert_honest(found.mean, found.mean_error, MEAN, 0.15, "mean")
-    assert_honest(found.second, found.second_error, truth, 0.15, "second")
+    assert_honest(found.mean, found.mean_error_squared, MEAN, 0.15, "mean")
+    assert_honest(found.second, found.second_error_squared, truth, 0.15, "second")
 
 
 @pytest.mark.parametrize("products", [True, False])
@@ -370,8 +374,8 @@ def test_a_correction_knows_its_own_error(products):
     assert_honest(correction.even, correction.even_error, truth.even, 0.02, "even")
     assert_honest(correction.target, correction.target_error, truth.target, 0.02, "target")
     alone = correction.alone(centre, values, products)
-    assert torch.equal(alone.mean_error, correction.even_error)
-    assert torch.equal(alone.second_error, correction.target_error)
+    assert torch.equal(alone.mean_error_squared, correction.even_error)
+    assert torch.equal(alone.second_error_squared, correction.target_error)
     moment = torch.cat([(x - centre) ** 2 for x in values]).mean(0)
     assert_close(alone.variance, moment, rtol=1e-12)
 
@@ -384,7 +388,7 @@ def test_exact_values_need_no_correction():
     found = corrected(
         before, centre, correction.even, correction.even_error, correction.target, correction.target_error
     )
-    for name in ("mean", "second", "mean_error", "second_error"):
+    for name in ("mean", "second", "mean_error_squared", "second_error_squared"):
         assert torch.equal(getattr(found, name), getattr(before, name))
 
 
@@ -392,19 +396,19 @@ def test_errors_allow_for_the_skewness_of_variances_that_are_known_badly():
     """Two standard errors up are v e^{2r}; small errors stay, and means do; no variance has no error."""
     variance = torch.tensor([[2.0, 2.0, 2.0, 0.0]], dtype=torch.float64)
     share = torch.tensor([[1e-4, 0.3, 5.0, 0.0]], dtype=torch.float64)
-    mean_error = torch.full_like(variance, 0.1)
-    found = allowing_for_skewness(PairEstimate(variance, variance, mean_error, (share * variance) ** 2))
-    assert torch.equal(found.mean_error, mean_error)
+    mean_error_squared = torch.full_like(variance, 0.1)
+    found = allowing_for_skewness(PairEstimate(variance, variance, mean_error_squared, (share * variance) ** 2))
+    assert torch.equal(found.mean_error_squared, mean_error_squared)
     assert torch.equal(found.second, variance)
     expected = [2e-4 * (1 + 1e-4), math.expm1(0.6), 10 * math.expm1(2) / 2, 0.0]
-    assert_close(found.second_error.sqrt(), [expected], rtol=1e-7)
+    assert_close(found.second_error_squared.sqrt(), [expected], rtol=1e-7)
     dense = PairEstimate(
-        variance[:, :2], torch.diag_embed(variance[:, :2]), mean_error[:, :2],
+        variance[:, :2], torch.diag_embed(variance[:, :2]), mean_error_squared[:, :2],
         torch.diag_embed((share * variance)[:, :2] ** 2) + 0.01 * (1 - torch.eye(2, dtype=torch.float64)),
     )  # fmt: skip
     found = allowing_for_skewness(dense)
-    assert_close(found.variance_error.sqrt(), [expected[:2]], rtol=1e-7)
-    grown = found.second_error / dense.second_error
+    assert_close(found.variance_error_squared.sqrt(), [expected[:2]], rtol=1e-7)
+    grown = found.second_error_squared / dense.second_error_squared
     assert_close(grown[0, 0, 1], (grown[0, 0, 0] * grown[0, 1, 1]).sqrt(), rtol=1e-12)
 
 
@@ -450,14 +454,16 @@ def test_costs_are_what_pairs_leave():
     variance = COVARIANCE.diagonal()
     for mirrored, (of_mean, of_variance) in zip((True, False), costs, strict=True):
         found = draw(pairs, 1, "expected slopes", mirrored=mirrored, seed=10).estimate()
-        assert of_mean == pytest.approx(float(2 * pairs * (found.mean_error / variance).mean()), rel=0.1)
-        assert of_variance == pytest.approx(float(pairs * (found.variance_error / variance**2).mean()), rel=0.15)
+        assert of_mean == pytest.approx(float(2 * pairs * (found.mean_error_squared / variance).mean()), rel=0.1)
+        assert of_variance == pytest.approx(
+            float(pairs * (found.variance_error_squared / variance**2).mean()), rel=0.15
+        )
 
 
 def test_an_estimate_is_chosen_by_input():
     one, other = (draw(16, 3, seed=seed).estimate() for seed in (1, 2))
     found = chosen(torch.tensor([True, False, True]), one, other)
-    for name in ("mean", "second", "mean_error", "second_error"):
+    for name in ("mean", "second", "mean_error_squared", "second_error_squared"):
         expected = torch.stack([getattr(x, name)[k] for k, x in enumerate((one, other, one))])
         assert torch.equal(getattr(found, name), expected)
 
@@ -537,12 +543,12 @@ def test_samples_that_are_not_finite_are_counted():
 def test_the_tolerance_that_an_estimate_meets():
     """Errors of means in standard deviations, relative ones of variances by √2: the larger average over outputs."""
     variance = torch.tensor([[4.0, 1.0], [4.0, 1.0], [0.0, 0.0]])
-    mean_error = torch.tensor([[0.2, 0.3], [0.0, 0.0], [0.0, 0.0]]) ** 2
-    second_error = torch.tensor([[0.4, 0.1], [0.4, 0.3], [0.0, 0.0]]) ** 2
-    found = relative_errors(PairEstimate(variance, variance, mean_error, second_error), torch.float32)
+    mean_error_squared = torch.tensor([[0.2, 0.3], [0.0, 0.0], [0.0, 0.0]]) ** 2
+    second_error_squared = torch.tensor([[0.4, 0.1], [0.4, 0.3], [0.0, 0.0]]) ** 2
+    found = relative_errors(PairEstimate(variance, variance, mean_error_squared, second_error_squared), torch.float32)
     assert_close(found, [0.2, 0.2 / math.sqrt(2), 0.0], rtol=1e-6)
-    matrix, errors = torch.diag_embed(variance), torch.diag_embed(second_error) + 9 * (1 - torch.eye(2))
-    dense = relative_errors(PairEstimate(variance, matrix, mean_error, errors), torch.float32)
+    matrix, errors = torch.diag_embed(variance), torch.diag_embed(second_error_squared) + 9 * (1 - torch.eye(2))
+    dense = relative_errors(PairEstimate(variance, matrix, mean_error_squared, errors), torch.float32)
     assert_close(dense, found.double(), rtol=1e-6)
 
 

@@ -203,7 +203,7 @@ def test_a_decision_that_low_precision_gets_wrong_is_in_the_error(low_precision)
     runs = [sampled_to_tolerance(model, noise, None, Goal(0.02, 10**5), seed=k, products=False) for k in range(30)]
     assert sum("corrected" in run.how for run in runs) > 10
     mean, squared = (
-        torch.stack([getattr(run.estimate, name)[0, 0] for run in runs]) for name in ("mean", "mean_error")
+        torch.stack([getattr(run.estimate, name)[0, 0] for run in runs]) for name in ("mean", "mean_error_squared")
     )
     z = (mean - stats.norm.sf(2.2)) / squared.sqrt()
     assert float(z.square().mean().sqrt()) < 1.5
