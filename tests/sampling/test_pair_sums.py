@@ -298,7 +298,7 @@ def test_unbiased_and_honest(control, mirrored):
     """The variance of what a fitted control leaves is a fraction 1/pairs too small: 3 % are allowed for it."""
     found = draw(128, 2000, control, mirrored=mirrored).estimate(blocks=[64, 64])
     for name, truth in (("mean", MEAN), ("second", COVARIANCE)):
-        value, error = getattr(found, name), getattr(found, f"{name}_error")
+        value, error = getattr(found, name), getattr(found, f"{name}_error_squared")
         assert_unbiased(value, truth, name)
         assert_honest(value, error, truth, 0.03, name)
 
@@ -426,11 +426,11 @@ def test_two_kinds_of_pairs_are_one_estimate():
     count = torch.full((4000,), 96.0, dtype=torch.float64)
     found = combined(*kinds, *pair_weights(costs, count, count))
     for name, truth in (("mean", MEAN), ("second", COVARIANCE)):
-        value, error = getattr(found, name), getattr(found, f"{name}_error")
+        value, error = getattr(found, name), getattr(found, f"{name}_error_squared")
         assert_unbiased(value, truth, name)
         assert_honest(value, error, truth, 0.05, name)
         for kind in kinds:
-            assert float(error.mean()) < float(getattr(kind, f"{name}_error").mean())
+            assert float(error.mean()) < float(getattr(kind, f"{name}_error_squared").mean())
 
 
 def test_what_the_first_pairs_may_have_missed_is_in_the_costs():

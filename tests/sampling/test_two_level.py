@@ -167,7 +167,7 @@ def test_values_of_low_precision_are_corrected(low_precision, outputs):
     low, high = (stats.chi2(SEEDS - 1).ppf(q) for q in (1e-5, 1 - 1e-5))
     for name in ("mean", "variance"):
         values, squares = (
-            torch.cat([getattr(run.estimate, which) for run in runs]) for which in (name, f"{name}_error")
+            torch.cat([getattr(run.estimate, which) for run in runs]) for which in (name, f"{name}_error_squared")
         )
         true, floor = getattr(truth, name), getattr(truth, f"{name}_standard_error")
         if chosen is not None:
