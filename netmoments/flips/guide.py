@@ -216,6 +216,16 @@ class Guide:
         fresh = self._filled(list(self.sizes), generator)[0]
         return replace(self, pool=fresh.pool, weight=fresh.weight, chance=fresh.chance)
 
+    def averaged(self, pools: int, generator: torch.Generator) -> Guide:
+        """With levels and E h that are means over so many pools, of which this one is the first."""
+        rows = [(self.expected, *self.levels)]
+        for _ in range(pools - 1):
+            other = self._filled(list(self.sizes), generator)[0]
+            rows.append((other.expected, *other.levels))
+        every = torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
+        error = self.expected_error / math.sqrt(pools)
+        return replace(self, expected=every[0], levels=tuple(every[1:]), expected_error=error)
+
     def sharpened(self, generator: torch.Generator) -> Guide:
         """With E h from nets of points that fill the space evenly (randomized quasi-Monte Carlo, Owen 1997), the
         surrogates' slopes first; its error is that of the mean of independent nets. For flips that are common.

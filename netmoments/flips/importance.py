@@ -51,6 +51,9 @@ SEARCH_SHARE = 0.4
 """Of the runs that are allowed: what searches may take."""
 LEAST_KNOWN = 0.3
 """Relative error of what a pool says of its surrogates, beyond which its samples are not trusted."""
+POOLS_PART, MOST_POOLS = 3.0, 32
+"""So many times the error of the levels of guides is not to be more than what is wanted; and pools that they are from.
+"""
 NEGLIGIBLE, FOR_NEGLIGIBLE = 1e-20, 3000
 """Flips that are rarer than the first get the second number of runs, and no more."""
 MARGIN = 1.1
@@ -221,14 +224,16 @@ def controlled(flips: Tensor, ratios: Tensor, controls: Controls) -> FlipEstimat
     """The mean of 1{flip}/ρ; where flips are common by the first control h, regressed on controls/ρ and 1/ρ.
 
     Where they are rare a control hardly helps, and a variance that is too small because no sample was wrong must not be
-    believed.
+    believed; ρ is known to the size of the pool that its level is from, as E h is, whose relative error is added.
     """
     count = len(flips)
     plain = flips / ratios
     share = float(plain.max() / plain.sum().clamp(min=1e-300))
     if controls.known[0] < COMMON:
         mean, error = float(plain.mean()), float(plain.std()) / math.sqrt(count)
-        return FlipEstimate(mean, error, count, share, freedom=(mean / error) ** 2 if error > 0 else 1.0)
+        freedom = (mean / error) ** 2 if error > 0 else 1.0
+        level = mean * controls.errors[0] / max(controls.known[0], 1e-300)
+        return FlipEstimate(mean, math.hypot(error, level), count, share, freedom=freedom)
     value, spread, left = regressed(plain.unsqueeze(1), 1 / ratios, controls)
     share = float(left.abs().max()) / count / max(abs(float(value)), 1e-300)
     return FlipEstimate(float(value), float(spread), count, share, freedom=count - 2 - len(controls.known))
@@ -277,7 +282,7 @@ async def by_importance(
             search.refit(POOL)
             if search.guide is None:
                 return None
-            guides.append(search.guide)
+            guides.append(known_well(search.guide, target, generator))
         taken, gain = margins.runs - before, guides[-1].predicted / last
         last = guides[-1].predicted
         most = limit - margins.runs if attempt + 1 == ATTEMPTS else worth_estimating(taken, gain)
@@ -294,6 +299,12 @@ async def by_importance(
             await search.advance()
             await search.advance()
     return work.found(met)
+
+
+def known_well(own: Guide, target: Target, generator: torch.Generator) -> Guide:
+    """A guide whose level is known better than the estimate is to be, by as many pools as that takes."""
+    pools = target.needed(own.expected, POOLS_PART * own.expected_error)
+    return own.averaged(min(MOST_POOLS, math.ceil(pools)), generator) if pools > 1 else own
 
 
 def worth_estimating(taken: int, gain: float) -> float:

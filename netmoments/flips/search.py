@@ -62,7 +62,7 @@ LONGEST_PULL = 12.0
 """Standard deviations of the noise."""
 MOST_DIRECTIONS = 384
 """Of a surrogate."""
-GRADIENTS_EACH = 4
+GRADIENTS_EACH = 3
 """Gradients for each direction of a surrogate."""
 ATTENTION = 0.12
 """Of a round: what each of several surrogates gets for itself."""
@@ -176,8 +176,10 @@ class Search:
         for rival, count in enumerate(evidence.rivals.bincount(minlength=1).tolist()):
             if count < FEWEST:
                 continue
-            for part in ways(evidence.of_rival(rival), FEWEST):
-                surrogate = fitted(part, rival, max(2, min(MOST_DIRECTIONS, len(part) // GRADIENTS_EACH)))
+            parts = ways(evidence.of_rival(rival), FEWEST)
+            beside = evidence.without_rival(rival) if len(parts) == 1 else None  # else whose values are these?
+            for part in parts:
+                surrogate = fitted(part, rival, max(2, min(MOST_DIRECTIONS, len(part) // GRADIENTS_EACH)), beside)
                 if surrogate.size > 0:
                     found.append(surrogate)
         return tuple(found)

@@ -26,8 +26,10 @@ STEPS = 6
 """Of finding the two."""
 FIRST_DIRECTIONS = 32
 """Of the first of two fits."""
-NEAR = 1.0
-"""Of the margin's spread: runs within it of the boundary count most in a fit."""
+NEAR, NEAR_SLOPES = 1.5, 4.0
+"""Of the margin's spread: runs within it of the boundary count most in a fit, of values and of slopes. Values say where
+the boundary is; a curvature has many more numbers, changes slowly, and needs all runs that there are.
+"""
 OVERSAMPLED, ITERATIONS = 12, 4
 """Of subspace iteration: directions beyond those that are wanted, and how often."""
 RIDGES = tuple(10.0**power for power in (-4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 2, 4))
@@ -57,6 +59,10 @@ class Evidence:
     def of_rival(self, rival: int) -> Evidence:
         own = self.rivals == rival
         return Evidence(*(x[own] for x in vars(self).values()))
+
+    def without_rival(self, rival: int) -> Evidence:
+        other = self.rivals != rival
+        return Evidence(*(x[other] for x in vars(self).values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,29 +128,45 @@ def relevance(margin: Tensor, ahead: Tensor, scale: float) -> Tensor:
     return 1 / ((1 + (margin / scale) ** 2) * (1 + (ahead / scale) ** 2))
 
 
-def fitted(evidence: Evidence, rival: int, most: int) -> Quadratic:
-    """The surrogate of a rival's margin from its gradients, in at most so many directions; twice, see `relevance`."""
+def fitted(evidence: Evidence, rival: int, most: int, beside: Evidence | None = None) -> Quadratic:
+    """The surrogate of a rival's margin, in at most so many directions; twice, see `relevance`.
+
+    Curvature and directions are from the gradients of this rival's margin, the place and the tilt of the boundary from
+    its values at all runs, and at those `beside`, whatever was differentiated there.
+    """
     own = evidence.of_rival(rival)
-    margins = own.margins.cpu()
-    ahead = margins[:, rival] - margins.amin(1)
-    scale = max(NEAR * float(own.gradients.double().mean(0).norm()), 1e-30)
-    first = _weighted(own, rival, relevance(torch.zeros_like(ahead), ahead, scale), min(most, FIRST_DIRECTIONS))
-    margin = first.at(first.coordinates(own.white).cpu())
-    return _weighted(own, rival, relevance(margin, ahead, scale), most)
+    every = evidence if beside is None else evidence.joined(beside)
+    scale = max(float(own.gradients.double().mean(0).norm()), 1e-30)
+    first = _weighted(own, every, rival, None, scale, min(most, FIRST_DIRECTIONS))
+    return _weighted(own, every, rival, first, scale, most)
 
 
-def _weighted(own: Evidence, rival: int, weight: Tensor, most: int) -> Quadratic:
-    """With weights (N,) of the runs. What has the size of an input is worked on where it is, the rest on the CPU."""
+def _weighted(
+    own: Evidence, every: Evidence, rival: int, first: Quadratic | None, scale: float, most: int
+) -> Quadratic:
+    """With runs weighted by a first surrogate. What has the size of an input is worked on where it is, the rest on the
+    CPU.
+    """
+    weight = _weights(own, rival, first, NEAR_SLOPES * scale)
     basis = leading_directions(own.gradients, weight.to(own.gradients.device), most)
     z, slopes = ((x @ basis).double().cpu() for x in (own.white, own.gradients))
     curvature, slope = regressed_slopes(z, slopes, weight)
-    rest = own.margins[:, rival].cpu() - z @ slope - 0.5 * ((z @ curvature) * z).sum(-1)
-    constant, extra, spread = regressed_values(z, rest, weight)
+    z = (every.white @ basis).double().cpu()
+    rest = every.margins[:, rival].cpu() - z @ slope - 0.5 * ((z @ curvature) * z).sum(-1)
+    constant, extra, spread = regressed_values(z, rest, _weights(every, rival, first, NEAR * scale))
     values, vectors = torch.linalg.eigh(curvature)
     turned = basis @ vectors.to(basis)
     found = Quadratic(rival, turned, constant, vectors.mT @ (slope + extra), values, spread)
     spread = min(max(spread, LEAST_SPREAD * found.size), MOST_SPREAD * found.size)
     return replace(found, spread=max(spread, 1e-30))
+
+
+def _weights(runs: Evidence, rival: int, first: Quadratic | None, scale: float) -> Tensor:
+    """The relevance of runs (N,) by a first surrogate; by their rank alone where there is none."""
+    margins = runs.margins.cpu()
+    ahead = margins[:, rival] - margins.amin(1)
+    margin = torch.zeros_like(ahead) if first is None else first.at(first.coordinates(runs.white).cpu())
+    return relevance(margin, ahead, scale)
 
 
 def leading_directions(gradients: Tensor, weight: Tensor, most: int) -> Tensor:

@@ -11,6 +11,7 @@ from netmoments.flips.importance import (
     Estimating,
     by_importance,
     controlled,
+    known_well,
     with_shrinking_share,
 )
 from netmoments.flips.margins import alone
@@ -57,7 +58,7 @@ def test_wins_are_those_of_the_rivals():
     """The weights of one run's wins vary by about 1.1 of their mean: five standard errors of 3,000 runs are 0.1."""
     network = linear(classes=3, seed=2)
     mean = at_distance(network, 3.5)
-    found, margins = estimate(network, nm.Gaussian(mean, std=1.0), seed=1, target=Target(0.007))
+    found, margins = estimate(network, nm.Gaussian(mean, std=1.0), seed=1, target=Target(0.0012))
     assert found is not None
     assert found.estimate.samples >= 3000
     assert float(found.wins.sum()) == pytest.approx(found.estimate.probability, rel=0.1)
@@ -99,6 +100,30 @@ def test_the_largest_sample_is_measured_by_the_estimate_whatever_was_expected(kn
         flips, torch.ones_like(flips), Controls(torch.full_like(flips, known).unsqueeze(1), (known,), (0.0,))
     )
     assert found.largest * found.probability == pytest.approx((1 - float(flips.mean())) / 2000)
+
+
+def test_the_error_of_a_pool_is_part_of_the_error_where_flips_are_rare():
+    """ρ has the level of its pool: what that may be off is in every sample alike, and samples do not show it."""
+    generator = torch.Generator().manual_seed(0)
+    flips = (torch.rand(20_000, generator=generator) < 0.5).double()
+    ratios = torch.full_like(flips, 1e4)
+    sure, unsure = (
+        controlled(flips, ratios, Controls(flips.unsqueeze(1), (5e-5,), (error,))).error for error in (0.0, 1.5e-6)
+    )
+    assert unsure == pytest.approx(math.hypot(sure, 0.03 * 5e-5), rel=0.01)
+
+
+def test_more_pools_where_more_is_asked():
+    """Pools of 8,000 points have levels to about 3 %: enough for 10 %, not for 1 %."""
+    network = linear()
+    margins = margins_of(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
+    search = alone(Search.from_noise(margins, margins.generator))
+    search.refit()
+    assert search.guide is not None
+    assert known_well(search.guide, Target(0.1), margins.generator) is search.guide
+    found = known_well(search.guide, Target(0.01), margins.generator)
+    assert found.expected_error < search.guide.expected_error / 5
+    assert abs(found.expected / tail(4) - 1) < 0.01 + 5 * found.expected_error / found.expected
 
 
 def test_what_the_largest_sample_adds_falls_faster_than_the_rest():

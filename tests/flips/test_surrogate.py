@@ -128,3 +128,21 @@ def test_slopes_in_other_units_bend_in_these():
     flat, level = regressed_slopes(z, torch.full_like(z, 3.0), weight)
     assert float(flat.abs().max()) < 1e-12
     torch.testing.assert_close(level, torch.full((5,), 3.0, dtype=torch.float64))
+
+
+def test_values_where_other_margins_were_differentiated_count():
+    """A value with other things in it than a quadratic of the directions: place and tilt are known to the error of all
+    runs, whatever was differentiated at them, not of the few with gradients.
+    """
+    every, slope, hessian = quadratic_evidence(count=600)
+    generator = torch.Generator().manual_seed(5)
+    every.margins[:, 1] += 2.0 * torch.randn(600, generator=generator, dtype=torch.float64)
+    few, many = (Evidence(*(x[part] for x in vars(every).values())) for part in (slice(30), slice(30, None)))
+    beside = Evidence(many.white, many.margins, torch.zeros_like(many.gradients), torch.zeros_like(many.rivals))
+    fresh = torch.randn(400, 15, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    exact = 3.0 + fresh @ slope + 0.5 * ((fresh @ hessian) * fresh).sum(1)
+    found = [fitted(few, 1, 8, more) for more in (beside, None)]
+    errors = [float((one.at(one.coordinates(fresh)) - exact).square().mean().sqrt()) for one in found]
+    assert errors[0] < 0.5 * errors[1]
+    assert beside.without_rival(1).white.equal(beside.white)
+    assert len(beside.without_rival(0)) == 0
