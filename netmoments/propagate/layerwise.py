@@ -2,7 +2,8 @@
 
 A covariance is carried as a square (`squares`) where that fits the memory and the work that is worth it: all pairs of
 units and the cumulants of nearly all of them, without any chance. Elsewhere it is carried as rows whose products it is
-(`rows`), with third cumulants along some directions of the noise.
+(`rows`), with third cumulants along some directions of the noise; on a CPU also where rows know nearly as much, and
+squares would take much longer.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ IMAGES_TOGETHER = {"cpu": 1, "cuda": 32}
 """Images whose noise goes through a network together, at most: more do not pay."""
 KEPT_COPIES = 3
 """Of what a layer takes for its square, what derivatives keep of it."""
+DEARER = 2.0
+"""Times the numbers of rows that squares may carry on a CPU where rows are as good as they, nearly."""
+ASKED = 16
+"""Units that are asked how many numbers of the image they look at."""
 
 
 def layerwise(
@@ -43,7 +48,7 @@ def layerwise(
     limit = memory_limit(mean.device, memory_budget)
     itemsize = mean.element_size()
     kept = min(limit, piece_bytes("backward", mean.device)) if torch.is_grad_enabled() else limit
-    as_squares = has_squares(plan, itemsize, kept)
+    as_squares = has_squares(plan, mean, kept)
     need = squares.need_of(plan, itemsize) if as_squares else rows.need_of(plan, covariance.rank, itemsize)
     if need.bytes > limit:
         raise ValueError(
@@ -102,7 +107,7 @@ def with_variances(
     failed = ~((every.diagonal(dim1=-2, dim2=-1) >= 0).all(-1) & _finite(scores, every))
     for place in failed.nonzero():
         some = slice(int(place), int(place) + 1)
-        if has_squares(plan, mean.element_size(), memory_limit(mean.device, memory_budget)):
+        if has_squares(plan, mean, memory_limit(mean.device, memory_budget)):
             own = squares.carried(plan, mean[some], covariance.entries(some), outputs[some], [0] * len(plan.stages))
         else:
             own = scores[some], every[some]
@@ -123,13 +128,33 @@ def _finite(scores: Tensor, every: Tensor) -> Tensor:
     return scores.isfinite().all(-1) & every.isfinite().all(-1).all(-1)
 
 
-def has_squares(plan: Plan, itemsize: int, limit: int) -> bool:
-    """Whether covariances are carried as squares: where they know more than rows, and fit.
+def has_squares(plan: Plan, like: Tensor, limit: int) -> bool:
+    """Whether covariances of numbers like those of the image are carried as squares: where they know more, and fit.
 
-    With derivatives, those of all layers together must fit.
+    With derivatives, those of all layers together must fit. On a CPU, squares that carry many more numbers than rows
+    are not worth their time where the first layer's units look at few numbers each, so that rows know nearly as much.
+    On a GPU squares are recorded and replayed, and take little time wherever they fit.
     """
+    layout = plan.once(squares.layout_of)
     copies = KEPT_COPIES * len(plan.stages) if torch.is_grad_enabled() else 1
-    return plan.once(squares.layout_of).worthwhile and copies * squares.need_of(plan, itemsize).bytes <= limit
+    if not layout.worthwhile or copies * squares.need_of(plan, like.element_size()).bytes > limit:
+        return False
+    dear = not like.is_cuda and layout.numbers > DEARER * plan.once(rows.numbers_carried)
+    return not (dear and numbers_seen(plan, like) <= rows.PAIRED)
+
+
+@torch.no_grad()
+def numbers_seen(plan: Plan, like: Tensor) -> int:
+    """How many numbers of the image a unit of the first layer looks at, the most of some units spread over it.
+
+    If no more than rows have colours, a unit sees each colour about once, and its rows are nearly without chance.
+    """
+    first = plan.stages[0]
+    units = torch.arange(0, first.rule.units, -(-first.rule.units // ASKED), device=like.device)
+    chosen = torch.nn.functional.one_hot(units, first.rule.units).to(like.dtype).unsqueeze(0)
+    slopes = (first.rule.windows >= 0).to(like.dtype).unsqueeze(0)
+    every = first.pull_back(slopes, chosen, {})
+    return int((every[plan.image] != 0).sum(-1).max())
 
 
 def need_of(plan: Plan, rank: int, itemsize: int) -> Need:

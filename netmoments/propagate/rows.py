@@ -49,7 +49,7 @@ ROUGH_DIRECTIONS = 64
 """Random sums of the noise's directions that give a first idea of what the scores depend on."""
 MOST_LEADING = 16
 """Directions that the scores depend on most, of which pairs with those are followed; no more than there are scores."""
-SCORE_PAIRED = 128
+SCORE_PAIRED = 256
 """Directions of the noise of which all pairs count in the scores' quadratic part; all of them if it has no more."""
 MIXED = 32
 """Random sums of the rows that are not linear, for their part in it."""
@@ -140,6 +140,12 @@ def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
             worst = Need(stage.name, needed)
         kept += own
     return worst
+
+
+def numbers_carried(plan: Plan) -> int:
+    """How many numbers the rows of all stages have together, for one image with noise of every direction."""
+    rows = layout_for(_event(plan), plan.sizes[plan.image], MOST_LEADING).total
+    return sum(rows * passage.after for passage in plan.passages[:-1])
 
 
 def carried(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, beyond: Beyond) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,8 @@ class SquareLayout(NamedTuple):
     The cumulants of at least half the units of every layer must be followed: where they are not, rows know as much.
     Units must not share most of their windows, as those of a softmax or a normalisation do, all of whose covariances
     are far from their first terms."""
+    numbers: int
+    """How many numbers all stages together carry, for one image: of the square and of the rows of centres."""
 
 
 def layout_of(plan: Plan) -> SquareLayout:
@@ -77,15 +79,16 @@ def layout_of(plan: Plan) -> SquareLayout:
     fourth = all(stage.rule.width == 1 and stage.rule.units == count for stage, count in earlier)
     worthwhile = all(2 * count >= stage.rule.units for stage, count in earlier)
     worthwhile &= all(stage.rule.windows.numel() <= MOST_SHARED * stage.before.size for stage in stages)
-    largest, centres = Need("the scores", plan.last.size**2), 0
+    largest, centres, carried = Need("the scores", plan.last.size**2), 0, 0
     for passage, stage, count in zip(plan.passages, stages, followed, strict=False):
         before, after, n, w = passage.before, passage.after, stage.rule.units, stage.rule.width
         squares = before * before + 2 * before * after + 2 * after * after + 6 * n * n + (2 * n * after if w > 1 else 0)
         squares += n * w * w * 4
         rows = 12 * centres * after + (8 * centres * centres if fourth else 0)
         largest = max(largest, Need(stage.name, squares + rows), key=lambda need: need.bytes)
+        carried += after * (after + 4 * centres)
         centres += count * min(w, MOST_DIRECTIONS)
-    return SquareLayout(followed, fourth, largest, worthwhile)
+    return SquareLayout(followed, fourth, largest, worthwhile, carried)
 
 
 def followed_units(plan: Plan) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from netmoments.memory import elements_together
 from netmoments.normal import standard_deviation
 from netmoments.precision import value_and_slope
 from netmoments.rules.base import Local, OneInput, PowerMoments, ThirdCumulants
@@ -66,16 +68,19 @@ class Elementwise(OneInput):
         s = standard_deviation(covariance.diagonal(dim1=-2, dim2=-1))
         nodes, weights = self._nodes(mean)
         value = self.function((mean + s * nodes).reshape(-1, *self.shape)).reshape(NODES, *mean.shape)
-        safe = torch.where(s > 0, s, torch.ones_like(s))
-        rho = (covariance / safe.unsqueeze(-1) / safe.unsqueeze(-2)).clamp(-1, 1)
-        total, power = torch.zeros_like(covariance), rho
         before, hermite = torch.ones_like(nodes), nodes
+        coefficients = []
         for order in range(2, TERMS + 1):
             before, hermite = hermite, nodes * hermite - (order - 1) * before
-            power = power * rho / order
-            coefficient = (weights * hermite * value).sum(0)
-            total = total + coefficient.unsqueeze(-1) * coefficient.unsqueeze(-2) * power
-        return total
+            coefficients.append((weights * hermite * value).sum(0) / math.factorial(order) ** 0.5)
+        inverse = 1 / torch.where(s > 0, s, torch.ones_like(s))
+        together = elements_together("cache", mean, mean.numel())
+        parts = []
+        for start in range(0, mean.shape[-1], together):
+            some = slice(start, start + together)
+            rho = covariance[..., some, :] * inverse[..., some, None] * inverse.unsqueeze(-2)
+            parts.append(_of_powers([c[..., some] for c in coefficients], coefficients, rho.clamp(-1, 1)))
+        return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 
     def power_moments(self, mean: Tensor, variance: Tensor) -> PowerMoments | None:
         """By the same quadrature; none for a rule with other moments of its own."""
@@ -106,6 +111,14 @@ class Elementwise(OneInput):
         """Nodes and weights to go with numbers of units (..., n): (nodes, ..., 1)."""
         nodes, weights = (x.to(like) for x in _gauss_hermite(NODES))
         return nodes.reshape(-1, *[1] * like.dim()), weights.reshape(-1, *[1] * like.dim())
+
+
+def _of_powers(left: list[Tensor], right: list[Tensor], rho: Tensor) -> Tensor:
+    """Σₙ leftₙ rightₙ′ ρⁿ of pairs of units, n = 2, 3, …: (..., m) and (..., n) to (..., m, n). Horner's rule."""
+    total = left[-1].unsqueeze(-1) * right[-1].unsqueeze(-2)
+    for one, other in zip(reversed(left[:-1]), reversed(right[:-1]), strict=True):
+        total = torch.addcmul(total * rho, one.unsqueeze(-1), other.unsqueeze(-2))
+    return total * rho * rho
 
 
 @cache

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import netmoments as nm
 from netmoments.propagate import rows, squares
-from netmoments.propagate.layerwise import has_squares, layerwise
+from netmoments.propagate.layerwise import has_squares, layerwise, numbers_seen
 from tests.networks import seeded
 from tests.propagate.small import SMALL, image, isotropic, plan, pooled, sampled
 
@@ -67,12 +67,12 @@ def test_which_units_are_followed(monkeypatch):
     cut = plan(network, x)
     units = [stage.rule.units for stage in cut.stages]
     assert squares.followed_units(cut) == (*units[:-1], 0)
-    assert has_squares(cut, 8, 2**30)
+    assert has_squares(cut, x, 2**30)
     monkeypatch.setattr(squares, "MOST_CENTRES", 200)
     some = squares.followed_units(cut)
     assert some[-1] == 0
     assert 4 * sum(some) <= 200
-    assert not has_squares(plan(network, x), 8, 2**30)  # a plan of its own: what it takes is found once
+    assert not has_squares(plan(network, x), x, 2**30)  # a plan of its own: what it takes is found once
 
 
 def test_half_of_the_units_give_nearly_the_same(monkeypatch):
@@ -103,6 +103,51 @@ def test_a_small_budget_takes_rows(monkeypatch):
         assert torch.equal(mean, expected)
         with pytest.raises(ValueError, match="raise memory_budget="):
             layerwise(cut, x, isotropic(1.0, x), every, 1000)
+
+
+def near(first: nn.Module, inputs: int) -> nn.Module:
+    """A layer of its own, then two small ones that bend."""
+    return nn.Sequential(first, nn.GELU(), nn.Flatten(), nn.Linear(inputs, 40), nn.ReLU(), nn.Linear(40, 3))
+
+
+def test_dear_squares_are_for_units_that_look_far(monkeypatch):
+    """Rows are taken for a convolution when squares would carry many more numbers, but not for a dense layer.
+
+    There the colours of rows do not keep apart what a unit sees.
+    """
+    x = image(1, 9, 9)
+    convolution = plan(seeded(lambda: near(nn.Conv2d(1, 4, 3), 196)), x)
+    dense = plan(seeded(lambda: nn.Sequential(nn.Flatten(), *near(nn.Linear(81, 196), 196))), x)
+    assert numbers_seen(convolution, x) == 9
+    assert numbers_seen(dense, x) == 81
+    assert has_squares(convolution, x, 2**30)
+    assert has_squares(dense, x, 2**30)
+    monkeypatch.setattr("netmoments.propagate.layerwise.DEARER", 0.0)
+    assert not has_squares(convolution, x, 2**30)
+    assert has_squares(dense, x, 2**30)
+
+
+def test_what_a_pool_sees_of_the_image():
+    """All numbers of a window, of each of which a convolution has looked at nine."""
+    x = image(1, 8, 8)
+    assert numbers_seen(plan(seeded(pooled), x), x) == 16
+
+
+def test_squares_of_large_convolutions_are_dear():
+    """Squares would carry several times the numbers of rows, which are as close to samples as these can tell."""
+    network = seeded(
+        lambda: nn.Sequential(nn.Conv1d(1, 16, 5, padding=2), nn.Tanh(), *near(nn.Conv1d(16, 16, 5, padding=2), 1920))
+    )
+    x = image(1, 120)
+    cut, every = plan(network, x), torch.arange(3).unsqueeze(0)
+    assert not has_squares(cut, x, 2**34)
+    with torch.no_grad():
+        mean, covariance = layerwise(cut, x, isotropic(0.1, x), every)
+    reference = sampled(network, x, 0.1, 200_000, seed=2)
+    off = (mean[0] - reference.mean).abs() / reference.variance.sqrt()
+    spread = (covariance[0].diagonal() / reference.variance - 1).abs()
+    assert float(off.max()) < 0.01
+    assert float(spread.max()) < 0.02
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
