@@ -13,6 +13,7 @@ in a pass back through the network.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -37,7 +38,7 @@ from netmoments.propagate.directions import (
     signs_of_colours,
 )
 from netmoments.propagate.plan import Plan, Segment, Stage
-from netmoments.rules.base import Local, ThirdCumulants, cholesky_root, whitened
+from netmoments.rules.base import Local, Nonlinearity, ThirdCumulants, cholesky_root, whitened
 
 PAIRED = 48
 """Directions of the noise of which all pairs are followed through the network, at most; all if it has no more."""
@@ -49,8 +50,11 @@ ROUGH_DIRECTIONS = 64
 """Random sums of the noise's directions that give a first idea of what the scores depend on."""
 MOST_LEADING = 16
 """Directions that the scores depend on most, of which pairs with those are followed; no more than there are scores."""
-SCORE_PAIRED = 256
-"""Directions of the noise of which all pairs count in the scores' quadratic part; all of them if it has no more."""
+FEWEST_SCORED, MOST_SCORED = 128, 256
+"""Directions of the noise of which all pairs count in the scores' quadratic part; all of them if it has no more. Their
+chance error is √2/K of that part."""
+SCORE_WORK = 2**33
+"""Pairs of these, times the numbers in the windows of all layers, for more than the fewest."""
 MIXED = 32
 """Random sums of the rows that are not linear, for their part in it."""
 
@@ -94,6 +98,34 @@ class CurvedLayer(NamedTuple):
         return torch.stack(found, 1)
 
 
+class Sums(NamedTuple):
+    """Sums of the rows of what a layer's windows look at: taken of its input, as windows share most of that."""
+
+    followed: Tensor
+    """Of the linear rows, along the K directions of which all pairs are followed, (N, n, w, K)."""
+    others: Tensor
+    """The same with the other signs."""
+    scored: Tensor
+    """Along those of the scores, and with random signs of the rows that are not linear, (N, n, w, S + `MIXED`)."""
+    mixed: tuple[Tensor, ...]
+    """For `mixed_rows`, (N, n, w, signs) each; none of linear rows alone."""
+
+    @classmethod
+    def of(cls, directions: Directions, rule: Nonlinearity, rows: Tensor) -> Sums:
+        """From the factor (N, rows, p) of the layer's input."""
+        layout, by_number = directions.layout, rows.mT
+        linear, beyond = by_number[..., : layout.rank], by_number[..., layout.rank :]
+        along = directions.for_scores(linear)
+        if beyond.shape[-1]:
+            along = torch.cat([along, beyond @ random_signs(MIXED, beyond.shape[-1], 0, beyond)], -1)
+            mixed = mixed_sums(layout, by_number)
+        else:
+            along, mixed = torch.nn.functional.pad(along, (0, MIXED)), ()
+        parts = directions.followed(linear), directions.with_other_signs(linear), along, *mixed
+        first, second, scored, *others = (rule.rows_at_windows(part.mT) for part in parts)
+        return cls(first, second, scored, tuple(others))
+
+
 @dataclass
 class Joint:
     """Live tensors of N images: their means, (N, n), and their factors, (N, rows, n)."""
@@ -109,7 +141,7 @@ class Joint:
         self.factors = {node: self.factors[node] for node in kept} | {output: factor}
 
 
-Beyond = Callable[[Directions, Tensor, Local, Tensor, Tensor], ThirdOrder] | None
+Beyond = Callable[[FactorLayout, Tensor, Sums, Local, Tensor, Tensor], ThirdOrder] | None
 """What is computed beyond Gaussian tensors, if anything."""
 
 
@@ -121,7 +153,7 @@ def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
     output, and for third cumulants where there are any, and on four squares where pairs are exact. What is kept for the
     pass back is counted with the layers that come after it.
     """
-    layout = layout_for(_event(plan), rank, MOST_LEADING)
+    layout, scored = layout_for(_event(plan), rank, MOST_LEADING), scored_directions(plan, rank)
     kept, worst = 0, Need("the scores", itemsize * rank * plan.sizes[plan.image])
     for place, stage in enumerate(plan.stages):
         n, w, p = stage.rule.units, stage.rule.width, stage.before.size
@@ -133,8 +165,10 @@ def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
             before = max(before, rows if node in stage.before.sources else 0)
         skewed = min(w, MOST_DIRECTIONS) if before > layout.rank else 0
         factors = before * (3 * p + (2 * n * w if w > 1 else 0)) + 2 * layout.total * n
+        sums = 2 * layout.paired + scored + MIXED + 3 * layout.signs
+        factors += sums * (2 * p + n * w)
         matrices = layout.paired**2 * n * (2 + 2 * skewed)
-        own = n * w * (min(layout.rank, SCORE_PAIRED) + w + 1) + squares
+        own = n * w * (scored + w + 1) + squares
         needed = itemsize * (kept + live + factors + matrices + 4 * squares + own)
         if needed > worst.bytes:
             worst = Need(stage.name, needed)
@@ -194,7 +228,7 @@ def directions_for(plan: Plan, means: dict[Node, Tensor], image: Tensor, outputs
     layout = layout_for(_event(plan), image.shape[1], outputs.shape[1])
     colour = colours(_event(plan), layout.rank, PAIRED)
     signs = signs_of_colours(colour, image.dtype, image.device)
-    scored = min(layout.rank, SCORE_PAIRED)
+    scored = scored_directions(plan, layout.rank)
     every = torch.eye(layout.rank, dtype=image.dtype, device=image.device).expand(len(image), -1, -1)
     if not layout.leading:
         return Directions.of(layout, every[..., :0], signs, every)
@@ -213,68 +247,65 @@ def _through(joint: Joint, plan: Plan, place: int, directions: Directions, beyon
     stage, rule = plan.stages[place], plan.stages[place].rule
     value, rows = stage.before.values(joint.means), _factor_after(joint, stage.before, directions.layout)
     mean, factor = rule.gathered(value), rule.rows_at_windows(rows)
-    covariance = _window_covariance(directions, factor)
+    layout, sums = directions.layout, Sums.of(directions, rule, rows)
+    covariance = _window_covariance(layout, factor, sums)
     local = rule.local(mean, covariance)
-    layer = curved_layer(directions, stage, local, mean, factor, covariance)
+    layer = curved_layer(layout, stage, local, mean, factor, sums, covariance)
     found = None
-    if beyond is not None and factor.shape[-1] > directions.layout.rank:
-        found = beyond(directions, factor, local, covariance, rule.windows >= 0)
+    if beyond is not None and factor.shape[-1] > layout.rank:
+        found = beyond(layout, factor, sums, local, covariance, rule.windows >= 0)
         local = rule.local(mean, covariance, found.cumulants)._replace(curvature=local.curvature)
         layer = layer._replace(gain=local.gain)
-    joint.after(plan, place, local.mean, _output_factor(directions, local, factor, layer, found, place).mT)
+    joint.after(plan, place, local.mean, _output_factor(layout, local, factor, sums, layer, found, place).mT)
     return layer
 
 
 def curved_layer(
-    directions: Directions, stage: Stage, local: Local, mean: Tensor, factor: Tensor, covariance: Tensor
+    layout: FactorLayout, stage: Stage, local: Local, mean: Tensor, factor: Tensor, sums: Sums, covariance: Tensor
 ) -> CurvedLayer:
-    """From the Gaussian moments of a layer's units, and their windows' means, factors and covariances."""
+    """From the Gaussian moments of a layer's units, and their windows' means, factors, sums and covariances."""
     beyond_linear = local.variance - local.linear_variance(covariance)
     rest = (beyond_linear - local.quadratic_variance(covariance)).clamp(min=0)
-    layout = directions.layout
-    linear = directions.for_scores(factor[..., : layout.rank])
-    if factor.shape[-1] == layout.rank:
-        along = torch.nn.functional.pad(linear, (0, MIXED))
-    else:
-        others = factor[..., layout.rank :]
-        along = torch.cat([linear, others @ random_signs(MIXED, others.shape[-1], 0, others)], -1)
     pairs = None
     if stage.rule.has_pairs:
         alone = factor.squeeze(-2)  # units that look at one number each
         every = alone @ alone.mT
         if factor.shape[-1] > layout.rank:
-            half = directions.half_turns(alone)
+            half = sums.followed.squeeze(-2) @ alone[..., layout.turns].mT
             every = every + half + half.mT
         every = torch.diagonal_scatter(every, covariance.flatten(-3), dim1=-2, dim2=-1)
         pairs = stage.rule.pairs(mean.squeeze(-1), every)
         assert pairs is not None
         pairs = torch.diagonal_scatter(pairs, beyond_linear, dim1=-2, dim2=-1)
-    return CurvedLayer(stage, local.gain, local.curvature, along, rest, pairs)
+    return CurvedLayer(stage, local.gain, local.curvature, sums.scored, rest, pairs)
 
 
 def _output_factor(
-    directions: Directions, local: Local, factor: Tensor, layer: CurvedLayer, found: ThirdOrder | None, place: int
+    layout: FactorLayout,
+    local: Local,
+    factor: Tensor,
+    sums: Sums,
+    layer: CurvedLayer,
+    found: ThirdOrder | None,
+    place: int,
 ) -> Tensor:
     """The output's factor, (N, n, rows): the input's through the gains, and what the nonlinearity adds."""
-    layout = directions.layout
     gained = (local.gain.unsqueeze(-2) @ factor).squeeze(-2)
-    quadratic = _bent(directions, local.curvature, factor)
+    quadratic = _bent(local.curvature, sums, factor[..., layout.turns])
     rest = random_signs(layout.signs, layer.rest.shape[-1], place, layer.rest)
     rest = standard_deviation(layer.rest).unsqueeze(-1) * rest
     none = gained.new_zeros(*gained.shape[:-1], layout.paired)
     if gained.shape[-1] == layout.rank:
         return torch.cat([gained, quadratic, rest, none], -1)
-    own = [quadratic, rest + mixed_rows(layout, local, factor), none if found is None else found.turns]
+    own = [quadratic, rest + mixed_rows(layout, local, factor, sums.mixed), none if found is None else found.turns]
     return torch.cat([gained[..., : layout.rank], gained[..., layout.rank :] + torch.cat(own, -1)], -1)
 
 
-def _bent(directions: Directions, curvature: Tensor, factor: Tensor) -> Tensor:
-    """The quadratic rows that units' curvatures make of the linear ones in windows' factors (N, n, w, rows)."""
-    linear, turns = factor[..., : directions.layout.rank], factor[..., directions.layout.turns]
-    followed = directions.followed(linear)
-    followed = followed + turns if turns.shape[-1] else followed
+def _bent(curvature: Tensor, sums: Sums, turns: Tensor) -> Tensor:
+    """The quadratic rows that units' curvatures make of the linear ones, from windows' sums and turns."""
+    followed = sums.followed + turns if turns.shape[-1] else sums.followed
     curved = curvature @ followed
-    own = (curved * directions.with_other_signs(linear)).sum(-2)
+    own = (curved * sums.others).sum(-2)
     return as_factors(torch.diagonal_scatter(curved.mT @ followed, own, dim1=-2, dim2=-1))
 
 
@@ -282,17 +313,23 @@ MIXED_SEEDS = (1001, 2002, 3003)
 """Of the signs of `mixed_rows`: one set each for linear rows, for the others, and for these once more."""
 
 
-def mixed_rows(layout: FactorLayout, local: Local, factor: Tensor) -> Tensor:
+def mixed_sums(layout: FactorLayout, rows: Tensor) -> tuple[Tensor, ...]:
+    """Sums of rows (..., rows) with random signs, (..., signs) each: of linear ones, and twice of the others."""
+    linear, others = rows[..., : layout.rank], rows[..., layout.rank :]
+    parts = zip((linear, others, others), MIXED_SEEDS, strict=True)
+    return tuple(part @ random_signs(layout.signs, part.shape[-1], seed, part) for part, seed in parts)
+
+
+def mixed_rows(layout: FactorLayout, local: Local, factor: Tensor, sums: tuple[Tensor, ...]) -> Tensor:
     """Rows (..., n, signs) whose products are tr(HLH'N) + ½ tr(HNH'N) of any two units, on average.
 
     L and N are the covariances of linear rows and of the others between what two units look at: ½ tr(HSH'S) of
     S = L + N, less the part of which all pairs of directions are followed. A row is νᵀH(λ + ν'/√2), of sums λ of the
     linear rows and ν, ν' of the others with random signs. The signs are the same for all layers, so that what one layer
-    makes goes together with what another makes of the same rows. Scaled so that every unit has its `mixed_variance`.
+    makes goes together with what another makes of the same rows. The sums are
+    `mixed_sums` of the factor. Scaled so that every unit has its `mixed_variance`.
     """
-    linear, others = factor[..., : layout.rank], factor[..., layout.rank :]
-    parts = zip((linear, others, others), MIXED_SEEDS, strict=True)
-    first, second, third = (part @ random_signs(layout.signs, part.shape[-1], seed, part) for part, seed in parts)
+    first, second, third = sums
     rows = ((local.curvature @ second) * (first + 0.5**0.5 * third)).sum(-2)
     own = rows.square().sum(-1)
     bends = own > torch.finfo(own.dtype).eps ** 2 * own.detach().amax(-1, keepdim=True)
@@ -311,16 +348,16 @@ def mixed_variance(layout: FactorLayout, local: Local, factor: Tensor) -> Tensor
     return ((curved + 0.5 * bent) * bent.mT).sum((-2, -1)).clamp(min=0)
 
 
-def _window_covariance(directions: Directions, factor: Tensor) -> Tensor:
+def _window_covariance(layout: FactorLayout, factor: Tensor, sums: Sums) -> Tensor:
     """S of every window, (..., n, w, w), from its factor.
 
     The turns T go with the linear rows, C = FTᵀ + TFᵀ beyond the products of all rows. So that S + C is never negative,
     it is taken as R(I + M/2)²Rᵀ with S = RRᵀ and M = R⁻¹CR⁻ᵀ, which is the same to first order.
     """
     covariance = factor @ factor.mT
-    if factor.shape[-1] == directions.layout.rank:
+    if factor.shape[-1] == layout.rank:
         return covariance
-    half = directions.half_turns(factor)
+    half = sums.followed @ factor[..., layout.turns].mT
     root = cholesky_root(covariance)
     half = torch.linalg.solve_triangular(root, half, upper=False)
     half = torch.linalg.solve_triangular(root.mT, half, upper=True, left=False)
@@ -340,17 +377,13 @@ def _factor_after(joint: Joint, segment: Segment, layout: FactorLayout) -> Tenso
 
 
 def third_order(
-    directions: Directions, factor: Tensor, local: Local, covariance: Tensor, present: Tensor
+    layout: FactorLayout, factor: Tensor, sums: Sums, local: Local, covariance: Tensor, present: Tensor
 ) -> ThirdOrder:
-    """From windows' factors (..., n, w, rows), their Gaussian moments and covariances (..., n, w, w)."""
-    layout, q = directions.layout, min(factor.shape[-2], MOST_DIRECTIONS)
+    """From windows' factors (..., n, w, rows), their sums, their Gaussian moments and covariances (..., n, w, w)."""
+    q = min(factor.shape[-2], MOST_DIRECTIONS)
     root, inverse = whitened(covariance, local.curvature, present, q)
     axes = inverse[..., :q, :]
-    linear = factor[..., : layout.rank]
-    turned = factor[..., layout.turns]
-    along, other = (
-        axes @ (part + turned) for part in (directions.followed(linear), directions.with_other_signs(linear))
-    )
+    along, other = (axes @ (part + factor[..., layout.turns]) for part in (sums.followed, sums.others))
     matrices = as_matrices(axes @ factor[..., layout.quadratic], layout.paired)
     alone = matrices.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     applied = matrices @ along.mT.unsqueeze(-3) + alone * (other - along).mT.unsqueeze(-3)  # Q_a f_c
@@ -417,6 +450,12 @@ def layout_for(event: tuple[int, ...], rank: int, scores: int) -> FactorLayout:
     coloured = int(colours(event, rank, PAIRED).max()) + 1
     leading = min(scores, MOST_LEADING, rank - coloured)
     return FactorLayout.of(rank, coloured + leading, SIGNS, leading)
+
+
+def scored_directions(plan: Plan, rank: int) -> int:
+    """How many directions of the noise count in the scores' quadratic part: as many as their work allows."""
+    seen = sum(stage.rule.windows.numel() for stage in plan.stages)
+    return min(rank, max(FEWEST_SCORED, min(MOST_SCORED, math.isqrt(SCORE_WORK // max(1, seen)))))
 
 
 def _event(plan: Plan) -> tuple[int, ...]:

@@ -10,12 +10,15 @@ from netmoments.propagate import rows as by_parts
 from netmoments.propagate.directions import FactorLayout
 from netmoments.propagate.rows import (
     Joint,
+    Sums,
     carried,
     directions_for,
     layout_for,
     mixed_rows,
+    mixed_sums,
     mixed_variance,
     need_of,
+    scored_directions,
     third_order,
 )
 from netmoments.rules.base import Local
@@ -81,6 +84,37 @@ def test_layers_lose_no_variance_on_the_way():
     assert float(found.sum() / sampled_variance.sum()) == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.parametrize("name", ["2×2 pools", "residual"])
+def test_sums_are_those_of_what_windows_look_at(name):
+    """Taken of a layer's input, they equal sums of each window's own factor."""
+    make, shape = SMALL[name]
+    network, x = seeded(make), image(*shape)
+    cut = plan(network, x)
+    with torch.no_grad():
+        root = isotropic(0.3, x).root().mT.expand(1, -1, -1)
+        directions = directions_for(cut, {cut.image: x.flatten(1)}, root, torch.zeros(1, 1, dtype=torch.int64))
+    layout = directions.layout
+    for stage in cut.stages:
+        factor = normal(1, layout.total, stage.before.size, seed=5)
+        sums, seen = Sums.of(directions, stage.rule, factor), stage.rule.rows_at_windows(factor)
+        assert_close(sums.followed, directions.followed(seen[..., : layout.rank]), rtol=1e-12, atol=1e-12)
+        assert_close(sums.others, directions.with_other_signs(seen[..., : layout.rank]), rtol=1e-12, atol=1e-12)
+        for found, wanted in zip(sums.mixed, mixed_sums(layout, seen), strict=True):
+            assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_scores_have_more_directions_where_their_work_allows(monkeypatch):
+    make, shape = SMALL["2×2 pools"]
+    cut = plan(seeded(make), image(*shape))
+    assert scored_directions(cut, 64) == 64
+    assert scored_directions(cut, 3000) == by_parts.MOST_SCORED
+    seen = sum(stage.rule.windows.numel() for stage in cut.stages)
+    monkeypatch.setattr(by_parts, "SCORE_WORK", 200**2 * seen)
+    assert scored_directions(cut, 3000) == 200
+    monkeypatch.setattr(by_parts, "SCORE_WORK", 0)
+    assert scored_directions(cut, 3000) == by_parts.FEWEST_SCORED
+
+
 def test_mixed_variance_is_what_quadratic_parts_have_beyond_linear_rows():
     layout = FactorLayout.of(5, 5, 4, 0)
     curvature, factor = symmetric(6, 3), normal(6, 3, layout.total, seed=2)
@@ -103,7 +137,7 @@ def test_mixed_rows_are_units_bends_of_what_is_not_linear():
     curvature = symmetric(5, 3, seed=4)
     curvature[1] = curvature[0]
     local = Local(normal(5), normal(5).square(), normal(5, 3), curvature)
-    rows = mixed_rows(layout, local, factor)
+    rows = mixed_rows(layout, local, factor, mixed_sums(layout, factor))
     own = mixed_variance(layout, local, factor)
     assert_close(rows.square().sum(-1), own, rtol=1e-12)
     linear, others = (

@@ -135,10 +135,12 @@ def test_what_a_pool_sees_of_the_image():
 
 def test_squares_of_large_convolutions_are_dear():
     """Squares would carry several times the numbers of rows, which are as close to samples as these can tell."""
-    network = seeded(
-        lambda: nn.Sequential(nn.Conv1d(1, 16, 5, padding=2), nn.Tanh(), *near(nn.Conv1d(16, 16, 5, padding=2), 1920))
-    )
-    x = image(1, 120)
+
+    def along(inputs: int) -> nn.Module:
+        return nn.Conv2d(inputs, 16, (1, 5), padding=(0, 2))
+
+    network = seeded(lambda: nn.Sequential(along(1), nn.Tanh(), *near(along(16), 1920)))
+    x = image(1, 1, 120)
     cut, every = plan(network, x), torch.arange(3).unsqueeze(0)
     assert not has_squares(cut, x, 2**34)
     with torch.no_grad():
