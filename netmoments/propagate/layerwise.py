@@ -29,6 +29,8 @@ KEPT_COPIES = 3
 """Of what a layer takes for its square, what derivatives keep of it."""
 DEARER = 2.0
 """Times the numbers of rows that squares may carry on a CPU where rows are as good as they, nearly."""
+CHEAP = 2**24
+"""Numbers that squares may carry in any case: they take less than a second."""
 ASKED = 16
 """Units that are asked how many numbers of the image they look at."""
 
@@ -139,7 +141,7 @@ def has_squares(plan: Plan, like: Tensor, limit: int) -> bool:
     copies = KEPT_COPIES * len(plan.stages) if torch.is_grad_enabled() else 1
     if not layout.worthwhile or copies * squares.need_of(plan, like.element_size()).bytes > limit:
         return False
-    dear = not like.is_cuda and layout.numbers > DEARER * plan.once(rows.numbers_carried)
+    dear = not like.is_cuda and layout.numbers > max(CHEAP, DEARER * plan.once(rows.numbers_carried))
     return not (dear and numbers_seen(plan, like) <= rows.PAIRED)
 
 

@@ -123,6 +123,8 @@ def test_dear_squares_are_for_units_that_look_far(monkeypatch):
     assert has_squares(convolution, x, 2**30)
     assert has_squares(dense, x, 2**30)
     monkeypatch.setattr("netmoments.propagate.layerwise.DEARER", 0.0)
+    assert has_squares(convolution, x, 2**30)  # small enough in any case
+    monkeypatch.setattr("netmoments.propagate.layerwise.CHEAP", 0)
     assert not has_squares(convolution, x, 2**30)
     assert has_squares(dense, x, 2**30)
 
