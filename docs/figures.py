@@ -126,7 +126,7 @@ def default_over_noise(target: Path) -> None:
 
 def runs_of_rare_flips(target: Path) -> None:
     """Runs of the network for a standard error of 10 %, over the probability; plain sampling is the line above."""
-    rows = records.flips(records.newest("*-cpu-flips.txt"))
+    rows = records.latest_flips()
     figure, panel = plt.subplots()
     for marker, name in zip("osD^", dict.fromkeys(row.network for row in rows), strict=False):
         found = [row for row in rows if row.network == name]

@@ -107,6 +107,15 @@ def flips(path: Path) -> list[Flip]:
     return [Flip(name, float(p), float(runs), float(plain)) for name, p, runs, plain in rows]
 
 
+def latest_flips() -> list[Flip]:
+    """Those of each network from the last record that has it."""
+    found: dict[str, list[Flip]] = {}
+    for path in sorted(RECORDS.glob("*-cpu-flips.txt"), reverse=True):
+        own = flips(path)
+        found = {**{row.network: [one for one in own if one.network == row.network] for row in own}, **found}
+    return [row for rows in found.values() for row in rows]
+
+
 def ratios(device: str) -> dict[str, float]:
     """What `python -m benchmarks.speed` measured, by its own words."""
     return json.loads((RECORDS / f"speed-{device}.json").read_text())["ratios"]

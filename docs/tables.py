@@ -111,7 +111,7 @@ def decisions_beyond() -> str:
 
 def decisions_of_flips() -> str:
     """Who wins: runs of the network that rare flips take."""
-    rare = records.flips(records.newest("*-cpu-flips.txt"))
+    rare = records.latest_flips()
     return markdown(
         ("network", "flip probabilities", "runs for ±10 %", "plain samples would take"),
         (

@@ -29,7 +29,7 @@ from netmoments import cli
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("report", "attack", "relus", "accuracy", "download", "doctor")
-QUICK = ["--images", "12", "--rare", "1", "--samples", "300", "--attacks", "1"]
+QUICK = ["--images", "12", "--rare", "1", "--samples", "300", "--attacks", "0"]
 QUICK_ATTACK = ["--images", "3", "--iterations", "60", "--polish", "20", "--samples", "40"]
 ATTACK_FILES = {"attack.html", "attack.json", "images.csv", "pictures.png", "noise.npz"}
 FACTORY = """

@@ -55,13 +55,13 @@ def test_flips_on_all_sides():
 
 
 def test_wins_are_those_of_the_rivals():
-    """The weights of one run's wins vary by about 1.1 of their mean: five standard errors of 3,000 runs are 0.1."""
+    """The weights of one run's wins vary by about 1.1 of their mean: five standard errors of 1,000 runs are 0.17."""
     network = linear(classes=3, seed=2)
     mean = at_distance(network, 3.5)
-    found, margins = estimate(network, nm.Gaussian(mean, std=1.0), seed=1, target=Target(0.0012))
+    found, margins = estimate(network, nm.Gaussian(mean, std=1.0), seed=1, target=Target(0.0025))
     assert found is not None
-    assert found.estimate.samples >= 3000
-    assert float(found.wins.sum()) == pytest.approx(found.estimate.probability, rel=0.1)
+    assert found.estimate.samples >= 1000
+    assert float(found.wins.sum()) == pytest.approx(found.estimate.probability, rel=0.17)
     assert float(found.wins[margins.label]) == 0
 
 
