@@ -186,16 +186,12 @@ class Scales:
         at_rest = value + problem.gamma - (gradients @ shift.unsqueeze(-1)).squeeze(-1)
         distance = (at_rest * squares.rsqrt()).amax(-1)
         stride = STRIDE * torch.clamp(distance, *problem.reach)
-        penalty = SHARE / (stride.unsqueeze(-1) * _together(gradients, squares) * squares)
+        together: Tensor | float = 1.0
+        if squares.shape[-1] > 1:  # at least the largest eigenvalue of the products of the gradients' directions
+            units = gradients * squares.rsqrt().unsqueeze(-1)
+            together = torch.linalg.matrix_norm(units @ units.mT, ord="fro").unsqueeze(-1)
+        penalty = SHARE / (stride.unsqueeze(-1) * together * squares)
         return cls(stride, SHARE / (LARGEST_SQUARE * stride), penalty, gradients.abs().amax(-1).clamp(min=1e-20))
-
-
-def _together(gradients: Tensor, squares: Tensor) -> Tensor | float:
-    """At least the largest eigenvalue of the products of the gradients' directions, (N, R, 1); 1 for one margin."""
-    if squares.shape[-1] == 1:
-        return 1.0
-    units = gradients * squares.rsqrt().unsqueeze(-1)
-    return torch.linalg.matrix_norm(units @ units.mT, ord="fro").unsqueeze(-1)
 
 
 def descend(problem: Problem, start: Iterate, iterations: int, smoother: float = SMOOTHER) -> Iterate:
