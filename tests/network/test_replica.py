@@ -262,7 +262,9 @@ def ended_by(call: Callable[[nn.Module], object], net: nn.Module) -> BaseExcepti
     return None
 
 
-ENDS = [(KeyboardInterrupt, name) for name in CALLS] + [
+LONG = "layerwise, checked"
+"""It is stopped at each of its many runs."""
+ENDS = [pytest.param(KeyboardInterrupt, name, marks=[pytest.mark.slow] if name == LONG else []) for name in CALLS] + [
     (error, name) for error in (RuntimeError, ZeroDivisionError) for name in ("layerwise", "two-stage")
 ]
 

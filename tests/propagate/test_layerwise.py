@@ -117,7 +117,10 @@ SMALLER = {"residual": (2, 5, 5), "normalised, overlapping 3×3 pools": (1, 7, 7
 """Images with fewer pairs of directions, all of which are followed."""
 
 
-@pytest.mark.parametrize("name", ["residual", "2×2 pools", "leaky", "normalised, overlapping 3×3 pools"])
+@pytest.mark.parametrize(
+    "name",
+    ["residual", "2×2 pools", "leaky", pytest.param("normalised, overlapping 3×3 pools", marks=pytest.mark.slow)],
+)
 def test_derivatives_in_the_mean_and_the_weights(name):
     """Against central differences: exact but for their own error.
 

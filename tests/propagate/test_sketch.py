@@ -112,6 +112,7 @@ def test_networks_against_monte_carlo(module, image, std):
     assert_close(off, torch.zeros_like(off), atol=0.05)
 
 
+@pytest.mark.slow
 def test_the_correction_takes_the_bias_of_the_formulas_away():
     """Most of the variance is not linear, and few units make it up: not Gaussian, so the formulas are biased."""
     module, image = seeded(Pooled), normal(1, 2, 12, 12, seed=1).abs()

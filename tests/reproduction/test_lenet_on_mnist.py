@@ -164,6 +164,7 @@ class TestComputed:
         assert here == TightnessSweep("tightness", studied, 1).configuration
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [lambda on: MonteCarloSweep("monte-carlo", on, 2, samples=400), lambda on: TightnessSweep("t", on, 2)]
 )

@@ -60,6 +60,7 @@ def in_another_process(out: Path, address: str | None) -> None:
         assert same(kept.columns(), expected(Toy()))
 
 
+@pytest.mark.slow
 def test_ray_at_an_address(tmp_path, two_workers):
     """The cluster at the address is left running."""
     in_another_process(tmp_path, two_workers.get_runtime_context().gcs_address)
