@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -41,10 +42,13 @@ def full_precision() -> Iterator[None]:
     are global to the process: those that need it are changed when a thread enters, put back when the last one leaves.
     """
     global _inside
-    if _ending and threading.current_thread() is not threading.main_thread():
+    thread = threading.current_thread()
+    if _ending and thread is not threading.main_thread():
         raise SystemExit  # a daemon thread: it ends here, without a word, instead of somewhere inside torch
     with _lock:
         _inside += 1
+        if thread.daemon:
+            _daemons.add(thread)
         if not _backends:
             cudnn: Any = torch.backends.cudnn
             mkldnn: Any = torch.backends.mkldnn
@@ -70,8 +74,11 @@ def full_precision() -> Iterator[None]:
 
 
 _ending = False
-LAST_SECONDS = 5.0
-"""How long the end of the interpreter waits for work of daemon threads."""
+_daemons: WeakSet[threading.Thread] = WeakSet()
+"""Daemon threads that have been inside `full_precision`."""
+LAST_SECONDS, GRACE = 5.0, 0.5
+"""How long the end of the interpreter waits for work of daemon threads; and for their end once none is inside: between
+two steps of their work they are in torch, too."""
 
 
 @atexit.register
@@ -79,9 +86,14 @@ def _let_threads_leave() -> None:
     """A daemon thread that comes back from torch when the interpreter is gone aborts the process: let them leave."""
     global _ending
     _ending = True
-    deadline = time.monotonic() + LAST_SECONDS
-    while _inside and time.monotonic() < deadline:
+    now = time.monotonic()
+    deadline, patience = now + LAST_SECONDS, now + GRACE
+    while now < deadline and any(thread.is_alive() for thread in list(_daemons)):
+        if not _inside and now > patience:
+            break
+        patience = now + GRACE if _inside else patience
         time.sleep(0.005)
+        now = time.monotonic()
 
 
 def _forget_threads() -> None:

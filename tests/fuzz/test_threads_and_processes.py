@@ -104,9 +104,10 @@ def run_workload(*arguments: str, **environment: str) -> subprocess.CompletedPro
     )
 
 
-def test_the_interpreter_ends_in_the_middle_of_work():
+@pytest.mark.parametrize("workload", ["end", "end between steps"])
+def test_the_interpreter_ends_in_the_middle_of_work(workload):
     """Daemon threads inside a computation: no abort, nothing on the error stream."""
-    found = run_workload("end")
+    found = run_workload(workload)
     assert (found.returncode, found.stdout, found.stderr) == (0, "ending\n", "")
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import netmoments as nm
+from netmoments.precision import full_precision
 
 METHODS: dict[str, Callable[[], nm.Method | str]] = {
     "two-stage": lambda: "two-stage",
@@ -127,6 +128,22 @@ def until_the_end() -> None:
     print("ending", flush=True)
 
 
+def until_the_end_between_two_steps() -> None:
+    """Threads that are in torch, but nowhere inside the library, most of the time."""
+    matrix = torch.ones(1000, 1000)
+
+    def forever() -> None:
+        while True:
+            with full_precision():
+                pass
+            torch.mm(matrix, matrix)
+
+    for _ in range(2):
+        threading.Thread(target=forever, daemon=True).start()
+    time.sleep(0.3)
+    print("ending", flush=True)
+
+
 def settings() -> tuple[object, ...]:
     """Of torch, that the library changes while it works."""
     return (
@@ -168,6 +185,7 @@ WORK: dict[str, Callable[..., None]] = {
     "few calls": over_few_calls,
     "shapes": over_shapes,
     "end": until_the_end,
+    "end between steps": until_the_end_between_two_steps,
     "interrupts": interrupted,
 }
 
