@@ -50,8 +50,8 @@ SHORT = 2e-3
 """Seconds of a GPU that are less than another round would take: all inputs get what the neediest needs."""
 BLOCK = 1024
 """Pairs of one input that are summed at a time on a CPU."""
-OVERFLOWED = ", in float32 as {} overflowed"
-"""What is said of it."""
+GIVEN_UP = ", in float32 as {} {}"
+"""What is said of low precision that overflowed or failed."""
 CORRECTED = ", in bfloat16, corrected by a share of them in float32"
 
 
@@ -180,10 +180,10 @@ class _Sampling:
         share = self.share
         try:
             return self._rounds(goal, start)
-        except _Overflow:  # all anew
+        except _GivenUp as why:  # all anew
             name = "bfloat16" if self.half is None else "float16"
             self.half, self.low, self.exact, self.never_low = None, None, None, True
-            self.share, self.remark = share, OVERFLOWED.format(name)
+            self.share, self.remark = share, GIVEN_UP.format(name, why)
             return self._rounds(goal, start)
 
     def _rounds(self, goal: Goal, start: float) -> Adaptive:
@@ -266,7 +266,7 @@ class _Sampling:
         self.share = share if 0.1 < share < 0.9 else float(round(share))
         if self.half is not None and not of_half[0]:
             self.half, self.sums.correction = None, ()
-            self.remark = "" if of_half[1] else OVERFLOWED.format("float16")
+            self.remark = "" if of_half[1] else GIVEN_UP.format("float16", "overflowed")
         if not self.never_low and mirrored and self.half is None:
             found = self._in_low_precision(found, drawn, (first, second), most, goal)
         return found
@@ -287,7 +287,10 @@ class _Sampling:
         low = low_network(self.model, self.memory_budget)
         if low is None:
             return found
-        values = low.pairs(self.mean, *drawn, self.outputs)
+        try:
+            values = low.pairs(self.mean, *drawn, self.outputs)
+        except Exception:  # of these samples, though not of those that it was tuned by: exactly then
+            return found
         beside = ExactPairs(self.sums.centre, found.estimate.second)
         beside.take(None, pairs)
         beside.add(None, exact, (values[0], values[1]))
@@ -357,7 +360,10 @@ class _Sampling:
         mean, centre, slopes, outputs = own
         assert mean is not None
         assert centre is not None
-        values = network.pairs(mean, *drawn, outputs)
+        try:
+            values = network.pairs(mean, *drawn, outputs)
+        except Exception as error:
+            raise _GivenUp("failed") from error
         some = exact.take(where, len(drawn[0]))
         if some > 0:
             ones = self.fast.pairs(mean, drawn[0][:some], None if drawn[1] is None else drawn[1][:some], outputs)
@@ -400,7 +406,7 @@ class _Sampling:
     def _refuse_infinite(self, found: Standing) -> None:
         """An error that says how many samples gave no numbers, and which outputs; or another try in float32."""
         if self.half is not None or self.low is not None:
-            raise _Overflow
+            raise _GivenUp("overflowed")
         where = self.sums.bad[1:].nonzero().squeeze(1).tolist()
         named = ", ".join(map(str, where[:4])) + (", …" if len(where) > 4 else "")
         raise ValueError(
@@ -425,8 +431,8 @@ def _sums_of_block(
     return block_sums(first, second, lines(slopes, deviations, others), centre, products)
 
 
-class _Overflow(Exception):
-    """Half precision gave something that is not a number."""
+class _GivenUp(Exception):
+    """Low precision gave something that is not a number, or the network failed in it; which, in a word."""
 
 
 def step_of(pairs: int) -> int:

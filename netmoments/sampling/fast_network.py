@@ -144,33 +144,28 @@ def half_network(model: NetworkModel, memory_budget: int | None = None) -> FastN
     """The same in float16, where it is faster: not the network's values, so whoever uses it must correct them."""
     if model.image.device.type != "cuda" or model.image.dtype != torch.float32:
         return None
-
-    def made() -> FastNetwork | None:
-        try:
-            half = _tuned(model, torch.float16)
-        except RuntimeError:  # an operation that float16 does not have
-            return None
-        return half if half.cost < FASTER * fast_network(model).cost else None
-
-    with torch.no_grad():
-        network = model.kept("half network", made)
-    return network if memory_budget is None or network is None else _within(memory_budget, model, network)
+    return _lower(model, torch.float16, memory_budget)
 
 
 def low_network(model: NetworkModel, memory_budget: int | None = None) -> FastNetwork | None:
     """The same in bfloat16 on a CPU that has it, where it is faster: corrected by who uses it, as of `half_network`."""
     if model.image.device.type != "cpu" or model.image.dtype != torch.float32 or not has_bfloat16():
         return None
+    return _lower(model, torch.bfloat16, memory_budget)
+
+
+def _lower(model: NetworkModel, dtype: torch.dtype, memory_budget: int | None) -> FastNetwork | None:
+    """The network in low precision; None where that is no faster, or where the network cannot take it."""
 
     def made() -> FastNetwork | None:
         try:
-            low = _tuned(model, torch.bfloat16)
-        except RuntimeError:  # an operation that bfloat16 does not have
+            low = _tuned(model, dtype)
+        except Exception:  # an operation that does not have it, numpy, or whatever the network says of another dtype
             return None
         return low if low.cost < FASTER * fast_network(model).cost else None
 
     with torch.no_grad():
-        network = model.kept("low network", made)
+        network = model.kept(("lower", dtype), made)
     return network if memory_budget is None or network is None else _within(memory_budget, model, network)
 
 

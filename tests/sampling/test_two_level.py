@@ -270,6 +270,48 @@ class Single(nn.Module):
         return torch.addmm(torch.zeros(2), x, torch.eye(6)[:, :2]) + self.last(x)
 
 
+class Told(nn.Module):
+    """Fails in another dtype than float32, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.last = how, nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "numpy":
+            return torch.from_numpy(x.detach().numpy()[:, :2].copy())
+        if x.dtype != torch.float32:
+            raise {"value": ValueError, "type": TypeError, "assertion": AssertionError}[self.how]("float32 only")
+        return self.last(x)
+
+
+@pytest.mark.parametrize("how", ["numpy", "value", "type", "assertion"])
+def test_whatever_a_network_says_of_bfloat16_it_has_none(monkeypatch, how):
+    monkeypatch.setattr(fast_network, "FASTER", math.inf)
+    monkeypatch.setattr(fast_network, "has_bfloat16", lambda: True)
+    with torch.no_grad():
+        assert low_network(NetworkModel.of_any(Told(how).eval(), NOISE.mean, "test")) is None
+
+
+@pytest.mark.parametrize("runs", [0, 1])
+def test_a_network_that_fails_in_low_precision_is_run_exactly(low_precision, runs):
+    """At once, or after some runs: the answer is as without."""
+    expected = nm.output_moments(NET, NOISE, tolerance=0.03)
+    left = [runs]
+
+    def fails(y: Tensor) -> Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyError("not in bfloat16")
+        return y
+
+    low_precision(fails)
+    found = nm.output_moments(NET, NOISE, tolerance=0.03)
+    assert left[0] < 0
+    assert found.reason.removesuffix(", in float32 as bfloat16 failed") == expected.reason
+    assert torch.equal(found.mean, expected.mean)
+
+
 def test_a_network_that_bfloat16_does_not_suit_has_none(monkeypatch):
     monkeypatch.setattr(fast_network, "FASTER", math.inf)
     monkeypatch.setattr(fast_network, "has_bfloat16", lambda: True)
