@@ -22,6 +22,8 @@ from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settin
 from reproduction.faces import Faces, chosen_faces, chosen_rows, error_over_images, in_cell, percent
 from reproduction.published import FIGURE_8_SPARSITY, TABLE_5, TABLE_5_AVERAGE
 from reproduction.table_5 import PER_CLASS, matrix, published
+from reproduction.trained import splits, trained_once
+from reproduction.training import RECIPES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,10 +59,11 @@ DIGIT_WAYS = {
     "pixels in [0, 255], σ = 1": Way(white=255.0, sigma=1.0),
     "pixels in [0, 1], σ = 1": Way(sigma=1.0),
 }
-OTHER_WAYS = {name: FACE_WAYS[name] for name in (LAST, "l = 3", "linearized again")}
-"""For other face networks."""
-TRAINED = "trained"
-"""The folder in the output folder where other face networks are looked for."""
+PLAIN_WAYS = {name: FACE_WAYS[name] for name in (LAST, "l = 3", "linearized again")}
+"""For face networks trained as in 2019."""
+PLAIN_SEEDS = (0, 1, 2)
+PLAIN_FROM = 1000
+"""Images from which on these are trained: each takes half a minute on a GPU, and hours on a CPU."""
 TEST_DIGITS = 100
 MEANS_FROM = 10_000
 """The mean of digit d is called by this number + d: MNIST's test images are below."""
@@ -143,10 +146,7 @@ def chosen_digits(settings: Settings) -> Faces:
 
 
 def faces(settings: Settings) -> list[Studied]:
-    """The face network, or the one of --weights, and those in the folder `trained` of the output.
-
-    From seven images on: one of each emotion.
-    """
+    """The face network, or the one of --weights, and some trained as in 2019; from seven images on: one an emotion."""
     everything = None
     found = []
     for title, weights, ways in face_networks(settings):
@@ -159,10 +159,15 @@ def face_networks(settings: Settings) -> list[tuple[str, Path | None, Mapping[st
     """Title, weights and ways of each face network; none where there are too few images."""
     if settings.images < len(TABLE_5):
         return []
-    main = "the shipped face network" if settings.weights is None else f"the face network {settings.weights.stem}"
-    others = sorted((settings.out / TRAINED).glob("faces*.safetensors"))
-    finished = [path for path in others if not path.stem.endswith(".checkpoint")]
-    return [(main, settings.weights, FACE_WAYS), *((path.stem, path, OTHER_WAYS) for path in finished)]
+    if settings.weights is not None:
+        return [(f"the face network {settings.weights.stem}", settings.weights, FACE_WAYS)]
+    shipped = ("the shipped face network", None, FACE_WAYS)
+    if settings.images < PLAIN_FROM:
+        return [shipped]
+    images = splits(settings, "fer2013")
+    recipe = RECIPES["faces-plain"]
+    plain = [(seed, trained_once(settings, "faces-2019", recipe, seed, images)[0]) for seed in PLAIN_SEEDS]
+    return [shipped, *((f"a face network as of 2019, seed {seed}", path, PLAIN_WAYS) for seed, path in plain)]
 
 
 def _of_faces(
@@ -173,7 +178,7 @@ def _of_faces(
     wanted = dict.fromkeys(range(len(everything.classes)), count)
     chosen = chosen_faces(network, everything, wanted, settings.seed, TABLE_5_FACES)
     kind = settings.device.type
-    name = f"{NAME}-faces" if ways is FACE_WAYS else f"{NAME}-{title}"
+    name = f"{NAME}-faces" if ways is FACE_WAYS or weights is None else f"{NAME}-{weights.stem}"
     few = {slow: EARLY[kind] for slow in SLOW if slow in ways}
     results = settings.run(ReadingsSweep(name, chosen, ways, few, BLOCK[kind], SAMPLES))
     paper = {TARGETED: TABLE_5_AVERAGE, FREE: 1.0}
