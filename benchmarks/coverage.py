@@ -1,12 +1,13 @@
 """How many intervals of flip probabilities hold the truth, run by run, in a file that grows.
 
 `python -m benchmarks.coverage GALLERY STORE [--seconds 500] [--runs 200] [--networks digits mlp known] [--images 5]
-[--decades 2 3 4] [--truth 10000000] [--device cpu]`. What is in the file is not computed again: call it until it says
-that nothing is missing, in pieces of as many seconds as there are; the table says what is known so far.
+[--decades 2 3 4] [--truth 10000000] [--truths FILE] [--device cpu]`. What is in the file is not computed again: call it
+until it says that nothing is missing, in pieces of as many seconds as there are; the table says what is known so far.
 
 A case is an image with noise at which flips are as rare as wanted; its truth is the share of plain samples, drawn until
-`ENOUGH` have flipped. `known` are networks whose flips are known exactly, from 0.5 to 1e-12 (`benchmarks.flips`). Every
-network gets `--runs` runs in all, the seeds of its cases taking turns.
+`ENOUGH` have flipped; with `--truths` those of a file, found before with more samples than a CPU can take (as
+`records/flips-truths.json`). `known` are networks whose flips are known exactly, from 0.5 to 1e-12
+(`benchmarks.flips`). Every network gets `--runs` runs in all, the seeds of its cases taking turns.
 """
 
 from __future__ import annotations
@@ -125,6 +126,15 @@ def sampled_truths(store: Store, network: str, asked: argparse.Namespace, clock:
                 yield truth
 
 
+def truths_of_file(path: Path, network: str, asked: argparse.Namespace) -> Iterator[Truth]:
+    """Those of a network in a list of {"network", "image", "sigma", "p", "samples"}."""
+    subjects = Subjects(asked.gallery.resolve(), None, torch.device(asked.device))
+    for one in (one for one in json.loads(path.read_text()) if one["network"] == network):
+        case = replace(next(subjects.cases(network, one["image"], 1)), sigma=one["sigma"])
+        error = math.sqrt(one["p"] * (1 - one["p"]) / one["samples"])
+        yield Truth(case.name, one["p"], error, partial(case.found, relative_error=RELATIVE))
+
+
 def known_truths(store: Store, clock: Clock) -> Iterator[Truth]:
     """Every shape of `benchmarks.flips` at every probability that it has."""
     noise = nm.Gaussian(torch.zeros(SIZE, dtype=torch.float64), std=1.0)
@@ -143,6 +153,8 @@ def known_truths(store: Store, clock: Clock) -> Iterator[Truth]:
 
 
 def truths(store: Store, network: str, asked: argparse.Namespace, clock: Clock) -> list[Truth]:
+    if asked.truths is not None:
+        return list(truths_of_file(asked.truths, network, asked))
     return list(known_truths(store, clock) if network == KNOWN else sampled_truths(store, network, asked, clock))
 
 
@@ -208,6 +220,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=5)
     parser.add_argument("--decades", nargs="+", type=int, default=[2, 3, 4], help="3 for 1e-3")
     parser.add_argument("--truth", type=int, default=10_000_000, help="plain samples, at most")
+    parser.add_argument("--truths", type=Path, help="a file of them, in place of samples")
     parser.add_argument("--device", default="cpu")
     asked = parser.parse_args(words)
     print(machine())

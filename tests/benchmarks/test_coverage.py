@@ -68,3 +68,16 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
         "linear 0, 1e-1, seed 0",
         "linear 0, 1e-1, seed 1",
     ]
+
+
+def test_truths_come_from_a_file(tmp_path, monkeypatch, capsys):
+    """Φ(−1/0.5), as 10⁶ samples tell; those of other networks are passed over."""
+    monkeypatch.setattr(coverage, "Subjects", OneSubject)
+    one = {"network": "linear", "image": 0, "sigma": 0.5, "p": tail(2), "samples": 10**6}
+    (tmp_path / "truths.json").write_text(json.dumps([one, {**one, "network": "other", "p": 0.5}]))
+    files = [str(tmp_path), str(tmp_path / "store.jsonl"), "--truths", str(tmp_path / "truths.json")]
+    coverage.main([*files, "--networks", "linear", "--runs", "2"])
+    assert "of 2 intervals of 95 % hold the truth" in capsys.readouterr().out
+    kept = [json.loads(line)["work"] for line in (tmp_path / "store.jsonl").read_text().splitlines()]
+    assert len(kept) == 2
+    assert all("0.5000" in work for work in kept)

@@ -63,3 +63,22 @@ def test_the_time_is_the_relative_one():
     times = moments_training.relative_times({PLAIN: SMALL.recipe}, digits, torch.device("cpu"), 2)
     assert times == {PLAIN: 1.0}
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ((0.90, 0.90), "as good as 3 folds"),
+        ((0.94, 0.96), "as good as 21 folds within the spread of the seeds"),
+        ((0.70, 0.70), "not as good as one fold"),
+    ],
+)
+def test_what_it_is_worth_in_folds(own, words):
+    """Two seeds each: one fold 0.8, three 0.9, 21 folds 0.96, all without spread but ours."""
+    subject = moments_training.SUBJECTS[0]
+    rates = {"plain": (0.5, 0.5), "1 fold": (0.8, 0.8), "3 folds": (0.9, 0.9), "21 folds": (0.96, 0.96),
+             moments_training.MOMENTS: own}  # fmt: skip
+    trials = [moments_training.Trial(kind, seed, (rate,) * 6, 0.0)
+              for kind, both in rates.items() for seed, rate in enumerate(both)]  # fmt: skip
+    one = moments_training.Trained(subject, trials, dict.fromkeys(rates, 1.0), 100, 100)
+    assert moments_training.worth(one) == words
