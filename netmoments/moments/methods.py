@@ -35,7 +35,7 @@ from netmoments.propagate.layerwise import layerwise, need_of, with_variances
 from netmoments.propagate.plan import NoRule, plan_of
 from netmoments.propagate.sketch import PROBES, sketched
 from netmoments.rules.black_box import black_box
-from netmoments.sampling.adaptive import PILOT, Adaptive, Goal, sampled_plainly, sampled_to_tolerance
+from netmoments.sampling.adaptive import PILOT, Goal, SampledToGoal, sampled_plainly, sampled_to_tolerance
 from netmoments.sampling.control_variates import (
     LinearSurrogate,
     Surrogate,
@@ -378,7 +378,7 @@ class Auto(Method):
             memory_budget=request.memory_budget,
         )
         return dataclasses.replace(
-            _sampled(found, indices, "sampling", request.flat.dtype), tolerance=self.tolerance, reason=found.how
+            _sampled(found, indices, "sampling", request.flat.dtype), tolerance=self.tolerance, reason=found.description
         )
 
     def formula(self, request: Request) -> tuple[str, str]:
@@ -450,7 +450,7 @@ def _exact(found: OutputMoments) -> OutputMoments:
     return dataclasses.replace(found, error=errors)
 
 
-def _sampled(found: Adaptive, indices: Tensor, method: str, dtype: torch.dtype) -> OutputMoments:
+def _sampled(found: SampledToGoal, indices: Tensor, method: str, dtype: torch.dtype) -> OutputMoments:
     estimate = found.estimate
     products = estimate.second.dim() == 3
     errors = MomentErrors(

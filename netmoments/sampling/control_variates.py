@@ -1,8 +1,8 @@
-"""Monte Carlo corrected by a surrogate whose moments are known: the same samples, a smaller error.
+"""Monte Carlo with a surrogate of known moments as control variate: the same samples, smaller errors.
 
-Control variates (Glynn and Szechtman, "Some new perspectives on the method of control variates", 2002) for means,
-variances and covariances, with coefficients fitted on other samples than those they are used on (cross-fitting,
-Chernozhukov et al. 2018): see `cross_fit`.
+This is behind `Sampling(samples, control=...)`. Control variates (Glynn and Szechtman, "Some new perspectives on the
+method of control variates", 2002) are applied to means, variances and covariances. Their coefficients are fitted on
+other samples than those they are used on (cross-fitting, Chernozhukov et al. 2018), which `cross_fit` does.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _require_noise(caller: str, noise: Gaussian) -> None:
 
 CALLER = "controlled_monte_carlo"
 BLOCK = 2**20
-"""Values of entries that are worked on at a time."""
+"""At most so many values go through `cross_fitted` at a time."""
 ROUNDING = 8
 """A surrogate's output that varies by less than this many units of rounding of its values is not used."""
 
@@ -149,9 +149,9 @@ def controlled_monte_carlo(
 ) -> SampledMoments:
     """Mean, variance and covariance of function(x) for x ~ noise, with a surrogate as control variate.
 
-    What the surrogate does on the same samples is compared with its known moments, and the deviations are subtracted
-    from the function's as far as they go together. The better the two agree, the smaller the standard errors; the
-    estimates are unbiased whatever the surrogate, and a useless one adds less than 1 % to the errors of 1000 samples.
+    On the same samples, the surrogate deviates from its known moments; where the function's deviations go along with
+    these, they are subtracted. The better the two agree, the smaller the standard errors. The estimates are unbiased
+    whatever the surrogate, and a useless one adds less than 1 % to the errors of 1000 samples.
 
     Args:
         function, noise, seed, batch: as in `monte_carlo`, and the samples are the same.
@@ -160,10 +160,10 @@ def controlled_monte_carlo(
         samples: how many for each entry of the noise; at least 20.
 
     Coefficients are fitted on four fifths of the samples and used on the last fifth, five times over; `cross_fit` has
-    the formulas. Standard errors are for large samples: below about 100 they are too small on the whole, as those of
-    `monte_carlo` are. An estimated covariance need not be positive semidefinite, and where the error of a variance is
-    as large as the variance itself the estimate may be negative: it is left so, as cutting it off would bias it.
-    The values of function and surrogate are kept in float64, 16 bytes for each sample, entry and output.
+    the formulas. Standard errors are asymptotic: below about 100 samples they are too small on average, as those of
+    `monte_carlo` are. An estimated covariance need not be positive semidefinite. Where the error of a variance is as
+    large as the variance itself, the estimate may be negative; it is left so, because clipping would bias it. The
+    values of function and surrogate are kept in float64, which takes 16 bytes for each sample, entry and output.
     """
     evaluated = evaluation(CALLER, function, noise, samples, seed, batch, least=1)
     if samples < LEAST_SAMPLES:
@@ -172,8 +172,8 @@ def controlled_monte_carlo(
             f"got {samples}; use monte_carlo for fewer"
         )
     _require_surrogate(surrogate, noise)
-    kept: list[Tensor] = []
-    known: list[Tensor] = []
+    function_values: list[Tensor] = []
+    surrogate_values: list[Tensor] = []
     moments, output_shape, rounding = None, torch.Size(), 0.0
     with full_precision(), progress_bar("sampling", samples) as show:
         for number, (x, values) in enumerate(evaluated):
@@ -182,10 +182,10 @@ def controlled_monte_carlo(
             moments = moments or _moments_of(surrogate, evaluated.entries, flat.shape[-1])
             like = _values_of(surrogate, x, flat.shape)
             rounding = torch.finfo(like.dtype).eps
-            kept.append(flat.double())
-            known.append(like.double())
+            function_values.append(flat.double())
+            surrogate_values.append(like.double())
         assert moments is not None
-        estimate = _estimated(_samples_last(kept), _samples_last(known), moments, rounding)
+        estimate = _estimated(_samples_last(function_values), _samples_last(surrogate_values), moments, rounding)
     batch_and_output = (*evaluated.entries, *output_shape)
     outputs = output_shape.numel()
     covariance, covariance_error = (
@@ -235,14 +235,14 @@ def _estimated(values: Tensor, known: Tensor, moments: _Moments, rounding: float
 
 
 def _samples_last(batches: list[Tensor]) -> Tensor:
-    """Batches (N, *entries, d) together, as (E, d, samples); the list is emptied."""
+    """Batches (N, *entries, d) joined as (E, d, samples). The list is emptied, so that memory is held once."""
     joined = torch.cat(batches)
     batches.clear()
     return joined.reshape(len(joined), -1, joined.shape[-1]).movedim(0, -1).contiguous()
 
 
 def _require_surrogate(surrogate: Surrogate, noise: Gaussian) -> None:
-    """Callable, with moments; one of this library's made for this noise."""
+    """Refuse what is not a surrogate, and one of this library's that was made for another noise."""
     if not (callable(surrogate) and hasattr(surrogate, "mean") and hasattr(surrogate, "covariance")):
         raise TypeError(
             f"{CALLER}: surrogate must be callable and have a mean and a covariance, as a LinearSurrogate or a "
@@ -256,7 +256,7 @@ def _require_surrogate(surrogate: Surrogate, noise: Gaussian) -> None:
 
 
 def _same(first: Gaussian, second: Gaussian) -> bool:
-    """Whether means, shapes and variances agree: all of two distributions that is cheap to compare."""
+    """Whether two distributions agree in shape, mean and variances, which is cheap to compare."""
     return first is second or (
         first.event_ndim == second.event_ndim
         and first.batch_shape == second.batch_shape
@@ -267,7 +267,7 @@ def _same(first: Gaussian, second: Gaussian) -> bool:
 
 
 def _moments_of(surrogate: Surrogate, entries: torch.Size, outputs: int) -> _Moments:
-    """The surrogate's moments, checked, one for each entry."""
+    """The surrogate's moments for each entry, checked."""
     mean, covariance = surrogate.mean, surrogate.covariance
     for name, value, event in (("mean", mean, (outputs,)), ("covariance", covariance, (outputs, outputs))):
         shape = (*entries, *event)
@@ -286,7 +286,7 @@ def _moments_of(surrogate: Surrogate, entries: torch.Size, outputs: int) -> _Mom
 
 
 def _values_of(surrogate: Surrogate, x: Tensor, wanted: torch.Size) -> Tensor:
-    """The surrogate on a batch of samples, checked, (N, *entries, d)."""
+    """The surrogate's values on a batch of samples, (N, *entries, d), checked."""
     values = surrogate(x)
     if not _expands(values, wanted, wanted[-1:]) or values.dim() != len(wanted) or len(values) != len(x):
         raise ValueError(

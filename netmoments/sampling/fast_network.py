@@ -1,9 +1,9 @@
-"""A network's values as fast as this machine gives them: on a private copy, folded and laid out for speed.
+"""A network's values as fast as this machine can compute them, on a private copy that is tuned for speed.
 
-A sampler runs a network thousands of times on inputs of one shape. What pays is the same everywhere: batch
+A sampler runs a network thousands of times on inputs of one shape. Several things can make that faster: batch
 normalisations folded into the layers before them, convolutions with channels last, batches that stay in the cache of a
-CPU or fill a GPU, and on a GPU half precision and runs that are recorded once. Which of these pay for a network is
-measured when it is first sampled, and kept with what is known of it.
+CPU or fill a GPU, low precision (corrected by whoever uses it, see `two_level`), and on a GPU runs that are recorded
+once and replayed. Which of them pay for a network is measured when it is first sampled, and kept with its model.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from netmoments.precision import full_precision, without_cudnn
 from netmoments.propagate.replay import recorded
 
 LEAST_BATCH, MOST_BATCH = 8, 512
-"""Inputs at a time on a CPU: more than the largest never paid, and a batch should end before a second is over."""
+"""The batch sizes tried on a CPU, in inputs: larger ones never paid, and a batch should take less than a second."""
 PATIENCE = 0.25
-"""Seconds: no larger batch is tried once a batch takes this long."""
+"""No larger batch is tried once a batch takes so many seconds."""
 FASTER = 0.9
-"""Of the time of float32: half precision must be below it to be used."""
+"""Low precision is used only if it takes less than this share of the time of float32."""
 GPU_BYTES, GPU_SHARE = 2**28, 128
-"""What the largest tensor of a batch may take on a GPU, at most, and of its memory: steps on that take long enough."""
+"""The largest tensor of a batch on a GPU may take so many bytes, and one in so many of its memory: enough to fill it.
+"""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -46,10 +47,10 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass(frozen=True, eq=False)
 class FastNetwork:
-    """A copy of a network that takes inputs (N, ...) and gives outputs (N, d), some inputs at a time.
+    """A copy of a network that maps inputs (N, ...) to outputs (N, d), a batch at a time.
 
-    It shares nothing with the network but what cannot be copied, its weights take no gradient, and it gives the
-    network's values to rounding, in `dtype`.
+    Its values are those of the network up to rounding in `dtype`. It shares nothing with the network but what cannot be
+    copied, and its weights take no gradient.
     """
 
     run: Callable[[Tensor], Tensor]
@@ -57,14 +58,16 @@ class FastNetwork:
     layout: torch.memory_format
     batch: int
     cost: float
-    """Seconds that an input took when the batch was chosen."""
+    """Seconds that one input took when the batch was chosen."""
     recordings: dict[Any, dict[Any, Any]] | None = None
-    """Of work on a GPU, by kind and shapes."""
+    """The recordings of work on a GPU, by kind and shapes; None on a CPU."""
     derivatives: Callable[[], AbstractContextManager[None]] = nullcontext
-    """In which the copy can be differentiated (see `without_cudnn`)."""
+    """The context in which the copy can be differentiated (see `without_cudnn`)."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Outputs (N, d), of inputs in the dtype and layout that the copy likes; may be differentiated in them."""
+        """Outputs (N, d) of inputs (N, ...), which are converted to the copy's dtype and layout; differentiable in
+        them.
+        """
         if self.layout == torch.contiguous_format:
             return self.run(inputs.to(self.dtype))
         return self.run(inputs.to(self.dtype, memory_format=self.layout))
@@ -77,7 +80,7 @@ class FastNetwork:
             return torch.cat(list(map(self._batch, inputs.split(self.batch))))
 
     def _batch(self, inputs: Tensor) -> Tensor:
-        """On a GPU from a recording, of a number of inputs that is a power of two, so that few are needed."""
+        """One batch. On a GPU it is replayed, filled up to a power of two inputs so that few recordings are needed."""
         if self.recordings is None or torch.cuda.is_current_stream_capturing():
             return self(inputs)
         count = len(inputs)
@@ -89,10 +92,10 @@ class FastNetwork:
     def pairs(
         self, mean: Tensor, deviations: Tensor, others: Tensor | None, outputs: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Outputs (p, A, d) at both inputs of p pairs for each of A means (A, ...), in the dtype of these.
+        """Outputs (p, A, d) at both inputs of p pairs for each of A means (A, ...), in the dtype of the means.
 
-        Deviations are (p, A, n); without `others` the second inputs are mirrored, mean − deviation. `outputs` (A, d)
-        are indices of those that are wanted, None for all.
+        The first inputs are mean + deviation, with deviations (p, A, n). The second are mean + `others`, or mirrored,
+        mean − deviation, without these. `outputs` (A, d) are the indices of the wanted outputs, None for all.
         """
         flat = mean.flatten(1)
         inputs = torch.stack([flat + deviations, flat - deviations if others is None else flat + others])
@@ -104,9 +107,9 @@ class FastNetwork:
     def replayed(
         self, kind: Any, work: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """`work(*inputs)`, on a GPU from a recording if there is one of this kind for such inputs.
+        """`work(*inputs)`; on a GPU recorded at the first call of this kind and these shapes, and replayed afterwards.
 
-        The work must depend on nothing but the kind and the inputs; which of these are None is part of the kind.
+        The work must depend on nothing but the kind and the inputs; which of the inputs are None is part of the kind.
         """
         if self.recordings is None:
             return work(*inputs)
@@ -120,7 +123,7 @@ class FastNetwork:
         return recorded(known, with_gaps, *(x for x in inputs if x is not None))
 
     def gradients(self, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """The gradient (N, ...) of one output of each input, the output by its index (N, 1)."""
+        """The gradient (N, ...) of one output of each input; `outputs` (N, 1) says which."""
 
         def work(x: Tensor, which: Tensor) -> tuple[Tensor, ...]:
             with torch.enable_grad(), self.derivatives():
@@ -131,7 +134,7 @@ class FastNetwork:
 
 
 def fast_network(model: NetworkModel, memory_budget: int | None = None) -> FastNetwork:
-    """The copy of a model's network for its dtype, made and tuned once, and again when the weights change.
+    """The fast copy of a model's network in its own dtype, made and tuned once, and again when the weights change.
 
     Its batches are as large as is fastest, or as fit into a budget of bytes.
     """
@@ -141,26 +144,26 @@ def fast_network(model: NetworkModel, memory_budget: int | None = None) -> FastN
 
 
 def half_network(model: NetworkModel, memory_budget: int | None = None) -> FastNetwork | None:
-    """The same in float16, where it is faster: not the network's values, so whoever uses it must correct them."""
+    """The fast copy in float16 on a GPU, if that is faster. The caller corrects its values."""
     if model.image.device.type != "cuda" or model.image.dtype != torch.float32:
         return None
     return _lower(model, torch.float16, memory_budget)
 
 
 def low_network(model: NetworkModel, memory_budget: int | None = None) -> FastNetwork | None:
-    """The same in bfloat16 on a CPU that has it, where it is faster: corrected by who uses it, as of `half_network`."""
+    """The fast copy in bfloat16 on a CPU that has it, if that is faster. The caller corrects its values."""
     if model.image.device.type != "cpu" or model.image.dtype != torch.float32 or not has_bfloat16():
         return None
     return _lower(model, torch.bfloat16, memory_budget)
 
 
 def _lower(model: NetworkModel, dtype: torch.dtype, memory_budget: int | None) -> FastNetwork | None:
-    """The network in low precision; None where that is no faster, or where the network cannot take it."""
+    """The fast copy in low precision; None if that is no faster, or if the network cannot run in it."""
 
     def made() -> FastNetwork | None:
         try:
             low = _tuned(model, dtype)
-        except Exception:  # an operation that does not have it, numpy, or whatever the network says of another dtype
+        except Exception:  # an operation without this dtype, numpy, or whatever the network itself raises
             return None
         return low if low.cost < FASTER * fast_network(model).cost else None
 
@@ -175,13 +178,13 @@ def has_bfloat16() -> bool:
 
 
 def _within(memory_budget: int, model: NetworkModel, network: FastNetwork) -> FastNetwork:
-    """With batches that fit into a budget of bytes, counted in the dtype of the model."""
+    """The fast copy with batches that fit into a budget of bytes, counted in the dtype of the model."""
     fitting = elements_together("backward", model.image, model.pass_size, memory_budget)
     return replace(network, batch=min(network.batch, fitting))
 
 
 def _tuned(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
-    """The fastest of the copies, with the batch it likes best."""
+    """The fastest copy of a model's network in a dtype, with its fastest batch size."""
     with torch.inference_mode(False), torch.no_grad(), full_precision():
         image = model.image.detach().clone()
         twins = {torch.contiguous_format: _copy(model, image, dtype, torch.contiguous_format)}
@@ -193,15 +196,15 @@ def _tuned(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
             fitting = room // max(1, model.largest * dtype.itemsize)
             batch = min(2 ** max(3, min(15, fitting.bit_length() - 1)), model.most_images)
             tried = min(batch, 2048)
-            made = [FastNetwork(run, dtype, layout, batch, math.inf, {}) for layout, run in twins.items()]
-            timed = [replace(one, cost=_seconds(one, image, tried) / tried) for one in made]
-            return _differentiable(min(timed, key=lambda one: one.cost), image)
+            copies = [FastNetwork(run, dtype, layout, batch, math.inf, {}) for layout, run in twins.items()]
+            timed = [replace(copy, cost=_seconds(copy, image, tried) / tried) for copy in copies]
+            return _differentiable(min(timed, key=lambda copy: copy.cost), image)
         start = min(LEAST_BATCH, model.most_images)
-        made = [FastNetwork(run, dtype, layout, start, math.inf) for layout, run in twins.items()]
+        copies = [FastNetwork(run, dtype, layout, start, math.inf) for layout, run in twins.items()]
         tried = min(64, model.most_images)
-        if len(made) > 1 and _seconds(made[0], image, start) > PATIENCE:
+        if len(copies) > 1 and _seconds(copies[0], image, start) > PATIENCE:
             tried = start
-        chosen = min(made, key=lambda one: _seconds(one, image, tried))
+        chosen = min(copies, key=lambda copy: _seconds(copy, image, tried))
         size = start
         while size <= min(MOST_BATCH, model.most_images):
             seconds = _seconds(chosen, image, size)
@@ -214,7 +217,7 @@ def _tuned(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
 
 
 def _differentiable(network: FastNetwork, image: Tensor) -> FastNetwork:
-    """Without cuDNN in derivatives if it has none."""
+    """The fast copy, differentiated without cuDNN if it cannot be differentiated with it."""
     try:
         with warnings.catch_warnings():  # cuBLAS says so when a thread of autograd uses it for the first time
             warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
@@ -226,7 +229,7 @@ def _differentiable(network: FastNetwork, image: Tensor) -> FastNetwork:
 
 
 def _seconds(network: FastNetwork, image: Tensor, count: int) -> float:
-    """How long a batch takes: the least of three runs after a first one; of one alone where that takes long."""
+    """How long a batch takes: the shortest of three runs after a first one; the first one if it takes long."""
     inputs = image.repeat(count, *(1,) * (image.dim() - 1))
     taken = []
     for _ in range(4):
@@ -241,8 +244,9 @@ def _seconds(network: FastNetwork, image: Tensor, count: int) -> float:
 
 
 def _with_channels_last(model: NetworkModel, image: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """The copy for images with channels last; None where the network cannot take these (`x.view(n, -1)` after a
-    convolution, say), or gives other values for them.
+    """A copy for images with channels last; None if the network cannot take these, or gives other values for them.
+
+    A network that calls `x.view(n, -1)` after a convolution cannot take them.
     """
     images = torch.cat([image, another_image(image)])
     try:
@@ -256,7 +260,7 @@ def _with_channels_last(model: NetworkModel, image: Tensor, dtype: torch.dtype) 
 def _copy(
     model: NetworkModel, image: Tensor, dtype: torch.dtype, layout: torch.memory_format
 ) -> Callable[[Tensor], Tensor]:
-    """A twin with weights of its own, folded where that changes nothing."""
+    """A copy with weights of its own, with batch normalisations folded if that leaves the values as they are."""
     folded = _with_own_weights(model.network, image, dtype, layout, fold=True)
     if folded is not None:
         examples = (image, another_image(image))
@@ -278,12 +282,13 @@ def _with_own_weights(
         if pairs:
             for layer, norm in pairs:
                 _fold(layer, norm)
-            _replace(twin, {id(norm) for _, norm in pairs})
+            _switch_off(twin, {id(norm) for _, norm in pairs})
     if dtype != image.dtype and image.device.type == "cuda":  # only its values are used
         for layer in rectified(twin, image):
             vars(layer)["forward"] = partial(_convolution_relu, layer)
     slots = TensorSlots(twin)
     own = image.dtype
+    # batch normalisations keep their dtype: their variances can be tiny or huge
     exact = {id(x) for module in twin.modules() if type(module) in _NORMS for x in _own_tensors(module)}
     slots.fill(
         {
@@ -295,7 +300,7 @@ def _with_own_weights(
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:
-    """Its parameters and buffers: those of a batch normalisation stay exact, as its variances can be tiny or huge."""
+    """The parameters and buffers of a module itself, without those of its children."""
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
@@ -305,92 +310,91 @@ def _laid_out(x: Tensor, dtype: torch.dtype, layout: torch.memory_format) -> Ten
     return x.to(dtype, copy=True)
 
 
-class _Takers(TorchDispatchMode):
-    """Who takes each of the watched tensors, by id: the module that is running, or None for any other operation; and
-    by which operations, in order.
-    """
+class _Consumers(TorchDispatchMode):
+    """Records which modules and operations use the watched tensors, by the id of these."""
 
     def __init__(self) -> None:
         super().__init__()
         self.running: nn.Module | None = None
-        self.of: dict[int, set[nn.Module | None]] = {}
-        self.by: dict[int, list[Any]] = {}
+        """The module that is running; None between modules."""
+        self.modules: dict[int, set[nn.Module | None]] = {}
+        """The modules that used each tensor; only tensors that are keys here are watched."""
+        self.operations: dict[int, list[Any]] = {}
+        """The operations that used each tensor, in order."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
-            if id(leaf) in self.of:
-                self.of[id(leaf)].add(self.running)
-                self.by.setdefault(id(leaf), []).append(func)
+            if id(leaf) in self.modules:
+                self.modules[id(leaf)].add(self.running)
+                self.operations.setdefault(id(leaf), []).append(func)
         return func(*args, **(kwargs or {}))
 
 
 def foldable(twin: nn.Module, image: Tensor) -> list[tuple[nn.Module, nn.Module]]:
-    """Pairs of a layer and a batch normalisation, each called once in a run of two inputs, where nothing but the
-    normalisation takes the layer's output, and nothing but the layer its weights.
+    """The pairs of a layer and a batch normalisation that can become one layer.
 
-    Two inputs, so that layers that are called once for each input are not among them.
+    Each must be called once in a run of two inputs, nothing but the normalisation may use the layer's output, and
+    nothing but the layer its weights. Two inputs, because some networks call a layer once for each input.
     """
     calls: Counter[nn.Module] = Counter()
-    made: list[tuple[Any, Tensor]] = []  # held, so that no other tensor gets an id of these
-    takers = _Takers()
+    outputs: list[tuple[Any, Tensor]] = []  # held, so that no other tensor gets one of their ids
+    consumers = _Consumers()
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        takers.running = module
+        consumers.running = module
 
     def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
         calls[module] += 1
-        takers.running = None
+        consumers.running = None
         if type(module) not in _NORMS and isinstance(output, Tensor) and output.dim() == module.weight.dim():
-            made.append((module, output))  # (N, channels, ...)
-            takers.of[id(output)] = set()
+            outputs.append((module, output))  # (N, channels, ...)
+            consumers.modules[id(output)] = set()
 
     candidates = [module for module in twin.modules() if _may_fold(module)]
     layers = [module for module in candidates if type(module) not in _NORMS]
-    takers.of = {id(weight): set() for layer in layers for weight in layer.parameters(recurse=False)}
+    consumers.modules = {id(weight): set() for layer in layers for weight in layer.parameters(recurse=False)}
     handles = [module.register_forward_hook(after) for module in candidates]
     handles += [module.register_forward_pre_hook(before) for module in candidates]
     try:
-        with takers:
+        with consumers:
             twin(torch.cat([image, another_image(image)]))
     finally:
         for handle in handles:
             handle.remove()
-    found: list[tuple[nn.Module, nn.Module]] = []
-    for layer, output in made:
-        norm, *others = takers.of[id(output)] or [None]
-        alone = all(takers.of[id(weight)] == {layer} for weight in layer.parameters(recurse=False))
+    pairs: list[tuple[nn.Module, nn.Module]] = []
+    for layer, output in outputs:
+        norm, *others = consumers.modules[id(output)] or [None]
+        alone = all(consumers.modules[id(weight)] == {layer} for weight in layer.parameters(recurse=False))
         if isinstance(norm, _NORMS) and not others and alone and calls[layer] == calls[norm] == 1:
-            found.append((layer, norm))
-    return found
+            pairs.append((layer, norm))
+    return pairs
 
 
 def rectified(twin: nn.Module, image: Tensor) -> list[nn.Conv2d]:
-    """Convolutions of whose outputs nothing but the positive part is ever used: a ReLU takes each, and it alone or in
-    place.
-    """
-    takers, made = _Takers(), list[tuple[nn.Conv2d, Tensor]]()
+    """The convolutions whose every output goes into a ReLU, which alone uses it or overwrites it in place."""
+    consumers, outputs = _Consumers(), list[tuple[nn.Conv2d, Tensor]]()
 
     def after(layer: Any, args: tuple[Any, ...], output: Tensor) -> None:
-        made.append((layer, output))
-        takers.of[id(output)] = set()
+        outputs.append((layer, output))
+        consumers.modules[id(output)] = set()
 
     layers = [module for module in twin.modules() if _may_rectify(module)]
     handles = [layer.register_forward_hook(after) for layer in layers]
     try:
-        with takers:
+        with consumers:
             twin(image.clone())
     finally:
         for handle in handles:
             handle.remove()
     aten = torch.ops.aten
-    used = {layer for layer, _ in made}
-    for layer, output in made:
-        by = takers.by.get(id(output), [])
-        if not (by[:1] == [aten.relu_.default] or by == [aten.relu.default]):
-            used.discard(layer)
-    return [layer for layer in layers if layer in used]
+    suitable = {layer for layer, _ in outputs}
+    for layer, output in outputs:
+        operations = consumers.operations.get(id(output), [])
+        if not (operations[:1] == [aten.relu_.default] or operations == [aten.relu.default]):
+            suitable.discard(layer)
+    return [layer for layer in layers if layer in suitable]
 
 
 def _may_rectify(module: nn.Module) -> bool:
@@ -400,7 +404,7 @@ def _may_rectify(module: nn.Module) -> bool:
 
 
 def _convolution_relu(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """relu(W x + b) in one step of cuDNN, where torch takes three; without a derivative."""
+    """relu(W x + b) in one step of cuDNN instead of three; it has no derivative."""
     padding = cast(tuple[int, ...], layer.padding)
     return torch.cudnn_convolution_relu(
         x, layer.weight, layer.bias, layer.stride, padding, layer.dilation, layer.groups
@@ -416,7 +420,7 @@ def _may_fold(module: nn.Module) -> bool:
 
 
 def _fold(layer: Any, norm: Any) -> None:
-    """γ(Wx + b − μ)/√(v + ε) + β as one layer: W and b of each output channel scaled, in float64."""
+    """Make the layer compute γ(Wx + b − μ)/√(v + ε) + β: W and b of each output channel are scaled, in float64."""
     scale = (norm.running_var.double() + norm.eps).rsqrt()
     if norm.weight is not None:
         scale = scale * norm.weight.detach().double()
@@ -434,8 +438,8 @@ def _fold(layer: Any, norm: Any) -> None:
     layer._parameters["bias"] = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
 
 
-def _replace(twin: nn.Module, norms: set[int]) -> None:
-    """Have the folded normalisations do nothing, wherever the twin holds them."""
+def _switch_off(twin: nn.Module, norms: set[int]) -> None:
+    """Make the folded normalisations, given by their ids, return their input, wherever the twin holds them."""
     for module in twin.modules():
         if id(module) in norms:
             vars(module)["forward"] = _unchanged

@@ -49,11 +49,10 @@ class SampledMoments:
 
 
 class MomentSums:
-    """Sums of the powers of a random vector that its covariance and that covariance's own error need.
+    """The sums of powers of a random vector from which its covariance and that covariance's standard error follow.
 
-    About a shift x̄ near the mean, with δ = y − x̄: Σδᵢ, Σδᵢδⱼ, Σδᵢ²δⱼ and Σδᵢ²δⱼ², in float64. They are sums, so
-    parts of a run add up exactly however it was cut; `about` moves them to another shift, and to the mean itself.
-    All have leading batch dimensions.
+    They are Σδᵢ, Σδᵢδⱼ, Σδᵢ²δⱼ and Σδᵢ²δⱼ² in float64, with δ = y − x̄ for a shift x̄ near the mean, and may have
+    leading batch dimensions. `about` moves them to another shift, and so to the mean itself.
     """
 
     def __init__(self, shift: Tensor) -> None:
@@ -64,7 +63,7 @@ class MomentSums:
         self.second, self.third, self.fourth = (shift.new_zeros(*shift.shape, outputs) for _ in range(3))
 
     def add(self, values: Tensor) -> None:
-        """Count in `values`, (samples, *batch, D)."""
+        """Add `values`, (samples, *batch, D)."""
         delta = (values.double() - self.shift).movedim(0, -2)
         square = delta * delta
         self.count += values.shape[0]
@@ -103,15 +102,6 @@ class MomentSums:
             + n * row**2 * column**2
         )
         return moved
-
-    def merged(self, other: MomentSums) -> MomentSums:
-        """The sums of both runs together."""
-        moved = other.about(self.shift)
-        total = MomentSums(self.shift)
-        total.count = self.count + other.count
-        for name in ("first", "second", "third", "fourth"):
-            setattr(total, name, getattr(self, name) + getattr(moved, name))
-        return total
 
     def moments(self, output_shape: torch.Size) -> SampledMoments:
         """Unbiased estimates and their standard errors: sampling variances of k-statistics (Kendall and Stuart).
@@ -226,7 +216,8 @@ def class_frequencies(
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """A function and the samples it is evaluated on; iterated, batches of samples with the function's values.
+    """A function and the samples on which it is evaluated. Iterating gives batches of samples with the function's
+    values.
 
     Samples are (N, *noise's batch, *event), values (N, *entries, *output). Same seed, batch and device: same samples.
     """
@@ -235,13 +226,13 @@ class Evaluation:
     function: Callable[[Tensor], Tensor]
     noise: Gaussian
     entries: torch.Size
-    """The batch of the noise, and of the function where it has one of its own."""
+    """The batch shape of the noise, broadcast with that of the function if it has one of its own."""
     samples: int
     seed: int
     batch: int
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # not the seed itself: a network whose weights were drawn with that would meet them again
+        # not the seed itself: a network whose weights were drawn with that seed would meet them again as noise
         own = random_seed(self.seed, "samples", 0)
         generator = torch.Generator(self.noise.device).manual_seed(own)
         for start in range(0, self.samples, self.batch):
@@ -249,15 +240,15 @@ class Evaluation:
             yield x, self._values(x)
 
     def flat(self, values: Tensor) -> Tensor:
-        """The same values as (N, *entries, D)."""
+        """The values as (N, *entries, D)."""
         return values.reshape(*values.shape[: 1 + len(self.entries)], -1)
 
     def output_shape(self, values: Tensor) -> torch.Size:
         return values.shape[1 + len(self.entries) :]
 
     def _values(self, x: Tensor) -> Tensor:
-        """The network of this library takes samples as they are, one network for each entry of its own batch; anything
-        else gets one flat batch of inputs.
+        """The function's values, checked. An `AffineReluAffine` takes the samples of each entry of its own batch apart;
+        any other function gets one flat batch of inputs.
         """
         if isinstance(self.function, AffineReluAffine):
             return self._finite(
@@ -283,7 +274,7 @@ class Evaluation:
 def evaluation(
     caller: str, function: Any, noise: Any, samples: int, seed: int, batch: int | None, *, least: int
 ) -> Evaluation:
-    """What is to be evaluated, checked; `least` samples are needed."""
+    """The arguments of a Monte Carlo run, checked; `least` is the smallest number of samples allowed."""
     require_count(caller, "samples", samples, least=least)
     require_seed(caller, seed)
     if not isinstance(noise, Gaussian):

@@ -1,8 +1,9 @@
-"""Expected slopes of a network under noise, the control of its samples: how many gradients they are worth, and they.
+"""The expected slopes of a network under noise, which are the control of its samples, and what they are worth.
 
-With the share v of the outputs' variance that is even in the noise, slopes from K gradients lose about 2v/K of the
-variance they explain, which costs 8v/K more pairs of 1/tolerance² (see `pair_sums`), and BACKWARD·d·K runs of the
-network: the best K follows.
+The slopes S are averages of gradients at K points of the noise. If a share v of the outputs' variance is even in the
+noise, K gradients lose about 2v/K of the variance that slopes could explain. That costs 8v/K more of the 1/tolerance²
+samples (see `pair_sums`), while the gradients of d outputs cost BACKWARD·d·K runs of the network. `points_worth`
+takes the K for which the sum is smallest.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from netmoments.network.model import NetworkModel
 from netmoments.sampling.fast_network import FastNetwork
 
 BACKWARD = 3
-"""What one output's gradient costs, in runs of the network."""
+"""The cost of the gradient of one output, in runs of the network."""
 MOST_POINTS = 16
-"""Points at which gradients are taken, at most."""
+"""At most so many points have their gradients taken."""
 UNSEEN_POINTS = 8
-"""The same where the share of the variance that is even is not waited for, on a GPU."""
+"""The number of points on a GPU where waiting for the share v would take longer than the gradients."""
 TOGETHER = 64
-"""Gradients that are taken at once on a CPU, at most."""
+"""At most so many gradients are taken at once on a CPU."""
 SLOPE_NUMBERS = 2**26
-"""Slopes are kept for all inputs of a call if these are no more numbers than that."""
+"""Without slopes if those of all inputs of a call would be more numbers than this."""
 
 
 class SlopeControls(NamedTuple):
-    """Controls ℓ = S δ of variance 1, or 0 for an output without a slope; without any, nothing."""
+    """Controls ℓ = S δ, scaled to variance 1, or 0 for an output without a slope; empty without slopes."""
 
     slopes: Tensor | None = None
     """S, (E, d, n)."""
@@ -44,10 +45,11 @@ class SlopeControls(NamedTuple):
 
 
 def points_worth(first: Tensor, second: Tensor, runs: float) -> int:
-    """Points that gradients are worth where `runs` plain samples would do, from values (p, E, d) of mirrored pairs.
+    """At how many points gradients are worth taking, if `runs` plain samples would meet the tolerance.
 
-    Slopes explain at most (1 − v)² of the variance of squares, which must be more of these runs than a point costs. On
-    a GPU the host does not wait for v where gradients are cheap.
+    `first` and `second` are the values (p, E, d) at both samples of some mirrored pairs, from which v follows. Slopes
+    explain at most (1 − v)² of the variance of squares; if that share of the runs is less than one point costs, the
+    result is 0. On a GPU the host does not wait for v where gradients are cheap.
     """
     outputs = first.shape[-1]
     affordable = 0.25 * runs / (BACKWARD * outputs)
@@ -76,9 +78,10 @@ def expected_slopes(
     seed: int,
     memory_budget: int | None = None,
 ) -> SlopeControls:
-    """The average gradient over points of the noise, mirrored ones, or at the mean itself for one point.
+    """The gradients averaged over so many mirrored points of the noise, or taken at the mean itself for one point.
 
-    None where the network cannot be differentiated, where slopes are no numbers, or would take too much memory.
+    There are no slopes where the network cannot be differentiated, where they are not finite, or where they would take
+    too much memory.
     """
     count, entries = model.outputs if outputs is None else outputs.shape[1], len(noise.mean)
     if points == 0 or not model.has_gradient or noise.size * count * entries > SLOPE_NUMBERS:
@@ -96,9 +99,8 @@ def expected_slopes(
     rows, parts = inputs.reshape(points, entries, *noise.event_shape), []
     try:
         for start in range(0, entries, together):
-            some = slice(start, start + together)
-            chosen = None if outputs is None else outputs[some]
-            parts.append(_average_gradients(fast, rows[:, some], count, chosen))
+            span = slice(start, start + together)
+            parts.append(_average_gradients(fast, rows[:, span], count, None if outputs is None else outputs[span]))
     except RuntimeError:
         return SlopeControls()
     slopes = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -110,31 +112,32 @@ def expected_slopes(
 
 
 def _average_gradients(fast: FastNetwork, points: Tensor, count: int, outputs: Tensor | None) -> Tensor:
-    """Average gradients (A, d, n) of d outputs at K points (K, A, ...) of each of A entries.
+    """Average gradients (A, d, n) of d outputs over K points (K, A, ...) of each of A inputs.
 
-    One output at a time with one run for all; or all at once, each with a run of its own, on a GPU, or where these are
-    no more than fit into a batch, and a step takes longer to ask for than to do.
+    On a GPU, and where the gradients fit into one small batch, all are taken at once, each with a run of its own,
+    because a step takes longer to ask for than to do. Else one run serves all outputs, and they go one at a time.
     """
     number, entries = points.shape[:2]
-    rows = points.flatten(0, 1).clone()  # not a tensor of inference mode
+    rows = points.flatten(0, 1).clone()  # a tensor of inference mode has no gradient
     chosen = None if outputs is None else outputs.repeat(number, 1)
     if rows.device.type == "cuda" or count * len(rows) <= min(TOGETHER, fast.batch):
-        each = torch.arange(count, device=rows.device).repeat_interleave(len(rows)).unsqueeze(1)
-        each = each if chosen is None else chosen.repeat(count, 1).gather(1, each)
-        slopes = fast.gradients(rows.repeat(count, *(1,) * (rows.dim() - 1)), each)
-        return slopes.reshape(count, number, entries, -1).mean(1).movedim(0, 1)
+        output = torch.arange(count, device=rows.device).repeat_interleave(len(rows)).unsqueeze(1)
+        output = output if chosen is None else chosen.repeat(count, 1).gather(1, output)
+        gradients = fast.gradients(rows.repeat(count, *(1,) * (rows.dim() - 1)), output)
+        return gradients.reshape(count, number, entries, -1).mean(1).movedim(0, 1)
     with torch.enable_grad():
         x = rows.requires_grad_()
         values = fast(x.clone())  # which it may write into
         values = values if chosen is None else values.gather(1, chosen)
-        found = [torch.autograd.grad(values[:, k].sum(), x, retain_graph=k + 1 < count)[0] for k in range(count)]
-    return torch.stack([slope.reshape(number, entries, -1).mean(0) for slope in found], 1)
+        slopes = [torch.autograd.grad(values[:, k].sum(), x, retain_graph=k + 1 < count)[0] for k in range(count)]
+    return torch.stack([slope.reshape(number, entries, -1).mean(0) for slope in slopes], 1)
 
 
 def _of_variance_one(covariance: Covariance, products: bool, slopes: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Slopes (E, d, n) scaled so that each control has the variance 1, or 0 where it has none, and R.
+    """Slopes (E, d, n) scaled so that each control has variance 1, or is 0 if it has none; and R.
 
-    The covariance is the one given, with these tensors. R is that of slopes which are not rounded to their dtype.
+    The covariance is the given structure with these tensors. R is computed in float64, before the slopes are rounded to
+    their dtype.
     """
     exact, given = covariance.with_tensors([x.double() for x in tensors]), slopes.double()
     known = exact.push(given) if products else exact.push_diagonal(given)

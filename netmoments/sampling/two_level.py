@@ -1,55 +1,99 @@
-"""Most samples in low precision, and a share of them exactly as well: which share, and what these correct.
+"""Two-level sampling: most samples in low precision, corrected by a share of them that is run exactly as well.
 
-With e', t' the numbers of a pair (see `pair_sums`) in low precision, e, t the exact ones on the same noise,
+With e', t' the numbers of a pair (see `pair_sums`) in low precision, and e, t the exact ones on the same noise,
 
     E e = E e' + E(e − e'),     E t = E t' + E(t − t')
 
-where differences vary so little that few of them are enough (two-level Monte Carlo, Giles, "Multilevel Monte Carlo path
-simulation", 2008). Where n pairs leave the squared error a/n, and n pairs of differences b/n, a share ρ of pairs that
-are run exactly as well leaves (a + b/ρ)/n at the cost c' + ρc of each, c' and c the costs of both networks: the best is
-ρ = √(bc'/ac). More is taken where differences may be rare but large, as of decisions: see `exact_share`.
+and the differences vary so little that few of them are enough (two-level Monte Carlo: Giles, "Multilevel Monte Carlo
+path simulation", 2008). The corrected estimate is unbiased, whatever low precision does.
 
-This is for a CPU; on a GPU, where the first round is large, that is the share (see `pair_sums.CorrectionSums`).
+How large the share should be: if n pairs in low precision leave the squared error a/n, and n differences b/n, then
+running a share ρ of the pairs exactly as well leaves (a + b/ρ)/n, at the cost c' + ρc of each pair, where c' and c are
+the costs of both networks. The best is ρ = √(bc'/ac). `exact_share` takes more where differences may be rare but large,
+as they are where a network takes decisions.
+
+On a CPU (bfloat16) `ExactPairs` collects the differences as sampling goes on. On a GPU (float16) the first round is
+large, and its differences are the whole correction: `correction_from`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from netmoments.sampling.pair_sums import (
-    PairEstimate,
-    Standing,
-    allowing_for_the_unseen,
-    even_and_target,
-    relative_errors,
-)
+from netmoments.sampling.estimate import PairEstimate, allowing_for_the_unseen, tolerance_met
 
 LEAST_SHARE = 1 / 25
-"""Of the pairs, at least, however many: differences may be of rare decisions."""
+"""At least this share of the pairs is run exactly, however many there are: differences may come from rare decisions."""
 UNSEEN = 4.0
-"""Exact runs, by 1/tolerance, at least: one that is off by a deviation moves the mean by a quarter of the tolerance."""
+"""At least UNSEEN/tolerance runs are exact: one more that is off by a deviation moves the mean by a quarter of it."""
 ADDED = 0.1
-"""Of the squared error, at most, from differences."""
+"""Differences add at most this share to the squared error."""
 COSTS = 0.5
-"""c'/c as it is taken for the share, so that it depends on values alone, not on times."""
+"""The value of c'/c in the formula for the share. It is fixed, so that samples do not depend on measured times."""
 MOST_SHARE = 0.25
-"""Of the pairs: where more would have to be exact, low precision is not even tried; and no more are, if it was."""
+"""Low precision is not tried where a larger share would have to be exact, and never corrected by a larger one."""
 WORTH = 0.1
-"""Seconds that exact runs would take still, below which there is too little to gain for what it takes besides runs."""
+"""Seconds that the remaining exact runs would take, below which trying low precision costs more than it can save."""
 CHEAPER = 0.85
-"""Of the cost of exact runs, at most: a and b of the first pairs say it to about that."""
+"""Low precision must promise at most this share of the cost of exact runs: the first pairs tell a and b about that
+well.
+"""
+
+
+class Correction(NamedTuple):
+    """E(e − e') (E, d) and E(t − t'), (E, d, d) or (E, d), with their squared standard errors."""
+
+    even: Tensor
+    even_error_squared: Tensor
+    target: Tensor
+    target_error_squared: Tensor
+
+
+def even_and_target(centre: Tensor, values: Sequence[Tensor], products: bool) -> tuple[Tensor, Tensor]:
+    """e and t of pairs of values (p, E, d) about a centre (E, d), in float64; t as all products, or squares only."""
+    first, second = (x.double() - centre for x in values)
+    even, odd = (first + second) / 2, (first - second) / 2
+    if not products:
+        return even, odd**2 + even**2
+    return even, odd.unsqueeze(-1) * odd.unsqueeze(-2) + even.unsqueeze(-1) * even.unsqueeze(-2)
+
+
+def correction_from(centre: Tensor, exact: Sequence[Tensor], low: Sequence[Tensor], products: bool) -> Correction:
+    """The correction from values (p, E, d) of both samples of p pairs, exact and in low precision."""
+    (even, target), (low_even, low_target) = (even_and_target(centre, values, products) for values in (exact, low))
+    even, target = even - low_even, target - low_target
+    count = len(even)
+    return Correction(even.mean(0), even.var(0) / count, target.mean(0), target.var(0) / count)
+
+
+def corrected(estimate: PairEstimate, centre: Tensor, correction: Correction) -> PairEstimate:
+    """An estimate from low precision, corrected: Cov = E t − (μ − a)(μ − a)ᵀ about the centre a, with a new μ."""
+    offset, moved = estimate.mean - centre, correction.even
+    if estimate.second.dim() == 3:
+        mixed = offset.unsqueeze(-1) * moved.unsqueeze(-2)
+        change = mixed + mixed.mT + moved.unsqueeze(-1) * moved.unsqueeze(-2)
+    else:
+        change = 2 * offset * moved + moved**2
+    return PairEstimate(
+        estimate.mean + moved,
+        estimate.second + correction.target - change,
+        estimate.mean_error_squared + correction.even_error_squared,
+        estimate.second_error_squared + correction.target_error_squared,
+    )
 
 
 def exact_share(spread: float, difference: float, tolerance: float, most: int) -> float:
-    """The share ρ of pairs to be run exactly, too, from a and b; above 1 where so many pairs cannot be enough.
+    """The share ρ of pairs to be run exactly as well, from a and b; above 1 where `most` pairs cannot be enough.
 
-    √(b/2a), such that differences are no more than a tenth of the squared error, b/ρ ≤ ADDED·a; and as many that what
-    none of them has shown is small beside the tolerance: UNSEEN/tolerance runs of the pairs that this will take. Where
-    the most pairs are too few, a is taken as if they were enough: that large, it is of tails that no pair has shown.
+    It is √(b/2a), enlarged so that differences add at most a tenth to the squared error, b/ρ ≤ ADDED·a, and so that
+    UNSEEN/tolerance runs are exact: what none of those has shown is small beside the tolerance. Where even the most
+    pairs are too few for the tolerance, a is taken as if they were enough: an a that large comes from tails that no
+    pair has shown.
     """
     pairs = min(spread / tolerance**2, most)
     ratio = difference / (pairs * tolerance**2)
@@ -59,9 +103,11 @@ def exact_share(spread: float, difference: float, tolerance: float, most: int) -
 def exact_pairs_worth(
     spread: float, difference: float, tolerance: float, pairs: tuple[int, int], costs: tuple[float, float]
 ) -> tuple[float, int]:
-    """The share of pairs to be run exactly, too, and how many these will be; 0 where exact ones alone are as cheap.
+    """The share of pairs to be run exactly as well, and how many that will be; (0, 0) where exact runs alone are as
+    cheap.
 
-    From a and b; pairs that there are, exact and in low precision, and the most there may be; costs c and c' of a run.
+    `spread` and `difference` are a and b. `pairs` are those done so far, exact and in low precision, and the most there
+    may be; `costs` are c and c' of a run.
     """
     done, most = pairs
     exact_cost, low_cost = costs
@@ -75,46 +121,52 @@ def exact_pairs_worth(
 
 
 class ExactPairs:
-    """Pairs of E inputs that were run in low precision and exactly: sums of the differences of e and t, about the same
-    centre (E, d), and of their squares.
+    """Pairs of E inputs that were run in low precision and exactly: sums of their differences and of the squares of
+    these.
+
+    The sums are about the same centre (E, d) as those of the pairs in low precision.
     """
 
     def __init__(self, centre: Tensor, second: Tensor) -> None:
         """`second` are the covariances (E, d, d) or variances (E, d) as they are known so far."""
         self.centre, self.second = centre, second
         self.share, self.least = 1.0, 0
-        """Of the pairs in low precision, those to be run exactly, too; and how many at once."""
-        self.pairs, self.of_low = centre.new_zeros(len(centre)), centre.new_zeros(len(centre))
-        """How many there are of each input, (E,), and how many in low precision."""
+        """The share of pairs in low precision to be run exactly as well; and how many of them right at the start."""
+        self.pairs, self.low_pairs = centre.new_zeros(len(centre)), centre.new_zeros(len(centre))
+        """How many pairs of each input, (E,), were run exactly, and how many in low precision."""
         self.wins = torch.zeros_like(centre)
-        """How often each output was the largest, (E, d), more often than in low precision."""
+        """How much more often each output was the largest, (E, d), exactly than in low precision."""
         self._sums = [torch.zeros_like(x) for x in (centre, centre, second, second)]
 
-    def spread_of(self, found: PairEstimate, dtype: torch.dtype) -> float:
-        """b: the squared error of differences, relative to the outputs as found, times their number."""
-        _, even_error, _, target_error = self.differences()
-        if not (bool(even_error.isfinite().all()) and bool(target_error.isfinite().all())):
+    def difference(self, estimate: PairEstimate, dtype: torch.dtype) -> float:
+        """b: the squared error of the differences, relative to the outputs as estimated, times their number."""
+        mean = self.mean_differences()
+        if not bool(mean.even_error_squared.isfinite().all() & mean.target_error_squared.isfinite().all()):
             return math.inf
-        off = relative_errors(found._replace(mean_error_squared=even_error, second_error_squared=target_error), dtype)
-        return float((off.square() * self.pairs).mean())
+        only_differences = PairEstimate(
+            estimate.mean, estimate.second, mean.even_error_squared, mean.target_error_squared
+        )
+        return float((tolerance_met(only_differences, dtype).square() * self.pairs).mean())
 
-    def watch(self, found: Standing, dtype: torch.dtype, tolerance: float, most: int) -> None:
-        """Take more of them from now on where differences turn out to be larger than they were."""
-        spread = float((found.reached.square() * found.pairs).mean())
-        share = exact_share(spread, self.spread_of(found.estimate, dtype), tolerance, most)
+    def raise_share(
+        self, spread: float, estimate: PairEstimate, dtype: torch.dtype, tolerance: float, most: int
+    ) -> None:
+        """Run a larger share exactly from now on if the differences turn out larger than they were."""
+        share = exact_share(spread, self.difference(estimate, dtype), tolerance, most)
         self.share = max(self.share, min(MOST_SHARE, share))
 
     def take(self, where: Tensor | None, count: int) -> int:
-        """Count in so many more pairs in low precision, of the entries with these indices, or of all; how many of them
-        are to be run exactly, too.
+        """How many of `count` further pairs in low precision are to be run exactly as well; they are counted here.
+
+        `where` are the indices of the inputs that they belong to, None for all.
         """
         rows = self._rows(where)
-        self.of_low[rows] += count
-        wanted = max(self.least, math.ceil(self.share * float(self.of_low[rows].max())))
+        self.low_pairs[rows] += count
+        wanted = max(self.least, math.ceil(self.share * float(self.low_pairs[rows].max())))
         return min(count, max(0, wanted - int(self.pairs[rows].min())))
 
     def add(self, where: Tensor | None, exact: Sequence[Tensor], low: Sequence[Tensor]) -> None:
-        """Count in exact values and those in low precision, (p, A, d) of both samples of p pairs."""
+        """Add the differences of values (p, A, d) at both samples of p pairs, exact and in low precision."""
         rows, products = self._rows(where), self.second.dim() == 3
         (even, target), (low_even, low_target) = (
             even_and_target(self.centre[rows], values, products) for values in (exact, low)
@@ -125,25 +177,24 @@ class ExactPairs:
         self.pairs[rows] += len(even)
         self.wins.index_add_(0, rows, _wins(exact) - _wins(low))
 
-    def differences(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """E(e − e') (E, d) and E(t − t'), (E, d, d) or (E, d), each with its squared error behind it."""
-        found = []
+    def mean_differences(self) -> Correction:
+        """The mean differences with their squared standard errors."""
+        parts = []
         for sums, squares in (self._sums[:2], self._sums[2:]):
             pairs = self.pairs.reshape(-1, *(1,) * (sums.dim() - 1))
             mean = sums / pairs
-            found += [mean, (squares / pairs - mean**2).clamp(min=0) / (pairs - 1)]
-        even, even_error, target, target_error = found
-        return even, even_error, target, target_error
+            parts += [mean, (squares / pairs - mean**2).clamp(min=0) / (pairs - 1)]
+        return Correction(*parts)
 
-    def correction(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`differences`, with errors that allow for what so many pairs cannot have shown."""
-        even, even_error, target, target_error = self.differences()
+    def correction(self) -> Correction:
+        """`mean_differences`, with errors that allow for what so many pairs cannot have shown."""
+        even, even_error, target, target_error = self.mean_differences()
         allowed = allowing_for_the_unseen(PairEstimate(even, self.second, even_error, target_error), 2 * self.pairs)
-        return even, allowed.mean_error_squared, target, allowed.second_error_squared
+        return Correction(even, allowed.mean_error_squared, target, allowed.second_error_squared)
 
-    def shares_of_wins(self, wins: Tensor) -> Tensor:
-        """Shares (E, d) of the samples in which each output is the largest, from counts in low precision."""
-        shares = wins / wins.sum(-1, keepdim=True) + self.wins / (2 * self.pairs.unsqueeze(-1))
+    def shares_of_wins(self, low_wins: Tensor) -> Tensor:
+        """Shares (E, d) of the samples in which each output is the largest, from the counts in low precision."""
+        shares = low_wins / low_wins.sum(-1, keepdim=True) + self.wins / (2 * self.pairs.unsqueeze(-1))
         shares = shares.clamp(min=0)
         return shares / shares.sum(-1, keepdim=True)
 
@@ -152,6 +203,6 @@ class ExactPairs:
 
 
 def _wins(values: Sequence[Tensor]) -> Tensor:
-    """How often each output is the largest, (A, d), of values (p, A, d) of both samples."""
+    """How often each output is the largest, (A, d), of values (p, A, d) at both samples."""
     both = torch.cat(list(values))
     return torch.nn.functional.one_hot(both.argmax(-1), both.shape[-1]).sum(0).double()

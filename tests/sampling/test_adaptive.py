@@ -26,10 +26,10 @@ from netmoments.sampling.adaptive import (
     rounded_up,
     sampled_to_tolerance,
 )
+from netmoments.sampling.estimate import WIDE_PAIRS
 from netmoments.sampling.fast_network import FastNetwork, fast_network
 from netmoments.sampling.monte_carlo import class_frequencies
 from netmoments.sampling.pair_sums import FOLDS
-from netmoments.sampling.rare_events import WIDE_PAIRS
 from tests.closeness import assert_close
 from tests.gaussians import KINDS, SIZE, structures
 from tests.networks import Residual, inputs, network, seeded
@@ -109,7 +109,7 @@ BOUNDS = stats.chi2.ppf([1e-4, 1 - 1e-4], SEEDS - 1)
 """Of a sum of squared standard normals: of some 60 of these sums, one in a hundred suites of tests has one outside."""
 
 
-def unseen_part(run: adaptive.Adaptive, name: str) -> Tensor:
+def unseen_part(run: adaptive.SampledToGoal, name: str) -> Tensor:
     """Of the squared errors of means or variances: see `allowing_for_the_unseen`."""
     share = run.estimate.variance / run.samples.unsqueeze(-1)
     return share.square() / run.estimate.variance if name == "mean" else 2 * share.square()
@@ -125,7 +125,7 @@ def test_estimates_are_as_far_from_the_truth_as_their_errors_say(kind):
     truth = nm.monte_carlo(model.network, noise, 300_000, seed=99)
     goal = Goal(tolerance, 10**6)
     runs = [sampled_to_tolerance(model, noise, None, goal, seed=seed, products=True) for seed in range(SEEDS)]
-    assert all(("slopes" in found.how) == (kind not in WITHOUT_SLOPES) for found in runs)
+    assert all(("slopes" in found.description) == (kind not in WITHOUT_SLOPES) for found in runs)
     assert all(float(found.reached.max()) <= tolerance for found in runs)
     for name in ("mean", "variance"):
         values, squares = (

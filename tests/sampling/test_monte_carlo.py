@@ -32,7 +32,7 @@ def test_moments_are_those_of_the_samples():
     assert (result.samples, result.method) == (5000, "sampling")
 
 
-def test_sums_about_any_point_and_merged():
+def test_sums_about_any_point():
     generator = torch.Generator().manual_seed(4)
     values = 1e3 + torch.randn(200, 2, 3, dtype=torch.float64, generator=generator)
     whole = MomentSums(values[:5].mean(0))
@@ -42,13 +42,6 @@ def test_sums_about_any_point_and_merged():
     direct.add(values)
     for name in ("first", "second", "third", "fourth"):
         assert_close(getattr(moved, name), getattr(direct, name), atol=1e-8, what=name)
-    parts = [MomentSums(part.mean(0)) for part in (values[:70], values[70:])]
-    for sums, part in zip(parts, (values[:70], values[70:]), strict=True):
-        sums.add(part)
-    merged = parts[0].merged(parts[1]).moments(torch.Size((3,)))
-    expected = whole.moments(torch.Size((3,)))
-    for name in ("mean", "covariance", "covariance_standard_error"):
-        assert_close(getattr(merged, name), getattr(expected, name), rtol=1e-9, what=name)
 
 
 def test_the_mean_may_be_far_from_zero():

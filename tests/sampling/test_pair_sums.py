@@ -12,28 +12,31 @@ import torch
 from torch import Tensor
 
 import netmoments as nm
+from netmoments.sampling.estimate import (
+    SQUARES,
+    WIDE_PAIRS,
+    WIDENING,
+    PairEstimate,
+    allowing_for_skewness,
+    allowing_for_the_unseen,
+    tolerance_met,
+)
 from netmoments.sampling.pair_sums import (
     FOLDS,
     HEAVY,
     SHRINKING,
-    CorrectionSums,
-    PairEstimate,
     PairSums,
-    allowing_for_skewness,
-    allowing_for_the_unseen,
     block_sums,
     chosen,
     combined,
-    corrected,
     first_sums,
     lines,
     mirrored_share,
     of_one_kind,
     pair_costs,
     pair_weights,
-    relative_errors,
 )
-from netmoments.sampling.rare_events import SQUARES, WIDE_PAIRS, WIDENING
+from netmoments.sampling.two_level import corrected, correction_from
 from tests.closeness import assert_close
 from tests.networks import random_network
 
@@ -254,10 +257,10 @@ def test_some_entries_may_have_more_pairs():
     assert sums.wins.sum(-1).tolist() == [192, 64, 192]
     standing = sums.standing(at_once, torch.tensor([7.0]))
     assert standing.pairs.tolist() == [96, 32, 96]
-    assert (standing.infinite, standing.told.tolist()) == (0, [7.0])
+    assert (standing.infinite, standing.decisions.tolist()) == (0, [7.0])
     found = of_one_kind(centre, sums.sums[True], known, True, True, HEAVY)
     stated = allowing_for_the_unseen(found, torch.tensor([192, 64, 192], dtype=torch.float64))
-    assert torch.equal(standing.reached, relative_errors(stated, torch.float64))
+    assert torch.equal(standing.reached, tolerance_met(stated, torch.float64))
     assert all(map(torch.equal, standing.estimate, allowing_for_skewness(stated)))
     for entries, count, blocks in (([0, 2], 96, [32, 64]), ([1], 32, [32])):
         values = [x[:count, entries] for x in (pairs.first, pairs.second)]
@@ -345,14 +348,11 @@ def test_corrected_values_of_low_precision_are_unbiased(control, products):
     exact = draw(pairs, entries, control, seed=3)
     cheap = Pairs(low(exact.first), low(exact.second), exact.line, exact.known)
     centre = (MEAN + 0.1 * COVARIANCE.diagonal().sqrt()).expand(entries, 2)
-    correction = CorrectionSums(
+    correction = correction_from(
         centre, (exact.first[:64], exact.second[:64]), (cheap.first[:64], cheap.second[:64]), products
     )
-    assert correction.count == 64
     before = cheap.estimate(products)
-    found = corrected(
-        before, centre, correction.even, correction.even_error, correction.target, correction.target_error
-    )
+    found = corrected(before, centre, correction)
     truth = COVARIANCE if products else COVARIANCE.diagonal()
     assert float(((before.mean - MEAN).mean(0) / (before.mean.std(0) / entries**0.5)).abs().max()) > 20
     assert float(((before.second - truth).mean(0) / (before.second.std(0) / entries**0.5)).abs().max()) > 10
@@ -368,26 +368,19 @@ def test_a_correction_knows_its_own_error(products):
     exact = draw(64, 1000, seed=4)
     centre = MEAN.expand(1000, 2)
     values = (exact.first, exact.second)
-    correction = CorrectionSums(centre, values, (low(exact.first), low(exact.second)), products)
+    correction = correction_from(centre, values, (low(exact.first), low(exact.second)), products)
     many = draw(200_000, 1, seed=5)
-    truth = CorrectionSums(centre[:1], (many.first, many.second), (low(many.first), low(many.second)), products)
-    assert_honest(correction.even, correction.even_error, truth.even, 0.02, "even")
-    assert_honest(correction.target, correction.target_error, truth.target, 0.02, "target")
-    alone = correction.alone(centre, values, products)
-    assert torch.equal(alone.mean_error_squared, correction.even_error)
-    assert torch.equal(alone.second_error_squared, correction.target_error)
-    moment = torch.cat([(x - centre) ** 2 for x in values]).mean(0)
-    assert_close(alone.variance, moment, rtol=1e-12)
+    truth = correction_from(centre[:1], (many.first, many.second), (low(many.first), low(many.second)), products)
+    assert_honest(correction.even, correction.even_error_squared, truth.even, 0.02, "even")
+    assert_honest(correction.target, correction.target_error_squared, truth.target, 0.02, "target")
 
 
 def test_exact_values_need_no_correction():
     exact = draw(64, 3)
     centre, values = MEAN.expand(3, 2), (exact.first, exact.second)
-    correction = CorrectionSums(centre, values, values, True)
+    correction = correction_from(centre, values, values, True)
     before = exact.estimate(off=0.0)
-    found = corrected(
-        before, centre, correction.even, correction.even_error, correction.target, correction.target_error
-    )
+    found = corrected(before, centre, correction)
     for name in ("mean", "second", "mean_error_squared", "second_error_squared"):
         assert torch.equal(getattr(found, name), getattr(before, name))
 
@@ -545,10 +538,10 @@ def test_the_tolerance_that_an_estimate_meets():
     variance = torch.tensor([[4.0, 1.0], [4.0, 1.0], [0.0, 0.0]])
     mean_error_squared = torch.tensor([[0.2, 0.3], [0.0, 0.0], [0.0, 0.0]]) ** 2
     second_error_squared = torch.tensor([[0.4, 0.1], [0.4, 0.3], [0.0, 0.0]]) ** 2
-    found = relative_errors(PairEstimate(variance, variance, mean_error_squared, second_error_squared), torch.float32)
+    found = tolerance_met(PairEstimate(variance, variance, mean_error_squared, second_error_squared), torch.float32)
     assert_close(found, [0.2, 0.2 / math.sqrt(2), 0.0], rtol=1e-6)
     matrix, errors = torch.diag_embed(variance), torch.diag_embed(second_error_squared) + 9 * (1 - torch.eye(2))
-    dense = relative_errors(PairEstimate(variance, matrix, mean_error_squared, errors), torch.float32)
+    dense = tolerance_met(PairEstimate(variance, matrix, mean_error_squared, errors), torch.float32)
     assert_close(dense, found.double(), rtol=1e-6)
 
 
@@ -556,6 +549,6 @@ def test_what_varies_within_rounding_is_taken_not_to_vary():
     """In the last digit of a mean of 1 in float32, more samples say nothing more; in float64 they do."""
     eps = torch.finfo(torch.float32).eps
     estimate = PairEstimate(*(torch.tensor([[x]], dtype=torch.float64) for x in (1.0, eps**2, eps**2 / 64, eps**4)))
-    single, double = (float(relative_errors(estimate, dtype)) for dtype in (torch.float32, torch.float64))
+    single, double = (float(tolerance_met(estimate, dtype)) for dtype in (torch.float32, torch.float64))
     assert single == pytest.approx(1 / (8 * 16))
     assert double == pytest.approx(1 / math.sqrt(2))

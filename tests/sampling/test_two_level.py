@@ -15,9 +15,16 @@ import netmoments as nm
 from netmoments.network.model import NetworkModel
 from netmoments.sampling import adaptive, fast_network
 from netmoments.sampling.adaptive import Goal, sampled_to_tolerance
+from netmoments.sampling.estimate import PairEstimate
 from netmoments.sampling.fast_network import FastNetwork, low_network
-from netmoments.sampling.pair_sums import PairEstimate, even_and_target
-from netmoments.sampling.two_level import ADDED, MOST_SHARE, ExactPairs, exact_pairs_worth, exact_share
+from netmoments.sampling.two_level import (
+    ADDED,
+    MOST_SHARE,
+    ExactPairs,
+    even_and_target,
+    exact_pairs_worth,
+    exact_share,
+)
 from tests.networks import seeded
 
 TWO = torch.zeros(2, 1, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
@@ -112,7 +119,7 @@ def test_differences_in_parts_are_those_of_all(products):
     found.add(torch.tensor([1]), [x[25:, 1:] for x in exact], [x[25:, 1:] for x in low])
     whole = even_and_target(centre, exact, products), even_and_target(centre, low, products)
     means = [a - b for a, b in zip(*whole, strict=True)]
-    even, even_error, target, target_error = found.differences()
+    even, even_error, target, target_error = found.mean_differences()
     for mean, error, all_of_it in ((even, even_error, means[0]), (target, target_error, means[1])):
         for entry, count in ((0, 25), (1, 40)):
             own = all_of_it[:count, entry]
@@ -143,10 +150,8 @@ def test_larger_differences_than_at_first_raise_the_share():
     found.add(None, [1.2 * x for x in low], low)
     found.share = 0.05
     one = torch.ones(1, 1, dtype=torch.float64)
-    standing = adaptive.Standing(
-        PairEstimate(0 * one, one, 1e-4 * one, 2e-4 * one), torch.tensor([0.01]), torch.tensor([5000]), 0, one
-    )
-    found.watch(standing, torch.float32, 0.01, MOST)
+    estimate = PairEstimate(0 * one, one, 1e-4 * one, 2e-4 * one)
+    found.raise_share(5000 * 0.01**2, estimate, torch.float32, 0.01, MOST)
     assert found.share == MOST_SHARE
 
 
@@ -162,7 +167,7 @@ def test_values_of_low_precision_are_corrected(low_precision, outputs):
     truth = nm.monte_carlo(NET, nm.Gaussian(NOISE.mean[0], std=2.0), 400_000, seed=99)
     goal = Goal(0.02, 10**6)
     runs = [sampled_to_tolerance(model, NOISE, chosen, goal, seed=seed, products=True) for seed in range(SEEDS)]
-    assert sum("bfloat16, corrected" in run.how for run in runs) > 0.8 * SEEDS
+    assert sum("bfloat16, corrected" in run.description for run in runs) > 0.8 * SEEDS
     assert sum(counted) > 0.5 * sum(int(run.samples) for run in runs)
     low, high = (stats.chi2(SEEDS - 1).ppf(q) for q in (1e-5, 1 - 1e-5))
     for name in ("mean", "variance"):
@@ -201,7 +206,7 @@ def test_a_decision_that_low_precision_gets_wrong_is_in_the_error(low_precision)
     model = NetworkModel.of_any(Deciding().eval(), 0 * NOISE.mean, "test")
     noise = nm.Gaussian(0 * NOISE.mean, std=2.0)
     runs = [sampled_to_tolerance(model, noise, None, Goal(0.02, 10**5), seed=k, products=False) for k in range(30)]
-    assert sum("corrected" in run.how for run in runs) > 10
+    assert sum("corrected" in run.description for run in runs) > 10
     mean, squared = (
         torch.stack([getattr(run.estimate, name)[0, 0] for run in runs]) for name in ("mean", "mean_error_squared")
     )

@@ -11,13 +11,13 @@ from scipy import integrate, stats
 from torch import Tensor, nn
 
 import netmoments as nm
-from netmoments.sampling.rare_events import (
+from netmoments.sampling.estimate import (
     SQUARES,
     WIDE_PAIRS,
     WIDENING,
-    left_by_a_line,
-    unseen_spread,
-    wide_spread,
+    residual_variance,
+    unseen_variances,
+    wide_residuals,
 )
 from tests.closeness import assert_close
 
@@ -36,7 +36,7 @@ def test_what_is_left_of_a_relu_that_was_seldom_seen(samples):
     values, squares = (
         moment_beyond(h, power) / (s**power * moment_beyond(h / s, power)) for power in (2, 4)
     )  # fmt: skip
-    share = unseen_spread(torch.ones(2, 1, 1, dtype=torch.float64), torch.tensor([samples], dtype=torch.float64))
+    share = unseen_variances(torch.ones(2, 1, 1, dtype=torch.float64), torch.tensor([samples], dtype=torch.float64))
     assert 1.25 < float(share[0]) / values < 1.55
     assert 2.1 < float(share[1]) / squares < 3.7
     assert float(share[1]) == pytest.approx(float(share[0]) / SQUARES)
@@ -49,11 +49,11 @@ def test_wide_pairs_see_what_opens_at_three_deviations():
 def test_what_a_line_leaves():
     generator = torch.Generator().manual_seed(1)
     target, control = torch.randn(2, 20, 3, dtype=torch.float64, generator=generator)
-    found = left_by_a_line(target, control)
+    found = residual_variance(target, control)
     for k in range(3):
         fitted = np.polyval(np.polyfit(control[:, k], target[:, k], 1), control[:, k])
         assert float(found[k]) == pytest.approx(np.square(target[:, k].numpy() - fitted).mean(), rel=1e-10)
-    assert_close(left_by_a_line(target, torch.zeros_like(target)), target.var(0, correction=0), rtol=1e-12)
+    assert_close(residual_variance(target, torch.zeros_like(target)), target.var(0, correction=0), rtol=1e-12)
 
 
 def test_the_spread_at_wider_noise():
@@ -62,13 +62,13 @@ def test_the_spread_at_wider_noise():
     first, second, line = torch.randn(3, 16, 2, 3, dtype=torch.float64, generator=generator)
     even, odd = (first + second) / 2, (first - second) / 2
     even = even - even.mean(0)
-    found = wide_spread(first, second, line)
+    found = wide_residuals(first, second, line)
     assert found.shape == (2, 2, 3)
     for one, target in zip(found, (even, odd**2 + even**2), strict=True):
-        assert_close(one, left_by_a_line(target, line**2) * 16 / 14, rtol=1e-12)
-    assert_close(wide_spread(3 * line + 7, -3 * line + 7, line), torch.zeros(2, 2, 3), atol=1e-24)
+        assert_close(one, residual_variance(target, line**2) * 16 / 14, rtol=1e-12)
+    assert_close(wide_residuals(3 * line + 7, -3 * line + 7, line), torch.zeros(2, 2, 3), atol=1e-24)
     first[3, 1, 2] = math.inf
-    assert wide_spread(first, second, None)[:, 1, 2].tolist() == [0.0, 0.0]
+    assert wide_residuals(first, second, None)[:, 1, 2].tolist() == [0.0, 0.0]
 
 
 # whole answers, where the truth is known
