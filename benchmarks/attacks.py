@@ -1,4 +1,4 @@
-"""The attacks on LeNet: time beside ten thousand samples, and whether the confidence asked for is the one that comes.
+"""Attack LeNet: time beside ten thousand samples, and whether the confidence asked for is reached.
 
 `python -m benchmarks.attacks [cpu|cuda] [DATA_DIR]`
 """

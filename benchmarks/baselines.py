@@ -1,11 +1,11 @@
-"""What the field uses instead, for comparison: each a row of `netmoments.tightness(..., methods=BASELINES)`.
+"""Methods from the literature, for comparison: each is a row of `netmoments.tightness(..., methods=BASELINES)`.
 
-All take a network in eval mode, a flat batch of noise about N images and the indices (N, k) of the wanted scores, and
-return the means and the variances (N, k) of these.
+Each takes a network in eval mode, a flat batch of noise about N images and the indices (N, k) of the wanted scores, and
+returns the means and the variances (N, k) of these scores.
 
 | name               | what it does                                                                                    |
 |--------------------|-------------------------------------------------------------------------------------------------|
-| `adf`              | assumed density filtering: means and variances of every number, correlations dropped            |
+| `adf`              | assumed density filtering: the mean and variance of every number, without correlations          |
 | `unscented`        | the unscented transform: the network at 2r points, r the rank of the noise                      |
 | `four_term_series` | layer by layer as Gaussians, covariances of piecewise linear units by four terms of a series    |
 """
@@ -36,16 +36,16 @@ from netmoments.rules.piecewise_linear import PiecewiseLinear
 from netmoments.rules.registry import operator_name
 
 MOST_POINTS = 100_000
-"""The unscented transform is refused where it would need more."""
+"""The unscented transform is refused if it would need more points."""
 
 
 @torch.no_grad()
 def adf(network: nn.Module, noise: Gaussian, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Assumed density filtering (Gast, Roth, CVPR 2018): every number has a mean and a variance, and no correlations.
+    """Assumed density filtering (Gast, Roth, CVPR 2018): every number has a mean and a variance, without correlations.
 
-    Affine operations z = L x + c: v → Σⱼ Lᵢⱼ² vⱼ, one at a time. Nonlinear layers: the mean and variance of each unit,
-    for Gaussian and independent inputs. Exact for uncorrelated noise where no two paths through the network ever meet.
-    Neighbouring units share their inputs, so that what is dropped is most of the variance of the scores.
+    Affine operations z = L x + c, one at a time: v → Σⱼ Lᵢⱼ² vⱼ. Nonlinear layers: the mean and variance of each unit,
+    for independent Gaussian inputs. Exact for uncorrelated noise where no two paths through the network ever meet.
+    Neighbouring units share their inputs, so most of the variance of the scores is dropped.
 
     Raises:
         ValueError: the network has an operation without a rule for variances alone.
@@ -64,7 +64,7 @@ def unscented(network: nn.Module, noise: Gaussian, indices: Tensor) -> tuple[Ten
     polynomials and variances of linear functions are exact.
 
     Raises:
-        ValueError: that would be more than 100,000 points.
+        ValueError: it would take more than 100,000 points.
     """
     points = 2 * noise.covariance.rank
     if points > MOST_POINTS:
@@ -78,14 +78,14 @@ def unscented(network: nn.Module, noise: Gaussian, indices: Tensor) -> tuple[Ten
 def four_term_series(
     network: nn.Module, noise: Gaussian, indices: Tensor, memory_budget: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Layer by layer, every tensor Gaussian, covariances of piecewise linear units by four terms in their correlation.
+    """Layer by layer with Gaussian tensors; covariances of piecewise linear units by four terms in their correlation.
 
-    Cov(f(z), f(z')) = Σₙ aₙ aₙ' ρⁿ/n! over n ≥ 1 (Mehler; Wright and others 2024), cut after n = 4: what is left out
-    is of order ρ⁵ between units, and nothing of a unit's own variance, which is exact. Layers of more than 2048 units,
+    Cov(f(z), f(z')) = Σₙ aₙ aₙ' ρⁿ/n! over n ≥ 1 (Mehler; Wright and others 2024), truncated after n = 4. The rest
+    is of order ρ⁵ between units; a unit's own variance is exact. Layers of more than 2048 units,
     and units of another kind, are as in `netmoments.Layerwise`.
 
     Raises:
-        ValueError: the network has an operation without a rule, or what is carried does not fit the memory.
+        ValueError: the network has an operation without a rule, or what is carried does not fit into memory.
     """
     plan = plan_of(NetworkModel.of(network, noise.mean, "four_term_series"), "four_term_series")
     need = need_of(plan, noise.covariance.rank, noise.mean.element_size())
@@ -109,10 +109,10 @@ BASELINES: dict[str, Rival] = {
     "unscented": unscented,
     "series, 4 terms": four_term_series,
 }
-"""By the name of their row."""
+"""The methods by the name of their row."""
 
 OneImage = Callable[[Tensor, Covariance, Tensor], tuple[Tensor, Tensor]]
-"""From a mean (1, ...), its covariance and the wanted scores (k,) to their means and variances (k,)."""
+"""A function from a mean (1, ...), its covariance and the wanted scores (k,) to their means and variances (k,)."""
 
 
 def _image_by_image(noise: Gaussian, indices: Tensor, one: OneImage) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ def _at_points(network: nn.Module, mean: Tensor, covariance: Covariance, wanted:
 
 
 def _cut_short(rule: Any) -> Any:
-    """A rule with its covariances by the series; one of another kind as it is."""
+    """A piecewise linear rule with its covariances by the series; any other rule unchanged."""
     if not isinstance(rule, PiecewiseLinear):
         return rule
     return FourTerms(rule.offset, rule.slope, rule.bends, rule.kinks)
@@ -146,13 +146,13 @@ def _cut_short(rule: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class FourTerms(PiecewiseLinear):
-    """Piecewise linear units whose covariances are four terms of the series in their correlation ρ."""
+    """Piecewise linear units whose covariances use four terms of the series in their correlation ρ."""
 
     def pairs(self, mean: Tensor, covariance: Tensor) -> Tensor:
         """Σₙ₌₂⁴ aₙ aₙ' ρⁿ/n!, with aₙ = s Σ bend Heₙ₋₂(h)φ(h) up to sign; the first term is the linear part."""
         s = standard_deviation(covariance.diagonal(dim1=-2, dim2=-1))
-        h = standardize(mean - self._beside(self.kinks, mean), s)
-        bell = self._beside(self.bends, mean) * density(h)
+        h = standardize(mean - self._by_kink(self.kinks, mean), s)
+        bell = self._by_kink(self.bends, mean) * density(h)
         safe = torch.where(s > 0, s, 1.0)
         rho = (covariance / safe.unsqueeze(-1) / safe.unsqueeze(-2)).clamp(-1, 1)
         second, third, fourth = (s * (bell * factor).sum(0) for factor in (1.0, h, h * h - 1))
@@ -164,7 +164,9 @@ class FourTerms(PiecewiseLinear):
 
 
 def _without_correlations(plan: Plan, mean: Tensor, covariance: Covariance, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Means (k,) and variances (k,) of the wanted scores of one image, mean (1, ...), every tensor independent."""
+    """Means (k,) and variances (k,) of the wanted scores of one image, mean (1, ...), as if all numbers were
+    independent.
+    """
     means: dict[Node, Tensor] = {plan.image: mean}
     variances: dict[Node, Tensor] = {plan.image: covariance.variances().reshape(mean.shape)}
     with full_precision():
@@ -181,7 +183,7 @@ Values = Mapping[Node, Any]
 
 
 def _segment_variances(segment: Segment, sources: dict[Node, Tensor]) -> Tensor:
-    """Of the results of an affine part, (p,), flattened and put end to end."""
+    """The variances of the results of an affine part, (p,), flattened and concatenated."""
     values: dict[Node, Any] = {node: sources[node] for node in segment.sources}
     for step in segment.steps:
         values[step.node] = _step_variances(step, values)
@@ -189,7 +191,7 @@ def _segment_variances(segment: Segment, sources: dict[Node, Tensor]) -> Tensor:
 
 
 def _step_variances(step: AffineStep, variances: Values) -> Any:
-    """What one affine operation z = L x + c makes of the variances of its inputs if those are independent."""
+    """The variances after one affine operation z = L x + c, if its inputs are independent."""
     kind = family(step.node.target)
     if step.constants is None or kind not in SQUARED:
         raise ValueError(
@@ -200,12 +202,12 @@ def _step_variances(step: AffineStep, variances: Values) -> Any:
 
 
 def _selected(step: AffineStep, variances: Values) -> Any:
-    """Entries of L are 0 and 1: L itself."""
+    """For an L with entries 0 and 1, whose squares are L itself."""
     return step.linear(variances)
 
 
 def _scaled(step: AffineStep, variances: Values) -> Any:
-    """Each number by a factor of its own: Lᵢᵢ² vᵢ."""
+    """For an operation that scales each number by its own factor: Lᵢᵢ² vᵢ."""
     (source,) = step.inputs
     factor = step.linear({source: torch.ones_like(variances[source])})
     if isinstance(factor, tuple | list):  # normalised values, then the statistics
@@ -214,7 +216,7 @@ def _scaled(step: AffineStep, variances: Values) -> Any:
 
 
 def _multiplied(step: AffineStep, variances: Values) -> Any:
-    """Products with constants: the same with their squares."""
+    """For products with constants: the same operation with their squares."""
     node, constants, noisy = step.node, step.constants or {}, frozenset(step.inputs)
     scales = {name: value for name, value in node.kwargs.items() if name in ("alpha", "beta") and value != 1}
     if scales:
@@ -230,7 +232,7 @@ def _multiplied(step: AffineStep, variances: Values) -> Any:
 
 
 def _summed(step: AffineStep, variances: Values) -> Tensor:
-    """x ± alpha·y, in any order: vₓ + alpha² v_y, as if x and y were not the same."""
+    """For x ± alpha·y, in any order: vₓ + alpha² v_y, as if x and y were independent."""
     (first, second, *rest), named = step.node.args, step.node.kwargs
     alpha = float(rest[0] if rest else named.get("alpha", 1))  # type: ignore[arg-type]
     factors = (alpha, 1.0) if family(step.node.target) is aten.rsub else (1.0, alpha)
@@ -242,7 +244,7 @@ def _summed(step: AffineStep, variances: Values) -> Tensor:
 
 
 def _averaged(count: Callable[[AffineStep], Any]) -> Callable[[AffineStep, Values], Tensor]:
-    """Means of `count` numbers each: the mean of their variances, by `count` once more."""
+    """For means of `count` numbers each: the mean of their variances, divided by `count` once more."""
 
     def rule(step: AffineStep, variances: Values) -> Tensor:
         average: Tensor = step.linear(variances)
@@ -257,7 +259,7 @@ def _reduced_count(step: AffineStep) -> float:
 
 
 def _pooled_count(step: AffineStep) -> int:
-    """The kernel's size, padding counting as zeros; another divisor if there is one."""
+    """The size of the kernel, with padding counted as zeros, or the divisor that overrides it."""
     given: tuple[Any, ...] = step.node.args
     kernel, _, padding, ceil_mode, with_padding, divisor = (*given[1:], *_POOL_DEFAULTS[len(given) :])
     if divisor is not None:
@@ -268,7 +270,7 @@ def _pooled_count(step: AffineStep) -> int:
 
 
 def _adaptive_count(step: AffineStep) -> Tensor:
-    """How many numbers each window of adaptive pooling has: ⌈(i+1)·in/out⌉ − ⌊i·in/out⌋ along each axis."""
+    """The count of numbers in each window of adaptive pooling: ⌈(i+1)·in/out⌉ − ⌊i·in/out⌋ along each axis."""
     (source,), total = step.inputs, torch.ones(())
     many = len(step.node.args[1]) if isinstance(step.node.args[1], list | tuple) else 1
     for length, out in zip(shape_of(source)[-many:], shape_of(step.node)[-many:], strict=True):
@@ -281,7 +283,7 @@ def _adaptive_count(step: AffineStep) -> Tensor:
 aten = torch.ops.aten
 _POOLED = {aten.avg_pool1d: 1, aten.avg_pool2d: 2, aten.avg_pool3d: 3}
 _POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0], False, True, None)
-"""Input, kernel, stride, padding, ceil_mode, count_include_pad, divisor_override."""
+"""Defaults of input, kernel, stride, padding, ceil_mode, count_include_pad and divisor_override."""
 
 SQUARED: dict[Any, Callable[[AffineStep, Values], Any]] = {
     **dict.fromkeys(
@@ -320,4 +322,4 @@ SQUARED: dict[Any, Callable[[AffineStep, Values], Any]] = {
         _selected,
     ),
 }  # fmt: skip
-"""What an affine operator makes of the variances of independent numbers, all overloads alike."""
+"""How an affine operator maps the variances of independent numbers; all overloads are alike."""

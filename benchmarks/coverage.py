@@ -1,13 +1,14 @@
-"""How many intervals of flip probabilities hold the truth, run by run, in a file that grows.
+"""How many intervals of flip probabilities hold the truth, measured run by run, with a file that keeps every result.
 
 `python -m benchmarks.coverage GALLERY STORE [--seconds 500] [--runs 200] [--networks digits mlp known] [--images 5]
-[--decades 2 3 4] [--truth 10000000] [--truths FILE] [--device cpu]`. What is in the file is not computed again: call it
-until it says that nothing is missing, in pieces of as many seconds as there are; the table says what is known so far.
+[--decades 2 3 4] [--truth 10000000] [--truths FILE] [--device cpu]`. What is in the store is not computed again.
+Each call goes on for `--seconds` and prints a table of what is known so far; call it until it says that nothing is
+missing.
 
-A case is an image with noise at which flips are as rare as wanted; its truth is the share of plain samples, drawn until
-`ENOUGH` have flipped; with `--truths` those of a file, found before with more samples than a CPU can take (as
-`records/flips-truths.json`). `known` are networks whose flips are known exactly, from 0.5 to 1e-12
-(`benchmarks.flips`). Every network gets `--runs` runs in all, the seeds of its cases taking turns.
+A case is an image with noise at which flips are as rare as wanted. Its truth is the share of flips among plain samples,
+which are drawn until `ENOUGH` have flipped. With `--truths` truths come from a file instead, found with more samples
+than a CPU can take (such as `records/flips-truths.json`). `known` are networks whose flips are known exactly, from 0.5
+to 1e-12 (`benchmarks.flips`). Every network gets `--runs` runs in all, which its cases take in turn.
 """
 
 from __future__ import annotations
@@ -43,18 +44,19 @@ from benchmarks.measure import machine
 from benchmarks.rare_baselines import plain
 
 KNOWN = "known"
+"""Stands among the networks for all those whose flips are known exactly."""
 PROBABILITIES = (0.5, 0.1, 1e-2, 1e-4, 1e-6, 1e-9, 1e-12)
 ENOUGH = 2500
-"""Flips among the plain samples of a truth: an error of 2 %, where intervals are ±20 %."""
+"""The flips among the plain samples of a truth: they give an error of 2 %, where intervals are ±20 %."""
 PIECE = 50_000
 """Plain samples that are drawn at a time."""
 FACTOR = 3.0
-"""An estimate that is off by more is wrong."""
+"""An estimate is far off if it is wrong by more than this factor."""
 
 
 @dataclass(eq=False)
 class Store:
-    """Lines of JSON, kept by the work that they are the result of."""
+    """A file with a line of JSON for each piece of work that was done, by the name of the work."""
 
     path: Path
     lines: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
@@ -63,13 +65,13 @@ class Store:
         if self.path.exists():
             for line in self.path.read_text().splitlines():
                 try:
-                    found = json.loads(line)
-                except json.JSONDecodeError:  # the last one, where the work was killed
+                    entry = json.loads(line)
+                except json.JSONDecodeError:  # the last one, if the process was killed
                     continue
-                self.lines[found["work"]] = found
+                self.lines[entry["work"]] = entry
 
-    def found(self, work: str, compute: Callable[[], dict[str, Any]], clock: Clock) -> dict[str, Any]:
-        """What is kept of a piece of work, or computed and kept now; refuses where the time is over."""
+    def once(self, work: str, compute: Callable[[], dict[str, Any]], clock: Clock) -> dict[str, Any]:
+        """The result of a piece of work, from the file or computed and kept now; raises where the time is over."""
         if work not in self.lines:
             clock.require_time()
             line = {"work": work, **compute()}
@@ -80,7 +82,7 @@ class Store:
 
 
 class TimeIsOver(Exception):
-    """The seconds of this call are."""
+    """The seconds of this call are over."""
 
 
 @dataclass(frozen=True)
@@ -93,50 +95,50 @@ class Clock:
 
 
 def sampled_truth(store: Store, name: str, case: Case, most: int, clock: Clock) -> Truth:
-    """From plain samples, piece by piece."""
+    """The truth of a case from at most so many plain samples, drawn piece by piece."""
     samples = flips = 0
     while samples < most and flips < ENOUGH:
 
         def piece(seed: int = samples // PIECE) -> dict[str, Any]:
             return {"flips": round(plain(case.margin(), PIECE, seed=seed).probability * PIECE)}
 
-        flips += store.found(f"{name}, plain samples from {samples}", piece, clock)["flips"]
+        flips += store.once(f"{name}, plain samples from {samples}", piece, clock)["flips"]
         samples += PIECE
     p = flips / samples
     error = math.sqrt(p * (1 - p) / samples)
-    return Truth(name, p, error, lambda seed: case.found(seed, relative_error=RELATIVE))
+    return Truth(name, p, error, lambda seed: case.estimate(seed, relative_error=RELATIVE))
 
 
-def sampled_truths(store: Store, network: str, asked: argparse.Namespace, clock: Clock) -> Iterator[Truth]:
-    """Images of a network with noise as rare as wanted, as far as samples can tell."""
-    subjects = Subjects(asked.gallery.resolve(), None, torch.device(asked.device))
-    for image in subjects.cases(network, 0, asked.images):
-        for decade in asked.decades:
+def sampled_truths(store: Store, network: str, options: argparse.Namespace, clock: Clock) -> Iterator[Truth]:
+    """Images of a network with noise at which flips are as rare as wanted, where plain samples show any."""
+    subjects = Subjects(options.gallery.resolve(), None, torch.device(options.device))
+    for image in subjects.cases(network, 0, options.images):
+        for decade in options.decades:
             name = f"{network} {image.number}, 1e-{decade}"
 
             def noise(image: Case = image, decade: int = decade) -> dict[str, Any]:
-                found = with_flips(image, 10.0**-decade)
-                return {"sigma": None if found is None else found.sigma}
+                case = with_flips(image, 10.0**-decade)
+                return {"sigma": None if case is None else case.sigma}
 
-            sigma = store.found(f"{name}, noise", noise, clock)["sigma"]
+            sigma = store.once(f"{name}, noise", noise, clock)["sigma"]
             if sigma is None:
                 continue
-            truth = sampled_truth(store, name, replace(image, sigma=sigma), asked.truth, clock)
+            truth = sampled_truth(store, name, replace(image, sigma=sigma), options.truth, clock)
             if truth.probability > 0:
                 yield truth
 
 
-def truths_of_file(path: Path, network: str, asked: argparse.Namespace) -> Iterator[Truth]:
-    """Those of a network in a list of {"network", "image", "sigma", "p", "samples"}."""
-    subjects = Subjects(asked.gallery.resolve(), None, torch.device(asked.device))
-    for one in (one for one in json.loads(path.read_text()) if one["network"] == network):
-        case = replace(next(subjects.cases(network, one["image"], 1)), sigma=one["sigma"])
-        error = math.sqrt(one["p"] * (1 - one["p"]) / one["samples"])
-        yield Truth(case.name, one["p"], error, partial(case.found, relative_error=RELATIVE))
+def truths_of_file(path: Path, network: str, options: argparse.Namespace) -> Iterator[Truth]:
+    """The truths of a network in a file: a list of {"network", "image", "sigma", "p", "samples"}."""
+    subjects = Subjects(options.gallery.resolve(), None, torch.device(options.device))
+    for row in (row for row in json.loads(path.read_text()) if row["network"] == network):
+        case = replace(next(subjects.cases(network, row["image"], 1)), sigma=row["sigma"])
+        error = math.sqrt(row["p"] * (1 - row["p"]) / row["samples"])
+        yield Truth(case.name, row["p"], error, partial(case.estimate, relative_error=RELATIVE))
 
 
 def known_truths(store: Store, clock: Clock) -> Iterator[Truth]:
-    """Every shape of `benchmarks.flips` at every probability that it has."""
+    """Every shape of `benchmarks.flips` at every probability that it can have."""
     noise = nm.Gaussian(torch.zeros(SIZE, dtype=torch.float64), std=1.0)
     for shape in SHAPES:
         for wanted in PROBABILITIES:
@@ -146,59 +148,59 @@ def known_truths(store: Store, clock: Clock) -> Iterator[Truth]:
                 return {"threshold": threshold, "p": flips_of(shape, threshold)}
 
             name = f"{shape.name}, {wanted:g}"
-            found = store.found(f"{name}, threshold", exact, clock)
-            if abs(found["p"] / wanted - 1) < 0.01:  # else g has an atom there, as relu has at 0
-                network = shape.network(found["threshold"])
-                yield Truth(name, found["p"], 0.0, partial(flips_with_seed, network, noise))
+            known = store.once(f"{name}, threshold", exact, clock)
+            if abs(known["p"] / wanted - 1) < 0.01:  # else g has an atom there, as relu has at 0
+                network = shape.network(known["threshold"])
+                yield Truth(name, known["p"], 0.0, partial(flips_with_seed, network, noise))
 
 
-def truths(store: Store, network: str, asked: argparse.Namespace, clock: Clock) -> list[Truth]:
-    if asked.truths is not None:
-        return list(truths_of_file(asked.truths, network, asked))
-    return list(known_truths(store, clock) if network == KNOWN else sampled_truths(store, network, asked, clock))
+def truths(store: Store, network: str, options: argparse.Namespace, clock: Clock) -> list[Truth]:
+    if options.truths is not None:
+        return list(truths_of_file(options.truths, network, options))
+    return list(known_truths(store, clock) if network == KNOWN else sampled_truths(store, network, options, clock))
 
 
 def answer(truth: Truth, seed: int) -> dict[str, Any]:
-    """One run: what was found, and whether its interval holds the truth."""
-    found: nm.FlipProbability = truth.found(seed)
-    low, high = found.interval.tolist()
+    """One run: the estimate with this seed, and whether its interval holds the truth."""
+    estimate: nm.FlipProbability = truth.estimate(seed)
+    low, high = estimate.interval.tolist()
     return {
-        "p": float(found.probability),
+        "p": float(estimate.probability),
         "interval": [low, high],
-        "holds": truth.in_interval_of(found),
-        "runs": int(found.runs),
-        "agreed": bool(found.agreed),
-        "met": bool(found.met),
-        "route": found.route[0],
+        "holds": truth.in_interval_of(estimate),
+        "runs": int(estimate.runs),
+        "agreed": bool(estimate.agreed),
+        "met": bool(estimate.met),
+        "route": estimate.route[0],
     }
 
 
 def answers(store: Store, cases: Sequence[Truth], runs: int, clock: Clock) -> dict[str, list[dict[str, Any]]]:
-    """Runs of all cases, by name; seeds take turns, so that they are about as many of each whenever it stops."""
-    found: dict[str, list[dict[str, Any]]] = {truth.name: [] for truth in cases}
+    """The runs of all cases, by name. Cases take turns, so that all have about as many whenever the time is over."""
+    by_name: dict[str, list[dict[str, Any]]] = {truth.name: [] for truth in cases}
     for run in range(runs if cases else 0):
         seed, truth = run // len(cases), cases[run % len(cases)]
         try:
-            found[truth.name].append(store.found(f"{truth.name}, seed {seed}", lambda: answer(truth, seed), clock))  # noqa: B023
+            by_name[truth.name].append(store.once(f"{truth.name}, seed {seed}", partial(answer, truth, seed), clock))
         except TimeIsOver:
-            continue  # some of the later ones may be there
-    return found
+            continue  # some of the later ones may be kept
+    return by_name
 
 
-def printed(network: str, cases: Sequence[Truth], found: dict[str, list[dict[str, Any]]]) -> tuple[int, int]:
-    """A line for each case, and one for all; how many runs there are, and how many hold the truth."""
+def printed(network: str, cases: Sequence[Truth], by_name: dict[str, list[dict[str, Any]]]) -> tuple[int, int]:
+    """Print a line for each case and one for all; return how many runs there are, and how many hold the truth."""
     print(f"{network:32} {'truth':>9} {'±':>6} {'runs':>5} {'hold':>5} {'ratios':>13} {'of the network':>15}")
     ratios, total, hold = list[float](), 0, 0
     for truth in cases:
-        rows = found[truth.name]
+        rows = by_name[truth.name]
         if not rows:
             continue
-        own = [row["p"] / truth.probability for row in rows]
+        case_ratios = [row["p"] / truth.probability for row in rows]
         held = sum(row["holds"] for row in rows)
-        total, hold, ratios = total + len(rows), hold + held, ratios + own
+        total, hold, ratios = total + len(rows), hold + held, ratios + case_ratios
         print(
             f"{truth.name:32} {truth.probability:9.3g} {truth.error / truth.probability:6.1%} {len(rows):5d} {held:5d} "
-            f"{min(own):6.2f} {max(own):6.2f} {statistics.median(row['runs'] for row in rows):15,.0f}",
+            f"{min(case_ratios):6.2f} {max(case_ratios):6.2f} {statistics.median(row['runs'] for row in rows):15,.0f}",
             flush=True,
         )
     if total:
@@ -222,19 +224,19 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--truth", type=int, default=10_000_000, help="plain samples, at most")
     parser.add_argument("--truths", type=Path, help="a file of them, in place of samples")
     parser.add_argument("--device", default="cpu")
-    asked = parser.parse_args(words)
+    options = parser.parse_args(words)
     print(machine())
-    store, clock = Store(asked.store), Clock(time.monotonic() + asked.seconds)
+    store, clock = Store(options.store), Clock(time.monotonic() + options.seconds)
     missing = False
-    for network in asked.networks:
+    for network in options.networks:
         try:
-            cases = truths(store, network, asked, clock)
+            cases = truths(store, network, options, clock)
         except TimeIsOver:
             print(f"{network}: the truth is not known yet; call it again\n")
             missing = True
             continue
-        total, _ = printed(network, cases, answers(store, cases, asked.runs, clock))
-        missing = missing or total < asked.runs
+        total, _ = printed(network, cases, answers(store, cases, options.runs, clock))
+        missing = missing or total < options.runs
     print("runs are missing: call it again" if missing else "nothing is missing")
 
 

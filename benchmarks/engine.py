@@ -1,4 +1,4 @@
-"""The engine's figures as ratios, each with its reference in the same process: `make bench`."""
+"""Measure the engine as ratios, each with its reference in the same process: `make bench`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ REFERENCE = Path(__file__).parents[1] / "tests" / "reference" / "relu_covariance
 
 
 def exponential_seconds(size: int) -> float:
-    """One torch.exp over a size×size matrix, into memory that is there already."""
+    """Seconds of one torch.exp over a size×size matrix, into memory that is already allocated."""
     x, out = torch.randn(size, size), torch.empty(size, size)
     return seconds(lambda: torch.exp(x, out=out), repeats=50)
 
 
 def covariance_seconds(units: int, rank: int) -> tuple[float, float]:
-    """`relu_covariance` alone, and with its backward pass."""
+    """Seconds of `relu_covariance` alone, and with its backward pass."""
     mean, covariance = random_layer(units, rank)
     forward = seconds(lambda: nm.relu_covariance(mean, covariance), repeats=25)
     upstream = torch.randn(units, units)
@@ -41,7 +41,9 @@ def covariance_seconds(units: int, rank: int) -> tuple[float, float]:
 
 
 def growth(console: Console) -> None:
-    """Time and memory as the layer grows, in float32: exact, the paper's series with 5 terms, 10⁴ samples."""
+    """Time and memory as the layer grows, in float32: the exact kernel, the paper's series with 5 terms, and 10⁴
+    samples.
+    """
     table = Table(title="float32, every unit active, 784 inputs, 10 outputs, isotropic noise", box=box.SIMPLE_HEAD)
     for heading in ("p", "exp of p×p", "covariance", "with backward", "variance", "series", "10⁴ samples"):
         table.add_column(heading, justify="right")
@@ -67,7 +69,7 @@ def growth(console: Console) -> None:
 
 
 def numbers(console: Console) -> None:
-    """What the engine must reach, and what it reaches here."""
+    """Values that the engine must reach, beside those that it reaches here."""
     table = Table(title="what must hold", box=box.SIMPLE_HEAD)
     for heading, justify in (("what", "left"), ("must reach", "right"), ("measured", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
@@ -80,7 +82,7 @@ Row = tuple[str, str, str]
 
 
 def accuracy() -> list[Row]:
-    """Against the 25-digit values that the tests use."""
+    """Accuracy against the 25-digit values that the tests use."""
     with REFERENCE.open() as file:
         rows = list(csv.DictReader(file))
     h, k, rho = (
@@ -103,7 +105,7 @@ def accuracy() -> list[Row]:
 
 
 def correlated_pairs(rho: Tensor) -> Tensor:
-    """((1, ρ), (ρ, 1)), (..., 2, 2)."""
+    """The matrices ((1, ρ), (ρ, 1)), (..., 2, 2)."""
     one = torch.eye(2, dtype=rho.dtype)
     return one + rho[..., None, None] * (1 - one)
 
@@ -115,7 +117,7 @@ def cross_moment(mu1: Tensor, mu2: Tensor, sigma1: Tensor, sigma2: Tensor, rho: 
 
 
 def series_agreement() -> list[Row]:
-    """The paper's series with many terms, where it converges, beside the exact kernel."""
+    """Compare the paper's series with many terms, where it converges, with the exact kernel."""
     generator = torch.Generator().manual_seed(0)
 
     def uniform(low: float, high: float) -> Tensor:

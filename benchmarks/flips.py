@@ -1,15 +1,15 @@
-"""How often noise flips the answer: ours beside the field's, intervals beside the truth, runs beside plain sampling.
+"""Measurements of flip probabilities: runs beside those of other methods, intervals beside the truth.
 
 `python -m benchmarks.flips GALLERY [table|coverage|common] [--networks NAME …] [--images 5] [--first 0] [--seeds N]
 [--decades 4 6 …] [--particles 1000] [--faces FOLDER] [--truth SAMPLES] [--device cuda] [--record FILE]`. The gallery is
-a folder with `networks.py`, as for `benchmarks.sampler`; `lenet`, `digits` and `faces` come with the library, MNIST is
-needed, and FER2013 in the folder of `--faces`. Images are given noise at which flips are as rare as wanted.
+a folder with `networks.py`, as for `benchmarks.sampler`; `lenet`, `digits` and `faces` come with the library. MNIST is
+needed, and FER2013 in the folder of `--faces`. Each image is given the noise at which flips are as rare as wanted.
 
-    table     runs for a standard error of 10 %, everything included, with splitting and the last particle beside it
-    coverage  how many intervals of 95 % hold the truth: networks whose flips are known exactly; with `--truth`, the
-              networks named, as rare as so many plain samples can tell
-    common    runs for ±0.01 where flips are common, by those of plain samples; with `--truth`, how many intervals hold
-              the share of so many plain samples
+    table     runs for a standard error of 10 %, everything included, beside those of splitting and the last particle
+    coverage  how many intervals of 95 % hold the truth, for networks whose flips are known exactly; with `--truth`, for
+              the named networks, where flips are not too rare for so many plain samples
+    common    runs for ±0.01 where flips are common, beside those of plain sampling; with `--truth`, how many
+              intervals hold the share of so many plain samples
 """
 
 from __future__ import annotations
@@ -41,28 +41,33 @@ from benchmarks.rare_baselines import (
     splitting,
 )
 from benchmarks.sampler import Gallery
+from netmoments.flips.result import QUANTILE
 from netmoments.normal import distribution, gauss_legendre
 
 RELATIVE, ABSOLUTE = 0.1, 0.01
-QUANTILE = 1.959964
+"""The relative standard error that is asked for, and where flips are common the half-width of the interval."""
 NETWORKS = ("lenet", "faces", "resnet20", "vit")
 DECADES = (4, 5, 6, 7, 8, 9, 12)
 COMMON = (0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99)
+"""The flip probabilities of `common`."""
 KNOWN = (0.5, 0.1, 1e-2, 1e-3, 1e-4, 1e-6, 1e-9, 1e-12, 1e-15)
+"""The flip probabilities of networks whose flips are known."""
 START = {"lenet": 0.3, "digits": 0.2, "faces": 0.03}
-"""Noise to begin with, where σ is looked for; 0.2 for others."""
+"""The σ at which the search for the wanted σ begins; 0.2 for other networks."""
 NEAR = 0.25
-"""How near Φ⁻¹(p) must come to what is wanted: about half a decade."""
+"""How near Φ⁻¹ of the flip probability must come to that of the wanted one: about half a decade."""
 NEAR_COMMON = 0.1
 """The same for common flips."""
 ROUGHLY = 0.3
-"""The relative error with which σ is looked for."""
+"""The relative error of the flip probabilities while σ is looked for."""
 SEARCHES = 10
+"""The most σ that are tried."""
 SEARCH_SEED = 10**6
+"""The seeds of that search begin here, apart from those of the measurements."""
 ENOUGH = 100
-"""Flips among the plain samples that are the truth, at least."""
+"""Plain samples tell the truth if so many flips are expected among them, or more."""
 SIZE = 40
-"""Inputs of networks with known flips."""
+"""The number of inputs of the networks whose flips are known."""
 
 
 # Networks whose flips are known
@@ -74,16 +79,16 @@ class Shape:
 
     name: str
     units: tuple[tuple[float, float, float, float], ...]
-    """u₁, u₂, b and a of each."""
+    """u₁, u₂, b and a of each unit."""
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """u (h, 2), b (h,), a (h,)."""
-        every = torch.tensor(self.units, dtype=torch.float64)
-        return every[:, :2], every[:, 2], every[:, 3]
+        units = torch.tensor(self.units, dtype=torch.float64)
+        return units[:, :2], units[:, 2], units[:, 3]
 
     def network(self, threshold: float) -> nn.Module:
-        """Scores (c, g) of `SIZE` inputs, z being two orthonormal directions of them."""
+        """A network of `SIZE` inputs with the scores (c, g); z are the inputs along two orthonormal directions."""
         u, b, a = self.tensors
         generator = torch.Generator().manual_seed(0)
         frame = torch.linalg.qr(torch.randn(SIZE, 2, dtype=torch.float64, generator=generator))[0]
@@ -97,9 +102,9 @@ class Shape:
 
 
 def random_shape(seed: int, units: int = 12) -> Shape:
-    """Units of random directions and places, all about as steep."""
-    made = torch.randn(units, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return Shape(f"random {seed}", tuple(tuple(row) for row in made.tolist()))
+    """A shape whose units have random directions, offsets and weights."""
+    rows = torch.randn(units, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return Shape(f"random {seed}", tuple(tuple(row) for row in rows.tolist()))
 
 
 FORWARD, BACK = (1.0, 0.0, 0.0, 1.0), (-1.0, 0.0, 0.0, -1.0)
@@ -118,9 +123,9 @@ SHAPES = (
 
 
 def share_above(slope: Tensor, offset: Tensor, weight: Tensor, threshold: float) -> Tensor:
-    """P(Σ aᵢ relu(sᵢ z + oᵢ) > c) for one z ~ N(0, 1), (N,), from sᵢ, aᵢ (h,) and oᵢ (N, h): exact.
+    """P(Σ aᵢ relu(sᵢ z + oᵢ) > c) for one z ~ N(0, 1), (N,), from s and a (h,) and o (N, h): exact.
 
-    The sum is linear between the places −o/s where a unit opens, so that each piece is above c on an interval.
+    The sum is linear between the kinks −oᵢ/sᵢ, where a unit opens, so that each piece is above c on an interval.
     """
     moving = slope != 0
     kinks = (-offset[:, moving] / slope[moving]).sort(1).values
@@ -145,7 +150,7 @@ def mass_between(low: Tensor, high: Tensor) -> Tensor:
 
 @cache
 def panels(reach: float = 12.0, count: int = 600) -> tuple[Tensor, Tensor]:
-    """Gauss–Legendre nodes and weights of 8 points in each of so many parts of (−12, 12)."""
+    """Gauss–Legendre nodes and weights of 8 points in each of `count` equal parts of (−reach, reach)."""
     nodes, weights = (torch.tensor(x, dtype=torch.float64) for x in gauss_legendre(8))
     width = 2 * reach / count
     starts = -reach + width * torch.arange(count, dtype=torch.float64)
@@ -153,7 +158,7 @@ def panels(reach: float = 12.0, count: int = 600) -> tuple[Tensor, Tensor]:
 
 
 def flips_of(shape: Shape, threshold: float) -> float:
-    """P(g > c): along one direction exact, over the other by quadrature, neither of which any kink is parallel to."""
+    """P(g > c): exact along one direction, by quadrature over the other. No kink is parallel to either of them."""
     u, b, a = shape.tensors
     turn = torch.tensor([[math.cos(1), -math.sin(1)], [math.sin(1), math.cos(1)]], dtype=torch.float64)
     u = u @ turn
@@ -163,7 +168,7 @@ def flips_of(shape: Shape, threshold: float) -> float:
 
 
 def threshold_at(shape: Shape, probability: float) -> float:
-    """c with P(g > c) = p, by bisection."""
+    """The c with P(g > c) = p, by bisection."""
     low, high = -200.0, 200.0
     for _ in range(60):
         middle = 0.5 * (low + high)
@@ -176,7 +181,7 @@ def threshold_at(shape: Shape, probability: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One image of a network with noise."""
+    """An image with noise, and the network that is to classify it."""
 
     network: str
     number: int
@@ -193,7 +198,7 @@ class Case:
         with torch.no_grad():
             return int(self.module(self.image.unsqueeze(0)).argmax())
 
-    def found(self, seed: int, **options: Any) -> nm.FlipProbability:
+    def estimate(self, seed: int, **options: Any) -> nm.FlipProbability:
         noise = nm.Gaussian(self.image, std=self.sigma, event_ndim=self.image.dim())
         return nm.flip_probability(self.module, noise, self.label, seed=seed, **options)
 
@@ -209,7 +214,7 @@ class Subjects:
         self._gallery: Gallery | None = None
 
     def cases(self, name: str, first: int, count: int) -> Iterator[Case]:
-        """Images of a network, each with the noise to begin with."""
+        """Images of a network, each with the noise at which the search for the wanted noise begins."""
         module, images = self._of(name, list(range(first, first + count)))
         for number, image in enumerate(images, first):
             yield Case(name, number, module, image, START.get(name, 0.2))
@@ -230,12 +235,12 @@ def normal_quantile(probability: float) -> float:
 
 
 def with_flips(case: Case, probability: float) -> Case | None:
-    """The same image with σ at which flips are about so likely; None where none was found."""
+    """The same image with a σ at which flips are about so probable; None where none was found."""
     wanted, near = normal_quantile(probability), NEAR if probability < ABSOLUTE else NEAR_COMMON
     points: list[tuple[float, float]] = []
     for search in range(SEARCHES):
-        found = case.found(SEARCH_SEED + search, relative_error=ROUGHLY * near / NEAR, runs=100_000)
-        p = min(max(float(found.probability), 1e-300), 1 - 1e-6)
+        estimate = case.estimate(SEARCH_SEED + search, relative_error=ROUGHLY * near / NEAR, runs=100_000)
+        p = min(max(float(estimate.probability), 1e-300), 1 - 1e-6)
         here = normal_quantile(p)
         if abs(here - wanted) < near:
             return case
@@ -245,10 +250,11 @@ def with_flips(case: Case, probability: float) -> Case | None:
 
 
 def next_inverse(points: Sequence[tuple[float, float]], wanted: float) -> float:
-    """1/σ at which to look next for Φ⁻¹(p) = `wanted`, after points (1/σ, Φ⁻¹(p)).
+    """The 1/σ to try next for Φ⁻¹(p) = `wanted`, after the points (1/σ, Φ⁻¹(p)) so far.
 
-    Φ⁻¹(p) is linear in 1/σ for a linear network, 0 at 1/σ = 0, and nearly so for others: on the line through the points
-    on both sides of what is wanted; before there are both, through 0 and the last point, at most twice or half as far.
+    For a linear network Φ⁻¹(p) is linear in 1/σ, and 0 at 1/σ = 0; for others nearly so. The next 1/σ is where the line
+    through the nearest points on both sides meets the wanted value. As long as there is only one side the line goes
+    through 0 and the last point, and 1/σ is at most doubled or halved.
     """
     above = [point for point in points if point[1] > wanted]
     below = [point for point in points if point[1] <= wanted]
@@ -262,78 +268,77 @@ def next_inverse(points: Sequence[tuple[float, float]], wanted: float) -> float:
     return 2 * x if y > wanted else x / 2
 
 
-def answers(found: Callable[[int], nm.FlipProbability], seeds: int) -> dict[int, nm.FlipProbability]:
-    """What is found with each seed; an error is printed, and the seed left out."""
-    kept = {}
+def answers(estimate: Callable[[int], nm.FlipProbability], seeds: int) -> dict[int, nm.FlipProbability]:
+    """The estimate with each seed. An error is printed, and its seed left out."""
+    by_seed = {}
     for seed in range(seeds):
         try:
-            kept[seed] = found(seed)
+            by_seed[seed] = estimate(seed)
         except Exception as error:
             print(f"    seed {seed}: {type(error).__name__}: {error}", flush=True)
-    return kept
+    return by_seed
 
 
-# Ours beside the field
+# Ours beside other methods
 
 
-def table(asked: argparse.Namespace, subjects: Subjects) -> Iterator[dict[str, Any] | None]:
+def table(options: argparse.Namespace, subjects: Subjects) -> Iterator[dict[str, Any] | None]:
     """A row for each network, image and decade."""
     print(
-        f"runs for a standard error of 10 %; ours: median of {asked.seeds} seeds; splitting and last particle: "
-        f"{asked.particles:,} particles, {MOVES} moves, as if moves made them independent\n"
+        f"runs for a standard error of 10 %; ours: median of {options.seeds} seeds; splitting and last particle: "
+        f"{options.particles:,} particles, {MOVES} moves, as if moves made them independent\n"
         f"{'':24} {'p':>8} {'rel.':>5} {'second':>8} {'runs':>7} {'most':>7}   {'splitting':>17}   "
         f"{'last particle':>17}   {'plain':>7}"
     )
-    for name in asked.networks or NETWORKS:
-        for image in subjects.cases(name, asked.first, asked.images):
-            for decade in asked.decades:
+    for name in options.networks or NETWORKS:
+        for image in subjects.cases(name, options.first, options.images):
+            for decade in options.decades:
                 case = with_flips(image, 10.0**-decade)
                 if case is None:
                     print(f"{name:9s}{image.number:4d} no σ found for 1e-{decade}", flush=True)
                     continue
-                yield table_row(case, asked)
+                yield table_row(case, options)
                 image = case
 
 
-def table_row(case: Case, asked: argparse.Namespace) -> dict[str, Any] | None:
+def table_row(case: Case, options: argparse.Namespace) -> dict[str, Any] | None:
     """One line, printed; None where no seed has an answer."""
-    by_seed = answers(partial(case.found, relative_error=RELATIVE), asked.seeds)
+    by_seed = answers(partial(case.estimate, relative_error=RELATIVE), options.seeds)
     if not by_seed:
         return None
-    found = list(by_seed.values())
-    p = [float(one.probability) for one in found]
-    runs = [int(one.runs) for one in found]
-    middle = statistics.median(p)
+    estimates = list(by_seed.values())
+    runs = [int(estimate.runs) for estimate in estimates]
+    median = statistics.median(float(estimate.probability) for estimate in estimates)
     row: dict[str, Any] = {
         "case": case.name,
         "network": case.network,
-        "p": middle,
-        "relative": statistics.median(float(one.standard_error / one.probability) for one in found),
-        "second": float(found[0].agreement),
+        "p": median,
+        "relative": statistics.median(float(each.standard_error / each.probability) for each in estimates),
+        "second": float(estimates[0].agreement),
         "runs": statistics.median(runs),
         "most": max(runs),
-        "plain": plain_runs(middle, RELATIVE) if middle > 0 else math.inf,
+        "plain": plain_runs(median, RELATIVE) if median > 0 else math.inf,
     }
     rivals: dict[str, Callable[..., RareEstimate]] = {"splitting": splitting, "last particle": last_particle}
     shown = []
-    for name, rival in rivals.items():
-        other = rival(case.margin(), seed=0, particles=asked.particles) if asked.particles else None
-        row[name] = None if other is None else {"p": other.probability, "runs": other.runs_for(RELATIVE)}
-        shown.append("" if other is None else f"{other.probability:.2e} {other.runs_for(RELATIVE):8.0f}")
+    for name, method in rivals.items():
+        rival = method(case.margin(), seed=0, particles=options.particles) if options.particles else None
+        row[name] = None if rival is None else {"p": rival.probability, "runs": rival.runs_for(RELATIVE)}
+        shown.append("" if rival is None else f"{rival.probability:.2e} {rival.runs_for(RELATIVE):8.0f}")
     print(
         f"{case.name:24} {row['p']:8.2e} {row['relative']:5.3f} {row['second']:8.2e} {row['runs']:7.0f} "
         f"{row['most']:7d}   {shown[0]:>17}   {shown[1]:>17}   {row['plain']:7.1e}",
         flush=True,
     )
-    for seed, one in by_seed.items():
-        unlike = not 0.5 < float(one.probability) / max(middle, 1e-300) < 2
-        if unlike or not bool(one.met) or not bool(one.agreed):
-            print(f"    seed {seed}: {one!r}, {one.route[0]}, agreed {bool(one.agreed)}, met {bool(one.met)}")
+    for seed, each in by_seed.items():
+        unlike = not 0.5 < float(each.probability) / max(median, 1e-300) < 2
+        if unlike or not bool(each.met) or not bool(each.agreed):
+            print(f"    seed {seed}: {each!r}, {each.route[0]}, agreed {bool(each.agreed)}, met {bool(each.met)}")
     return row
 
 
 def table_summary(rows: list[dict[str, Any]]) -> None:
-    """Medians and the most, for 1e-4 … 1e-9 and beyond."""
+    """Print the median and the most runs of each network, for 1e-4 … 1e-9 and for rarer flips."""
     for name in dict.fromkeys(row["network"] for row in rows):
         for what, low, high in (("1e-4 … 1e-9", 1e-10, 1.0), ("rarer", 0.0, 1e-10)):
             runs = [row["runs"] for row in rows if row["network"] == name and low <= row["p"] < high]
@@ -346,21 +351,21 @@ def table_summary(rows: list[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """A case whose flip probability is known, with a standard error of that."""
+    """A case whose flip probability is known, to a standard error, and how to estimate it with a seed."""
 
     name: str
     probability: float
     error: float
-    found: Callable[[int], nm.FlipProbability]
+    estimate: Callable[[int], nm.FlipProbability]
 
-    def in_interval_of(self, one: nm.FlipProbability) -> bool:
-        """Whether the interval holds the truth, within twice its own error."""
-        low, high = one.interval.tolist()
+    def in_interval_of(self, estimate: nm.FlipProbability) -> bool:
+        """Whether the interval of an estimate holds the truth, or misses it by at most twice the error of the truth."""
+        low, high = estimate.interval.tolist()
         return bool(low - 2 * self.error <= self.probability <= high + 2 * self.error)
 
 
 def known_truths(names: Sequence[str], probabilities: Sequence[float]) -> Iterator[Truth]:
-    """Shapes of these names, at every probability that they have."""
+    """The networks of the shapes with these names, at every probability that they can have."""
     noise = nm.Gaussian(torch.zeros(SIZE, dtype=torch.float64), std=1.0)
     for shape in (shape for shape in SHAPES if shape.name in names):
         for wanted in probabilities:
@@ -369,7 +374,6 @@ def known_truths(names: Sequence[str], probabilities: Sequence[float]) -> Iterat
             if abs(truth / wanted - 1) > 0.01:  # g has an atom there, as relu has at 0
                 continue
             network = shape.network(threshold)
-
             yield Truth(f"{shape.name}, {wanted:g}", truth, 0.0, partial(flips_with_seed, network, noise))
 
 
@@ -377,64 +381,66 @@ def flips_with_seed(network: nn.Module, noise: nm.Gaussian, seed: int) -> nm.Fli
     return nm.flip_probability(network, noise, 0, RELATIVE, seed=seed)
 
 
-def sampled_truths(asked: argparse.Namespace, subjects: Subjects) -> Iterator[Truth]:
-    """Images with noise, as rare as so many plain samples can tell."""
-    for name in asked.networks or NETWORKS:
-        for image in subjects.cases(name, asked.first, asked.images):
-            for decade in asked.decades:
-                if asked.truth * 10.0**-decade < ENOUGH:
+def sampled_truths(options: argparse.Namespace, subjects: Subjects) -> Iterator[Truth]:
+    """Images with noise, where flips are not too rare for the plain samples that tell their probability."""
+    for name in options.networks or NETWORKS:
+        for image in subjects.cases(name, options.first, options.images):
+            for decade in options.decades:
+                if options.truth * 10.0**-decade < ENOUGH:
                     continue
                 case = with_flips(image, 10.0**-decade)
                 if case is None:
                     continue
-                true = plain(case.margin(), asked.truth, seed=SEARCH_SEED)
+                true = plain(case.margin(), options.truth, seed=SEARCH_SEED)
                 error = true.relative_error * true.probability
-                yield Truth(case.name, true.probability, error, partial(case.found, relative_error=RELATIVE))
+                yield Truth(case.name, true.probability, error, partial(case.estimate, relative_error=RELATIVE))
 
 
-def coverage(asked: argparse.Namespace, subjects: Subjects) -> Iterator[dict[str, Any] | None]:
+def coverage(options: argparse.Namespace, subjects: Subjects) -> Iterator[dict[str, Any] | None]:
     """A row for each case: how many intervals hold the truth."""
-    print(f"{asked.seeds} seeds\n{'':32} {'truth':>9} {'hold':>5} {'agree':>5} {'met':>5} {'ratios':>13} {'runs':>7}")
-    for truth in sampled_truths(asked, subjects) if asked.truth else known_truths(asked.shapes, asked.probabilities):
-        yield coverage_row(truth, asked.seeds)
+    print(f"{options.seeds} seeds\n{'':32} {'truth':>9} {'hold':>5} {'agree':>5} {'met':>5} {'ratios':>13} {'runs':>7}")
+    known = known_truths(options.shapes, options.probabilities)
+    for truth in sampled_truths(options, subjects) if options.truth else known:
+        yield coverage_row(truth, options.seeds)
 
 
 def coverage_row(truth: Truth, seeds: int) -> dict[str, Any] | None:
-    """One line, printed, with what missed; None where no seed has an answer."""
-    p, by_seed = truth.probability, answers(truth.found, seeds)
+    """One line, printed, with the estimates that missed; None where no seed has an answer."""
+    p, by_seed = truth.probability, answers(truth.estimate, seeds)
     if not by_seed:
         return None
-    found = list(by_seed.values())
-    holds = [truth.in_interval_of(one) for one in found]
-    ratios = [float(one.probability) / p for one in found]
+    estimates = list(by_seed.values())
+    holds = [truth.in_interval_of(estimate) for estimate in estimates]
+    ratios = [float(estimate.probability) / p for estimate in estimates]
     row = {
         "case": truth.name,
         "truth": p,
         "seeds": seeds,
         "hold": sum(holds),
-        "agree": sum(bool(one.agreed) for one in found),
-        "met": sum(bool(one.met) for one in found),
+        "agree": sum(bool(estimate.agreed) for estimate in estimates),
+        "met": sum(bool(estimate.met) for estimate in estimates),
         "least": min(ratios),
         "most": max(ratios),
-        "runs": statistics.median(int(one.runs) for one in found),
+        "runs": statistics.median(int(estimate.runs) for estimate in estimates),
     }
     print(
         f"{truth.name:32} {p:9.3g} {row['hold']:5d} {row['agree']:5d} {row['met']:5d} "
         f"{row['least']:6.2f} {row['most']:6.2f} {row['runs']:7.0f}",
         flush=True,
     )
-    for (seed, one), held, ratio in zip(by_seed.items(), holds, ratios, strict=True):
+    for (seed, each), held, ratio in zip(by_seed.items(), holds, ratios, strict=True):
         if not held or not 0.5 < ratio < 2:
             missed = "" if held else "missed, "
             print(
-                f"    seed {seed}: {missed}ratio {ratio:.3g}, {one!r}, second {float(one.agreement):.3g}, "
-                f"agreed {bool(one.agreed)}, {one.route[0]}",
+                f"    seed {seed}: {missed}ratio {ratio:.3g}, {each!r}, second {float(each.agreement):.3g}, "
+                f"agreed {bool(each.agreed)}, {each.route[0]}",
                 flush=True,
             )
     return row
 
 
 def coverage_summary(rows: list[dict[str, Any]]) -> None:
+    """Print how many intervals hold the truth in all, and the worst cases."""
     total, hold = sum(row["seeds"] for row in rows), sum(row["hold"] for row in rows)
     worst = max(rows, key=lambda row: max(row["most"], 1 / max(row["least"], 1e-300)))
     seldom = min(rows, key=lambda row: row["hold"])
@@ -447,47 +453,47 @@ def coverage_summary(rows: list[dict[str, Any]]) -> None:
 # Common flips
 
 
-def common(asked: argparse.Namespace, subjects: Subjects) -> Iterator[dict[str, Any] | None]:
+def common(options: argparse.Namespace, subjects: Subjects) -> Iterator[dict[str, Any] | None]:
     """A row for each network, image and probability."""
     heads = f"{'p':>6} {'±':>7} {'runs':>7} {'most':>7} {'plain':>7} {'share':>6} {'hold':>5}"
-    print(f"±{ABSOLUTE}; {asked.seeds} seeds\n{'':24} {heads}")
-    for name in asked.networks or ("digits", *NETWORKS):
-        for image in subjects.cases(name, asked.first, asked.images):
+    print(f"±{ABSOLUTE}; {options.seeds} seeds\n{'':24} {heads}")
+    for name in options.networks or ("digits", *NETWORKS):
+        for image in subjects.cases(name, options.first, options.images):
             for wanted in COMMON:
                 case = with_flips(image, wanted)
                 if case is None:
                     print(f"{name:9s}{image.number:4d} no σ found for {wanted}", flush=True)
                     continue
-                yield common_row(case, asked.seeds, asked.truth)
+                yield common_row(case, options.seeds, options.truth)
                 image = case
 
 
 def common_row(case: Case, seeds: int, samples: int) -> dict[str, Any] | None:
     """One line, printed; plain sampling needs p(1 − p)(1.96/0.01)² runs. None where no seed has an answer.
 
-    p is the share of so many plain samples; without any, the mean over seeds, each of which may be off by a point.
+    p is the share of so many plain samples, or without any the mean over seeds, each of which may be off by a point.
     """
-    found_with = partial(case.found, relative_error=1e-9, absolute_error=ABSOLUTE)
-    by_seed = answers(found_with, seeds)
+    estimated = partial(case.estimate, relative_error=1e-9, absolute_error=ABSOLUTE)
+    by_seed = answers(estimated, seeds)
     if not by_seed:
         return None
-    found = list(by_seed.values())
-    p, hold = statistics.fmean(float(one.probability) for one in found), None
+    estimates = list(by_seed.values())
+    p, hold = statistics.fmean(float(estimate.probability) for estimate in estimates), None
     if samples:
         true = plain(case.margin(), samples, seed=SEARCH_SEED)
-        truth = Truth(case.name, true.probability, true.relative_error * true.probability, found_with)
-        p, hold = truth.probability, sum(truth.in_interval_of(one) for one in found)
-    runs = [int(one.runs) for one in found]
+        truth = Truth(case.name, true.probability, true.relative_error * true.probability, estimated)
+        p, hold = truth.probability, sum(truth.in_interval_of(estimate) for estimate in estimates)
+    runs = [int(estimate.runs) for estimate in estimates]
     needed = p * (1 - p) * (QUANTILE / ABSOLUTE) ** 2
     row = {
         "case": case.name,
         "p": p,
-        "width": max(float(one.interval[1] - one.interval[0]) / 2 for one in found),
+        "width": max(float(each.interval[1] - each.interval[0]) / 2 for each in estimates),
         "runs": statistics.median(runs),
         "most": max(runs),
         "plain": needed,
         "share": statistics.median(runs) / max(needed, 1e-300),
-        "seeds": len(found),
+        "seeds": len(estimates),
         "hold": hold,
     }
     print(
@@ -495,14 +501,14 @@ def common_row(case: Case, seeds: int, samples: int) -> dict[str, Any] | None:
         f"{row['share']:6.2f} {'' if hold is None else hold:>5}",
         flush=True,
     )
-    for seed, one in by_seed.items():
-        if abs(float(one.probability) - p) > 2 * ABSOLUTE or not bool(one.met):
-            print(f"    seed {seed}: {one!r}, met {bool(one.met)}")
+    for seed, each in by_seed.items():
+        if abs(float(each.probability) - p) > 2 * ABSOLUTE or not bool(each.met):
+            print(f"    seed {seed}: {each!r}, met {bool(each.met)}")
     return row
 
 
 def common_summary(rows: list[dict[str, Any]]) -> None:
-    """Of flips that are common, from 0.01 to 0.99."""
+    """Print the share of plain sampling's runs, over probabilities from 0.01 to 0.99, and how many intervals hold."""
     rows = [row for row in rows if ABSOLUTE <= row["p"] <= 1 - ABSOLUTE]
     if not rows:
         return
@@ -535,16 +541,16 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--truth", type=int, default=0, help="plain samples that are the truth")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--record", type=Path)
-    asked = parser.parse_args(words)
+    options = parser.parse_args(words)
     print(machine())
-    rows_of, summary = MODES[asked.mode]
-    subjects = Subjects(asked.gallery.resolve(), asked.faces, torch.device(asked.device))
-    rows = [row for row in rows_of(asked, subjects) if row is not None]
+    rows_of, summary = MODES[options.mode]
+    subjects = Subjects(options.gallery.resolve(), options.faces, torch.device(options.device))
+    rows = [row for row in rows_of(options, subjects) if row is not None]
     if rows:
         summary(rows)
-    if asked.record is not None:
-        kept = {"machine": machine(), "command": " ".join(words or sys.argv[1:]), "rows": rows}
-        asked.record.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    if options.record is not None:
+        record = {"machine": machine(), "command": " ".join(words or sys.argv[1:]), "rows": rows}
+        options.record.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

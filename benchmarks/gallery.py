@@ -1,14 +1,14 @@
-"""Every method on a gallery of networks: its errors against a million samples, and its time beside plain samples.
+"""Run every method on a gallery of networks: errors against a million samples, and time beside plain samples.
 
 `python -m benchmarks.gallery GALLERY [--methods auto layerwise …] [--networks NAME …] [--images N] [--sigmas 0.05 …]`.
-The gallery is the one of `python -m benchmarks.sampler`, and MNIST is needed. Printed for each network, noise level and
-method, averaged over images:
+The gallery is that of `python -m benchmarks.sampler`, and MNIST is needed. For each network, noise level and
+method it prints, averaged over images:
 
     mean, variance  |m − m*| in standard deviations of the output and |v/v* − 1|, averaged over outputs
-    time            processor seconds of a call, a formula's without the check of its error, by those of 10,000 plain
-                    samples in batches of 500: each call beside a fifth of these, before and after it
+    time            processor seconds of a call (of a formula, without the check of its error), divided by those of
+                    10,000 plain samples in batches of 500: a fifth of these are timed before and after each call
 
-or why there is no answer. Processor seconds of one thread can be compared on a machine that has other work too.
+or why there is no answer. Processor seconds of one thread can be compared even on a machine with other work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.sampler import BATCH, SAMPLES, Gallery
 METHODS = ("auto", "layerwise", "sketch")
 SIGMAS = (0.01, 0.05, 0.3)
 SHARE = 5
-"""Of ten thousand samples a fifth is timed at a time."""
+"""One in so many of the ten thousand samples is timed at a time."""
 
 
 def processor_seconds(work: Callable[[], object]) -> float:

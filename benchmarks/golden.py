@@ -1,17 +1,17 @@
-"""Golden outputs: what some sixty calls of every kind gave when they were recorded, to show that a change kept them.
+"""Golden outputs: compare some sixty calls of every kind with what they gave when recorded, to show what a change kept.
 
     python -m benchmarks.golden record FILE           # write what the calls give now
     python -m benchmarks.golden compare [FILE]        # a line for each call; exit status 1 if any is not as recorded
 
-The calls: every method with every structure of covariance, both dtypes, residual, smooth and black-box networks,
+The calls cover every method with every structure of covariance, both dtypes, residual, smooth and black-box networks,
 derivatives, flip probabilities, the kernels, expected logits, attacks, and the record that the attack report writes.
-Recorded before methods became values; anew since: sampling, when its random numbers changed, and layerwise (with what
-is left to it), when it became tighter. The default samples what is a black box: its call is recorded anew when sampling
+They were recorded before methods became values. Since then sampling was recorded anew when its random numbers changed,
+and layerwise when it became tighter. The default samples black boxes, so its call is recorded anew when sampling
 changes.
 
 Numbers are compared field by field (`mean`, `covariance`, …): the largest difference relative to the largest value of
-the field, because small entries of a covariance have the rounding of the large ones. Words, labels and shapes must be
-the same. What counts as rounding, where other CPUs and libraries add in another order:
+the field, because small entries of a covariance carry the rounding of the large ones. Words, labels and shapes must be
+the same. So much counts as rounding, since other CPUs and libraries add in another order:
 
 | calls   | allowed | why                                                                                         |
 |---------|---------|---------------------------------------------------------------------------------------------|
@@ -43,14 +43,14 @@ from netmoments.covariances import Covariance
 from netmoments.moments.methods import Method
 
 RECORD = Path(__file__).parent / "records" / "golden.json"
-"""Of the code before methods became values."""
+"""The record of the code before methods became values."""
 
 Fields = Mapping[str, Any]
 Call = Callable[[], Fields]
 
 DOUBLE, SINGLE, ATTACK = 1e-9, 1e-4, 1e-3
 ITERATED = ("attack",)
-"""How the names of calls begin that run attacks."""
+"""Prefixes of the names of calls that run attacks."""
 
 
 def calls() -> dict[str, Call]:
@@ -184,7 +184,7 @@ def _attacked() -> Iterator[tuple[str, Call]]:
 
 
 def moments(network: nn.Module, noise: nm.Gaussian, method: Method | str, outputs: Any = None) -> Fields:
-    """What `output_moments` gives, the optional parts where they are there."""
+    """The fields of an answer of `output_moments`, with the optional parts that it has."""
     if method == "auto":  # the formula that fits, as it was when this was recorded, is now for noise with a gradient
         noise = nm.Gaussian(noise.mean.clone().requires_grad_(), noise.covariance, event_ndim=noise.event_ndim)
     found = nm.output_moments(network, noise, method, outputs, check=0)
@@ -196,7 +196,7 @@ def moments(network: nn.Module, noise: nm.Gaussian, method: Method | str, output
 
 
 def attacked(attack: Callable[..., Any], targeted: int = 0) -> Fields:
-    """Three of scikit-learn's digits under attack, each towards the label `targeted` further, or towards any."""
+    """Attack three of scikit-learn's digits, each towards the label plus `targeted`, or towards any other class."""
     digits = nm.data.load("digits").first(3)
     assert digits.labels is not None
     targets = (digits.labels + targeted) % 10 if targeted else None
@@ -206,7 +206,7 @@ def attacked(attack: Callable[..., Any], targeted: int = 0) -> Fields:
 
 
 def reported(command: str, options: str, file: str) -> Fields:
-    """The JSON that a report on the digits writes, but for where and when it was made."""
+    """The JSON that a report on the digits writes, without where and when it was made."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "netmoments", command, "digits", "digits", *options.split(), "--out", folder]
         done = subprocess.run(words, check=False, capture_output=True, text=True)
@@ -218,14 +218,14 @@ def reported(command: str, options: str, file: str) -> Fields:
 
 
 def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
-    """A network with the weights of this seed, in eval mode; the global random state stays as it is."""
+    """A network with weights from this seed, in eval mode; the global random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make().eval()
 
 
 def convolutional(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """For images (1, 8, 8): convolutions, a pool, two kinds of ReLU, 5 scores."""
+    """A network for images (1, 8, 8) with convolutions, a pool, two kinds of ReLU and 5 scores."""
     layers = lambda: nn.Sequential(  # noqa: E731
         nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 6, 3, padding=1), nn.LeakyReLU(0.1),
         nn.Flatten(), nn.Linear(54, 16), nn.ReLU(), nn.Linear(16, 5),
@@ -234,7 +234,7 @@ def convolutional(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """For images (2, 6, 6): batch norm, a ReLU6 beside a path that goes round it."""
+    """A network for images (2, 6, 6) with batch norm and a ReLU6 with a path around it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,13 +255,13 @@ def residual() -> nn.Module:
 
 
 def smooth() -> nn.Module:
-    """For 7 numbers: GELU and tanh."""
+    """A network for 7 numbers with GELU and tanh."""
     layers = lambda: nn.Sequential(nn.Linear(7, 9), nn.GELU(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3))  # noqa: E731
     return seeded(2, layers).double()
 
 
 class BlackBox(nn.Module):
-    """For 6 numbers: a layer norm and a softmax, which have no rule."""
+    """A network for 6 numbers with a layer norm and a softmax, which have no rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def black_box() -> nn.Module:
 
 
 def one_relu() -> nn.Module:
-    """For 6 numbers: affine, ReLU, affine."""
+    """A network for 6 numbers: affine, ReLU, affine."""
     return seeded(4, lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4))).double()
 
 
@@ -286,12 +286,12 @@ def pictures(shape: tuple[int, ...] = (1, 8, 8), dtype: torch.dtype = torch.floa
 
 
 def line(size: int) -> nm.Gaussian:
-    """Noise about numbers from −1 to 1."""
+    """Noise about evenly spaced numbers from −1 to 1."""
     return nm.Gaussian(torch.linspace(-1, 1, size, dtype=torch.float64), std=0.3)
 
 
 def covariances(size: int) -> dict[str, Tensor | Covariance]:
-    """One of every structure."""
+    """A covariance of every structure."""
     generator = torch.Generator().manual_seed(6)
     factor = torch.randn(size, 3, generator=generator, dtype=torch.float64) * 0.05
     diagonal = torch.rand(size, generator=generator, dtype=torch.float64) * 0.01
@@ -305,7 +305,7 @@ def covariances(size: int) -> dict[str, Tensor | Covariance]:
 
 
 def output_of(call: Call) -> Any:
-    """What a call gives as plain numbers and words; warnings are not part of it."""
+    """The result of a call as plain numbers and words, without warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _plain(call())
@@ -322,16 +322,16 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a call is from its record."""
+    """How far the result of a call is from its record."""
 
     largest: float
     """The largest difference of numbers, relative to the largest value of the field."""
     beyond: tuple[str, ...]
-    """Fields that differ by more than rounding, and what is missing or not the same word."""
+    """Fields that differ by more than rounding, are missing, or are not the same word."""
 
 
 def difference(name: str, recorded: Any, found: Any) -> Difference:
-    """Between what a call of this name gave and gives."""
+    """The difference between the recorded and the present result of a call."""
     before, now = dict(_leaves(recorded)), dict(_leaves(found))
     beyond = [f"{place} is {'missing' if place in before else 'new'}" for place in sorted(before.keys() ^ now.keys())]
     pairs: dict[str, list[tuple[float, float]]] = {}
@@ -353,14 +353,14 @@ def difference(name: str, recorded: Any, found: Any) -> Difference:
 
 
 def allowed(name: str, field: str) -> float:
-    """What counts as rounding in a field of a call, relative to the field's largest value."""
+    """The difference that counts as rounding in a field of a call, relative to the field's largest value."""
     if name.startswith(ITERATED):
         return ATTACK
     return SINGLE if "32" in f"{name}{field}" else DOUBLE
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Every number and word, with where it is."""
+    """Every number and word, with its place."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             yield from _leaves(part, f"{place}.{name}".removeprefix("."))
@@ -383,7 +383,7 @@ def _is_number(value: Any) -> bool:
 
 
 def compare(path: Path) -> int:
-    """Print a line for each call and one for all; how many are not as recorded."""
+    """Print a line for each call and one for all; return how many are not as recorded."""
     recorded, every, differing = json.loads(path.read_text()), calls(), 0
     for name in every | recorded:
         try:

@@ -1,11 +1,11 @@
-"""The GPU's kernels as ratios to a copy of the matrix, accuracy checked in the same run: `make bench-gpu`.
+"""Time the GPU kernels as ratios to a copy of the matrix, and check accuracy in the same run: `make bench-gpu`.
 
     python -m benchmarks.gpu_kernel                                  # the table
     python -m benchmarks.gpu_kernel --forward                        # without the backward passes
     python -m benchmarks.gpu_kernel --sweep float32:32,4,80,4        # other tiles: side, warps, registers, run
     python -m benchmarks.gpu_kernel --precision ieee                 # float32 products without tensor cores
 
-Needs a CUDA device, torch, numpy and triton only; for the LeNet safetensors, and MNIST if it is given by `--data-dir`.
+It needs only a CUDA device, torch, numpy and triton; for LeNet also safetensors, and MNIST if `--data-dir` gives it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ RANKS = {"weak": 784, "strong": 8}
 SIGMA = 0.1
 PROMISED = {torch.float32: 5e-7, torch.float64: 1e-14}
 FORWARD_LIMIT = {torch.float32: 2, torch.float64: 12}
-"""Copies of the matrix that the covariance may cost."""
+"""The most that the covariance may cost, in copies of the matrix."""
 
 DIAGONAL_LIMIT = {torch.float32: 0.20}
-"""Milliseconds that the diagonal of the form may cost."""
+"""The most that the diagonal of the form may cost, in milliseconds."""
 
 DIGIT = ("00ca0000", "00egge00", "00dgfa10", "00bgg700", "00047g70", "00004g90", "0054cg40", "009gga00")
-"""A five of scikit-learn's digits, its pixels from 0 to 16 = g."""
+"""A five from scikit-learn's digits, with pixels from 0 to 16 = g."""
 
 
 class Layer(NamedTuple):
@@ -59,11 +59,11 @@ class Layer(NamedTuple):
         return plain(partial(relu_covariance, self.mean.double(), self.covariance.double()))
 
     def calls(self) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """Of the covariance and of the form's diagonal."""
+        """The calls of the covariance and of the form's diagonal."""
         return partial(relu_covariance, self.mean, self.covariance), partial(layer_form_diagonal, *self)
 
     def errors(self, exact: Tensor) -> tuple[float, float]:
-        """Of the covariance relative to the largest variance, and of the diagonal relative to its largest entry."""
+        """Errors of the covariance relative to the largest variance, of the diagonal relative to its largest entry."""
         covariance, diagonal = (call().double() for call in self.calls())
         wide = ((self.weights.double() @ exact) * self.weights).sum(1)
         largest = self.covariance.diagonal().double().max()
@@ -85,7 +85,7 @@ def random_layer(rank: int) -> Layer:
 def lenet_layer(image: Tensor) -> Layer:
     """The first units of the second convolution of the paper's LeNet under white noise, linearized at an image.
 
-    In units of the average standard deviation, so that the average of the variances is 1; some are 0.
+    They are in units such that the average of the variances is 1; some variances are 0.
     """
     network: Any = nm.zoo.pretrained("lenet").double().to(image.device)
 
@@ -103,7 +103,7 @@ def lenet_layer(image: Tensor) -> Layer:
 
 
 def picture(data_dir: str | None) -> Tensor:
-    """1×28×28: MNIST's first test image, or one of scikit-learn's digits made larger."""
+    """An image, 1×28×28: MNIST's first test image, or an enlarged digit of scikit-learn's."""
     if data_dir is not None:
         return nm.data.load("mnist", data_dir=data_dir).images[0].double()
     digit = torch.tensor([[int(pixel, 17) / 16 for pixel in row] for row in DIGIT], dtype=torch.float64)
@@ -111,7 +111,7 @@ def picture(data_dir: str | None) -> Tensor:
 
 
 def layers(data_dir: str | None) -> dict[str, Layer]:
-    """In float64, on the device."""
+    """All layers that are measured, in float64 on the device."""
     made = {name: random_layer(rank) for name, rank in RANKS.items()}
     if find_spec("safetensors"):
         made["lenet"] = lenet_layer(picture(data_dir).cuda())
@@ -140,7 +140,7 @@ def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
 
 
 def plain(call: Callable[[], Any]) -> Any:
-    """A call with Triton kept out of it."""
+    """A call without Triton."""
     present, kernels.PRESENT = kernels.PRESENT, False
     try:
         return call()
@@ -160,7 +160,7 @@ def exponential_milliseconds(dtype: torch.dtype) -> float:
 
 
 def sweep(candidates: list[str], made: dict[str, Layer]) -> None:
-    """Times of the covariance and of the form's diagonal, and of their kernels, with the tiles that the texts name."""
+    """Times of the covariance, of the form's diagonal and of their kernels, for the tiles given as texts."""
     for dtype in PROMISED:
         mine = [x for x in candidates if x.startswith(f"{str(dtype)[6:]}:")]
         for name, layer in made.items() if mine else ():
@@ -211,7 +211,7 @@ def verdict(reached: bool) -> str:
 
 
 def backward_rows(dtype: torch.dtype, name: str, layer: Layer, copy: float) -> None:
-    """The same backward."""
+    """The backward passes of one layer's covariance and its forms."""
     upstream = torch.randn_like(layer.covariance) / UNITS
     inputs = [x.clone().requires_grad_() for x in layer]
     show(dtype, name, "covariance, backward", partial(differentiate, relu_covariance, inputs[:2], upstream), copy)
@@ -227,7 +227,7 @@ def differentiate(function: Callable[..., Tensor], inputs: list[Tensor], upstrea
 
 
 def show(dtype: torch.dtype, name: str, what: str, call: Callable[[], object], copy: float, remark: str = "") -> float:
-    """Print a line; the time in milliseconds."""
+    """Print a line with the time in milliseconds."""
     time, slow = milliseconds(call), milliseconds(partial(plain, call), 3)
     print(
         f"{str(dtype)[6:]}  {name:6}  {what:22} {time:8.3f} ms = {time / copy:5.1f} copies, "

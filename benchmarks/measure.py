@@ -1,4 +1,4 @@
-"""Time as medians, memory at its highest, and what machine it was."""
+"""Measure time (medians) and peak memory, and describe the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 Result = TypeVar("Result")
 SETTLED = 0.5
-"""Seconds of repeats at least: the first few of short work wait for threads and clocks."""
+"""The least seconds of repeats, since the first few runs of short work wait for threads and clocks."""
 
 
 def seconds(work: Callable[[], object], repeats: int = 9, patience: float = 4.0) -> float:
@@ -31,14 +31,14 @@ def seconds(work: Callable[[], object], repeats: int = 9, patience: float = 4.0)
 class Cost(NamedTuple):
     seconds: float
     bytes: int | None
-    """None where the system does not tell."""
+    """None where the system does not report it."""
 
 
 def measured(work: Callable[[], Result], device: torch.device) -> tuple[Result, Cost]:
-    """What `work` returns, its wall time, and the memory it took beyond what was in use.
+    """The result of `work`, its wall time, and the memory it took beyond what was in use.
 
-    On a GPU that is what torch allocated; on a CPU the growth of the resident memory, which pieces that were freed and
-    are used again do not show: a lower bound.
+    On a GPU that is what torch allocated. On a CPU it is the growth of resident memory, a lower bound: pieces that were
+    freed and reused do not show.
     """
     before = _start(device)
     start = time.perf_counter()
@@ -51,7 +51,7 @@ def measured(work: Callable[[], Result], device: torch.device) -> tuple[Result, 
 
 
 def _start(device: torch.device) -> int | None:
-    """Forget earlier peaks; what is in use now."""
+    """Reset earlier peaks, and return the memory in use now."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -76,7 +76,7 @@ def _resident(field: str) -> int | None:
 
 
 def extra_mebibytes(work: Callable[[], object]) -> float:
-    """How far `work` raises the resident memory of this process at its highest."""
+    """How far `work` raises the peak resident memory of this process."""
     extra = measured(work, torch.device("cpu"))[1].bytes
     if extra is None:
         raise RuntimeError("peak memory is read from /proc/self/status, which is there on Linux only")
@@ -84,7 +84,7 @@ def extra_mebibytes(work: Callable[[], object]) -> float:
 
 
 def machine() -> str:
-    """Processor, threads and versions, for the head of a record."""
+    """Describe processor, threads and versions, for the head of a record."""
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

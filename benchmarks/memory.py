@@ -1,4 +1,4 @@
-"""Peak memory of one way to the output variance, in a process of its own.
+"""Measure the peak memory of one method for the output variance, in a process of its own.
 
 `python -m benchmarks.memory METHOD UNITS INPUTS BATCH DTYPE [NOISE]`, the noise `isotropic` (shared by the batch, the
 default), `diagonal` or `dense` (one for each entry).

@@ -1,4 +1,4 @@
-"""Trained networks: how exact the two-stage linearization is and how fast, beside sampling in the same process.
+"""Measure the two-stage linearization of trained networks: accuracy and speed beside sampling in the same process.
 
 `python -m benchmarks.networks [--device cuda] [--data-dir DIR]`; needs MNIST.
 """
@@ -38,7 +38,7 @@ def reproduction(network: nn.Module, images: Tensor) -> list[Row]:
 
 
 def tightness(network: nn.Module, images: Tensor, samples: int) -> list[Row]:
-    """Errors against many samples at the paper's noise levels, its random covariances, averaged as in Table 2."""
+    """Errors against many samples at the paper's noise levels with its random covariances, averaged as in Table 2."""
     rows = []
     for sigma, few in ((0.001, images), (0.01, images[::4]), (0.05, images[::4]), (0.1, images[::4])):
         errors = []
@@ -71,7 +71,9 @@ def tightness(network: nn.Module, images: Tensor, samples: int) -> list[Row]:
 
 
 def speed(network: nn.Module, image: Tensor, device: str) -> list[Row]:
-    """One image, l = 3: linearization and moments, and further noise once linearized, beside 10⁴ samples."""
+    """Time for one image, l = 3, of linearization and moments, and of further noise once linearized, beside 10⁴
+    samples.
+    """
     generator = torch.Generator(image.device).manual_seed(0)
     dense = [
         nm.Gaussian(image, random_covariance(image.numel(), s, generator).to(image.dtype)) for s in (0.01, 0.05, 0.1)
@@ -101,7 +103,7 @@ def speed(network: nn.Module, image: Tensor, device: str) -> list[Row]:
 
 
 def batching(network: nn.Module, images: Tensor, device: str) -> list[Row]:
-    """Linearization and all moments of 64 images together, and one at a time."""
+    """Time of linearization and all moments for 64 images together, and one at a time."""
     together = timed(lambda: nm.output_moments(network, nm.Gaussian(images, std=0.05), "two-stage", check=0), device)
     apart = timed(
         lambda: [nm.output_moments(network, nm.Gaussian(x, std=0.05), "two-stage", check=0) for x in images], device

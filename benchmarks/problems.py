@@ -1,4 +1,4 @@
-"""What is measured on: random layers, networks and covariances, and SqueezeNet with photographs."""
+"""Problems to measure on: random layers, networks and covariances, and SqueezeNet with photographs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SQUEEZENET = "squeezenet_v1.0_deepcompressed.npz"
 
 
 def random_layer(units: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Means of order 1 and a covariance of unit variances, correlations of order 1/√rank; every unit is active."""
+    """A layer with means of order 1, unit variances and correlations of order 1/√rank; every unit is active."""
     generator = Generator().manual_seed(0)
     factor = normalize(torch.randn(units, rank, generator=generator), dim=1)
     return torch.randn(units, generator=generator).clamp(-5, 5), factor @ factor.T
 
 
 def random_network(inputs: int, units: int, outputs: int, seed: int, dtype: torch.dtype) -> nm.AffineReluAffine:
-    """Independent normal weights, scaled so that pre-activations and outputs have variance about 1."""
+    """A network with independent normal weights, scaled so that pre-activations and outputs have variance about 1."""
     generator = Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -70,7 +70,7 @@ def random_covariance(size: int, sigma: float, generator: Generator) -> Tensor:
 
 
 def squeezenet(data_dir: str | None) -> nn.Module:
-    """SqueezeNet 1.0 for ImageNet in float32; a FileNotFoundError where its weights are not."""
+    """SqueezeNet 1.0 for ImageNet in float32; a FileNotFoundError without its weights."""
     folders = data_folders("squeezenet", data_dir)
     found = [folder / SQUEEZENET for folder in folders if (folder / SQUEEZENET).is_file()]
     if not found:

@@ -1,7 +1,7 @@
-"""How the field estimates rare flips: adaptive multilevel splitting, the last particle, plain samples.
+"""Other methods for rare flips, as published: adaptive multilevel splitting, the last particle, plain samples.
 
 All of them see a network as its margin at whitened noise ε ~ N(0, I): the label's score less the largest other one.
-Noise flips the answer where that is negative. None of them uses gradients.
+Noise flips the answer where the margin is negative. None of them uses gradients.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from netmoments.flips.result import QUANTILE, wilson
 from netmoments.precision import full_precision
 
 PARTICLES, MOVES = 1000, 20
+"""The number of particles, and the moves of a particle at each level."""
 KEPT = 0.1
 """ρ of splitting: the share of particles that goes on to the next level."""
 ACCEPTED = 0.25
 """The share of moves that should be accepted."""
 LEVELS = 60
+"""Splitting has at most so many levels."""
 TOGETHER = 64
-"""Of the last particles, one in so many is replaced at a time."""
+"""One in so many of the particles is replaced at a time, those with the largest margins."""
 LEAST = 1e-30
-"""Probabilities below are not followed."""
+"""A method stops where the probability falls below this."""
 BATCH = 500
 """Samples that go through a network together on a CPU."""
 DEVICE_BATCH = 20_000
-"""The same on a GPU."""
+"""Samples that go through a network together on a GPU."""
 
 
 @dataclass(frozen=True)
 class RareEstimate:
-    """A probability, its interval of 95 %, its standard error relative to it, and runs of the network."""
+    """A probability, its 95 % interval, its relative standard error, and the runs of the network that it took."""
 
     probability: float
     interval: tuple[float, float]
@@ -42,13 +44,13 @@ class RareEstimate:
     runs: int
 
     def runs_for(self, relative_error: float) -> float:
-        """Runs after which the standard error is this: particles, or repetitions, in proportion to 1/error²."""
+        """The runs that give this relative error: as many times more particles or repetitions as 1/error² grows."""
         return self.runs * (self.relative_error / relative_error) ** 2
 
 
 @dataclass(eq=False)
 class WhiteMargin:
-    """The margin of a label at image + σ ε, for ε (N, n), and how many runs of the network that took."""
+    """The margin (N,) of a label at image + σ ε, for ε (N, n), with a count of the runs of the network."""
 
     network: Callable[[Tensor], Tensor] | nn.Module
     image: Tensor
@@ -60,16 +62,16 @@ class WhiteMargin:
     @torch.no_grad()
     def __call__(self, white: Tensor) -> Tensor:
         with full_precision():
-            found = [self._margin(self.image + self.sigma * part) for part in self._events(white).split(self.batch)]
+            parts = [self._margin(self.image + self.sigma * part) for part in self._events(white).split(self.batch)]
         self.runs += len(white)
-        return torch.cat(found)
+        return torch.cat(parts)
 
     @property
     def batch(self) -> int:
         return BATCH if self.image.device.type == "cpu" else DEVICE_BATCH
 
     def normal(self, count: int, generator: torch.Generator) -> Tensor:
-        """ε (count, n)."""
+        """Draw ε (count, n)."""
         shape = (count, self.image.numel())
         return torch.randn(shape, dtype=self.image.dtype, device=self.image.device, generator=generator)
 
@@ -78,30 +80,30 @@ class WhiteMargin:
 
     def _margin(self, inputs: Tensor) -> Tensor:
         scores = self.network(inputs).double()
-        own = scores[:, self.label].clone()
+        of_label = scores[:, self.label].clone()
         scores[:, self.label] = -torch.inf
-        return own - scores.amax(1)
+        return of_label - scores.amax(1)
 
 
 def log_normal_interval(probability: float, relative_error: float) -> tuple[float, float]:
-    """p exp(±1.96 s), at most 1: that of an estimate whose logarithm is Gaussian with standard deviation s."""
+    """p exp(±1.96 s), at most 1: the interval of an estimate whose logarithm is Gaussian with standard deviation s."""
     factor = math.exp(min(QUANTILE * relative_error, 700.0))
     return probability / factor, min(1.0, probability * factor)
 
 
 def plain(margin: WhiteMargin, samples: int, seed: int = 0) -> RareEstimate:
-    """The share of flips among samples of the noise; its standard error is √((1 − p)/(p n)) relative to it."""
+    """The share of flips among samples of the noise; its relative standard error is √((1 − p)/(p n))."""
     generator = torch.Generator(margin.image.device).manual_seed(seed)
-    seen = torch.zeros((), dtype=torch.int64, device=margin.image.device)
+    count = torch.zeros((), dtype=torch.int64, device=margin.image.device)
     for start in range(0, samples, margin.batch):
-        seen += (margin(margin.normal(min(margin.batch, samples - start), generator)) < 0).sum()
-    flips = int(seen)
+        count += (margin(margin.normal(min(margin.batch, samples - start), generator)) < 0).sum()
+    flips = int(count)
     error = math.sqrt((1 - flips / samples) / flips) if flips else math.inf
     return RareEstimate(flips / samples, wilson(flips, samples), error, margin.runs)
 
 
 def plain_runs(probability: float, relative_error: float) -> float:
-    """(1 − p)/(p δ²): what plain sampling needs for a relative standard error δ."""
+    """(1 − p)/(p δ²): the runs that plain sampling needs for a relative standard error δ."""
     return (1 - probability) / (probability * relative_error**2)
 
 
@@ -111,12 +113,12 @@ def splitting(margin: WhiteMargin, seed: int = 0, particles: int = PARTICLES, mo
 
     Levels L₁ > L₂ > … are the ρ-quantiles of the particles' margins, at last 0; the particles below a level are drawn
     again with replacement and moved `moves` times by Metropolis–Hastings steps that keep N(0, I) below the level. With
-    P_k the share below level k, p = Π P_k. The relative standard error, √(Σ (1 − P_k)/(P_k N)), is what it would be if
-    moves made particles independent, and so the least it can be (Cérou & Guyader 2007).
+    P_k the share below level k, p = Π P_k. The relative standard error, √(Σ (1 − P_k)/(P_k N)), is that of moves which
+    make particles independent, and so the least it can be (Cérou & Guyader 2007).
     """
     generator = torch.Generator(margin.image.device).manual_seed(seed)
     white = margin.normal(particles, generator)
-    values, step, log, variance = margin(white), 0.5, 0.0, 0.0
+    values, step, log, variance = margin(white), 0.5, 0.0, 0.0  # log is log p
     for _ in range(LEVELS):
         level = max(0.0, float(values.quantile(KEPT)))
         below = values < 0 if level == 0 else values <= level
@@ -169,36 +171,36 @@ def last_particle(
 
 
 def nothing_below(level_probability: float, runs: int) -> RareEstimate:
-    """No flip was reached: it is less likely than the last level that was."""
+    """The estimate where no flip was reached: it is less probable than the last level that was."""
     return RareEstimate(0.0, (0.0, level_probability), math.inf, runs)
 
 
 def drawn_again(below: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Places of so many particles, drawn with replacement from those that are below a level."""
-    places = below.nonzero().squeeze(1)
-    return places[torch.randint(len(places), (count,), device=below.device, generator=generator)]
+    """The indices of so many particles, drawn with replacement from those `below` a level."""
+    indices = below.nonzero().squeeze(1)
+    return indices[torch.randint(len(indices), (count,), device=below.device, generator=generator)]
 
 
 def moved(
     margin: WhiteMargin, white: Tensor, values: Tensor, level: float, step: float, moves: int,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor, float]:  # fmt: skip
-    """Particles ε (N, n) with their margins (N,) after some steps below a level, and the step that fits.
+    """Particles ε (N, n) with their margins (N,) after some moves below a level, and an adapted size of the step.
 
-    A step goes to √(1 − s²) ε + s ξ, ξ ~ N(0, I), which N(0, I) is invariant under; it is taken if the margin there is
-    not above the level (Neal 1998; Cotter, Roberts, Stuart & White 2013).
+    A step of size s goes to √(1 − s²) ε + s ξ with ξ ~ N(0, I), under which N(0, I) is invariant. It is taken if the
+    margin there is not above the level (Neal 1998; Cotter, Roberts, Stuart & White 2013).
     """
-    taken = 0.0
+    share = 0.0
     for _ in range(moves):
         proposed = math.sqrt(1 - step * step) * white + step * margin.normal(len(white), generator)
         new = margin(proposed)
         accepted = new <= level
         white = torch.where(accepted.unsqueeze(1), proposed, white)
         values = torch.where(accepted, new, values)
-        taken += float(accepted.double().mean()) / moves
-    return white, values, adapted(step, taken)
+        share += float(accepted.double().mean()) / moves
+    return white, values, adapted(step, share)
 
 
 def adapted(step: float, accepted: float) -> float:
-    """A wider step where more than `ACCEPTED` was accepted, a narrower one where less."""
+    """A wider step if more than the share `ACCEPTED` was accepted, a narrower one if less."""
     return min(0.99, max(0.005, step * math.exp(accepted - ACCEPTED)))

@@ -1,4 +1,4 @@
-"""Our sparse and smooth noise beside published sparse attacks, on the same expected logits of LeNet on MNIST.
+"""Compare our sparse and smooth noise with published sparse attacks, on the same expected logits of LeNet on MNIST.
 
 `python -m benchmarks.rival_attacks [cpu|cuda] [DATA_DIR] [IMAGES]`: the mean of ‖μ‖₁ + TV(μ) in grey levels over images
 that no setting of a rival was tuned on, γ = 0, within the bounds, all feasible by the same test.
@@ -22,7 +22,7 @@ from netmoments.network import zoo
 
 GREY = 1 / 255
 FIRST = 1000
-"""The rivals' settings were chosen on images before this one."""
+"""Number of the first image that is compared; the rivals' settings were chosen on images before it."""
 
 
 def timed(work: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:

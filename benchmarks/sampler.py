@@ -1,15 +1,16 @@
-"""The default method on a gallery of networks: its errors, what it says of them, and its time beside plain samples.
+"""Run the default method on a gallery of networks: true errors, stated errors, and time beside plain samples.
 
 `python -m benchmarks.sampler GALLERY [--networks NAME …] [--images N] [--together 16] [--seeds N] [--device cuda]
 [--record FILE]`. The gallery is a folder with `networks.py` (`NETWORKS`, `load`, `images_for`), reference moments of a
 million samples (`reference.npz`), and MNIST is needed. Printed for each network and noise level, averaged over images:
 
     mean, variance  |m − m*| in standard deviations of the output and |v/v* − 1|, averaged over outputs
-    within          true errors within twice the stated ones, plus what a million samples cannot tell
-    alone, together time of one call for one image, or for several at once, by that of 10,000 plain samples in batches
-                    of 500, in the same process
+    within          share of true errors within twice the stated ones, plus what a million samples cannot resolve
+    alone, together time of a call for one image, or for several at once, divided by that of 10,000 plain samples in
+                    batches of 500, in the same process
 
-With `--seeds`, instead: are the estimates unbiased? Means of so many runs against the reference, in standard errors.
+With `--seeds` it tests instead whether the estimates are unbiased: means over so many runs against the reference, in
+standard errors.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SIGMAS = (0.01, 0.05, 0.1, 0.3)
 SAMPLES, BATCH = 10_000, 500
 PATIENCE = 1.0
 UNBIASED = ("mlp", "series", "recurrent", "smooth", "probabilities")
-"""Networks whose seeds are studied: cheap ones, of different kinds."""
+"""Networks that are run with several seeds: cheap ones of different kinds."""
 
 
 class Gallery:
@@ -81,7 +82,7 @@ class Gallery:
 class Photographs:
     """The face network and SqueezeNet on real photographs, from a folder with `fer2013`, `natural` and `squeezenet`.
 
-    What is true is sampled here, plainly.
+    The reference is sampled here, plainly.
     """
 
     SIGMAS: ClassVar = {"faces": 0.05, "squeezenet": 0.02}
@@ -129,7 +130,7 @@ def sampled_plainly_to(network: nn.Module, noise: nm.Gaussian, samples: int) -> 
 
 
 def time_of(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call after a first one: the median of three, of one alone where that takes long."""
+    """Seconds of a call after a first one: the median of three calls, or a single call if it takes long."""
     taken: list[float] = []
     while len(taken) < 4 and not (len(taken) > 1 and sum(taken) > PATIENCE):
         start = time.perf_counter()
@@ -189,7 +190,7 @@ def figures(
 
 
 def z_scores(gallery: Gallery, name: str, sigma: float, seeds: int) -> dict[str, float]:
-    """Means over seeds against the reference, and how the runs vary against what they say, worst and on average."""
+    """Means over seeds against the reference, and the runs' spread against stated errors, worst and on average."""
     network, number = gallery.network(name), gallery.numbers(name)[0]
     image = gallery.images(name, [number])[0]
     noise = nm.Gaussian(image, std=sigma, event_ndim=image.dim())

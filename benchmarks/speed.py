@@ -1,4 +1,4 @@
-"""Every method beside ten thousand samples in the same process, and how time and memory grow.
+"""Time every method beside ten thousand samples in the same process, and show how time and memory grow.
 
 `python -m benchmarks.speed [--device cuda] [--data-dir DIR] [--against FILE] [--record FILE]`; needs MNIST, and
 SqueezeNet's weights and the natural images for its row. Ratios, not seconds, are what to compare between machines:
@@ -30,13 +30,13 @@ SAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Figure:
-    """A ratio of two times measured in one process, and what it must reach."""
+    """A ratio of two times measured in one process, and the value that it must reach."""
 
     name: str
     ratio: float
     must: float | None
     at_most: bool
-    """Whether the ratio must not exceed `must`; else it must not fall below."""
+    """Whether the ratio must not exceed `must`; otherwise it must not fall below it."""
     detail: str = ""
 
     @property
@@ -49,7 +49,7 @@ class Figure:
         return f"{self.name:<78} {wanted:>8} {self.ratio:>8.3g}  {verdict:<8} {self.detail}"
 
     def beside(self, earlier: float) -> str:
-        """How much worse or better it is than a ratio of an earlier run, in words."""
+        """Describe how much worse or better it is than the ratio of an earlier run."""
         factor = self.ratio / earlier if self.at_most else earlier / self.ratio
         return f"then {earlier:.3g}, now {abs(factor - 1):.0%} {'worse' if factor > 1 else 'better'}"
 
@@ -84,7 +84,7 @@ def lenet_figures(bench: Bench, network: nn.Module, images: Tensor) -> Iterator[
         return nm.Gaussian(images[:images_used], nm.LowRank(sigma * factor[:images_used]), event_ndim=3)
 
     def at_levels(levels: int) -> nm.Gaussian:
-        """σ²I, every image at so many levels: (levels, images)."""
+        """Noise σ²I for every image at so many levels: (levels, images)."""
         sigma = torch.tensor(SIGMAS[:levels], device=bench.device).unsqueeze(1).expand(levels, count)
         return nm.Gaussian(images[:count].expand(levels, -1, -1, -1, -1), nm.Isotropic(sigma**2, 784), event_ndim=3)
 
@@ -116,7 +116,7 @@ def lenet_figures(bench: Bench, network: nn.Module, images: Tensor) -> Iterator[
 
 
 def squeezenet_figures(bench: Bench, data_dir: str | None) -> Iterator[Figure]:
-    """The sketch of five scores of a network for 227×227 images, over 200 plain samples."""
+    """Time of the sketch of five scores of a network for 227×227 images, over that of 200 plain samples."""
     network = squeezenet(data_dir).to(bench.device)
     noise = nm.Gaussian(photograph(data_dir).to(bench.device), std=0.05)
     plain = bench.time(lambda: nm.monte_carlo(network, noise, 200), patience=20.0)
@@ -126,7 +126,9 @@ def squeezenet_figures(bench: Bench, data_dir: str | None) -> Iterator[Figure]:
 
 
 def engine_figures(bench: Bench, units: int = 1024) -> Iterator[Figure]:
-    """The exact variance of units, every one active, over torch.exp of all pairs and over the paper's series."""
+    """Time of the exact variance, with every unit active, over that of torch.exp of all pairs and of the paper's
+    series.
+    """
     x, out = torch.randn(units, units, device=bench.device), torch.empty(units, units, device=bench.device)
     exponential = bench.time(lambda: torch.exp(x, out=out))
     for inputs in (100, 784):

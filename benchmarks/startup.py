@@ -1,7 +1,7 @@
-"""How long the command line takes to begin: `netmoments --help` and the like, beside an empty Python program.
+"""Measure how long the command line takes to start: `netmoments --help` and the like, beside an empty Python program.
 
-`python -m benchmarks.startup [--runs N]`. Printed for each, medians over runs that take turns: seconds on the clock,
-and processor seconds, which do not wait for other work of the machine. Help must be there within 0.4 s.
+`python -m benchmarks.startup [--runs N]`. For each it prints medians over runs that take turns: seconds on the clock,
+and processor seconds, which do not depend on other work of the machine. Help must appear within 0.4 s.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.measure import machine
 
 LIMIT = 0.4
-"""Seconds until `netmoments --help` is there."""
+"""The most seconds until `netmoments --help` appears."""
 PROGRAM = str(Path(sys.executable).with_name("netmoments"))
 COMMANDS = {
     "python -c pass": [sys.executable, "-c", "pass"],
@@ -28,7 +28,7 @@ COMMANDS = {
 
 
 def once(command: list[str]) -> tuple[float, float]:
-    """Seconds on the clock, and of the processor, of one process."""
+    """Clock seconds and processor seconds of one process."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     clock, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -36,7 +36,7 @@ def once(command: list[str]) -> tuple[float, float]:
 
 
 def medians(runs: int) -> dict[str, tuple[float, float]]:
-    """Of every command, after a first run that fills the disk's cache."""
+    """Medians for every command, after a first run that fills the disk's cache."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
     for number in range(runs + 1):
         for name, command in COMMANDS.items():

@@ -2,13 +2,13 @@
 
 `python -m benchmarks.whest [--size 256x8 ...] [--device cuda] [--cumulants CHECKOUT] [--chart FILE.png]`
 
-A network has ReLU layers of one width, He's initialisation and no offsets; its input is N(0, I), and the means of its
-last activations are asked for. Shown for every way to them: the mean squared error over the units, the time of a call
-(the median of several), and the floating-point operations of its matrix products. The truth is sampled, or read from
-`--reference FILE.npz` (`random-256x8/mean` and so on); its own error is taken off.
+A network has ReLU layers of one width, He initialisation and no biases. Its input is N(0, I), and the means of its
+last activations are wanted. For every method this shows the mean squared error over the units, the time of a call
+(the median of several), and the floating-point operations of its matrix products. The reference is sampled, or read
+from `--reference FILE.npz` (`random-256x8/mean` and so on); its own error is subtracted.
 
 Cumulant propagation (arXiv 2605.05179) runs from a checkout of alignment-research-center/mlp_cumulant_propagation that
-you name, with what it needs installed.
+you name, whose requirements must be installed.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from benchmarks.measure import machine, seconds
 SIZES = ("256x3", "256x8", "1024x4")
 SAMPLES = (1_000, 10_000, 100_000)
 TRUTH = 20_000_000
-"""Samples of the truth."""
+"""Samples of the reference."""
 TOGETHER = 2**24
-"""Numbers of a layer's samples that are drawn at a time."""
+"""Numbers of a layer's samples that are held at a time."""
 
 
 class Measured(NamedTuple):
-    """One way to the means of a network."""
+    """One method's means of a network, measured."""
 
     name: str
     error: float
-    """Mean squared, over the units."""
+    """The mean squared error over the units."""
     seconds: float
     operations: float
-    """Of the products of matrices."""
+    """Floating-point operations of the matrix products."""
 
 
 class Truth(NamedTuple):
@@ -60,7 +60,7 @@ class Truth(NamedTuple):
 
 
 def random_mlp(width: int, depth: int) -> nn.Sequential:
-    """He's initialisation, no offsets, a ReLU after every layer."""
+    """A network with He initialisation, no biases, and a ReLU after every layer."""
     generator = torch.Generator().manual_seed(1)
     layers: list[nn.Module] = []
     for _ in range(depth):
@@ -72,7 +72,7 @@ def random_mlp(width: int, depth: int) -> nn.Sequential:
 
 @torch.no_grad()
 def sampled_means(network: nn.Sequential, samples: int, seed: int) -> Truth:
-    """By plain samples, summed in float64, with the error that their spread says."""
+    """Means by plain samples, summed in float64, with the error that follows from their spread."""
     weight: Tensor = network[0].weight  # type: ignore[assignment]
     width, device = weight.shape[1], weight.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -86,7 +86,7 @@ def sampled_means(network: nn.Sequential, samples: int, seed: int) -> Truth:
 
 
 def truth_of(network: nn.Sequential, size: str, reference: Path | None, samples: int) -> Truth:
-    """From a file, if it has the size, else from samples of a seed of their own."""
+    """The reference from a file, if that has the size, else from samples with their own seed."""
     if reference is not None:
         with np.load(reference) as file:
             if f"random-{size}/mean" in file:
@@ -104,7 +104,7 @@ def _means_of(network: nn.Sequential, samples: int) -> Tensor:
 
 
 def ways(network: nn.Sequential, cumulants: Path | None) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Names, and calls that give the means (n,)."""
+    """The methods: their names, and calls that give the means (n,)."""
     weight: Tensor = network[0].weight  # type: ignore[assignment]
     noise = nm.Gaussian(torch.zeros(weight.shape[1], device=weight.device), std=1.0)
     model = nm.NetworkModel(network, noise.mean)
@@ -119,7 +119,7 @@ def ways(network: nn.Sequential, cumulants: Path | None) -> Iterator[tuple[str, 
 
 @torch.no_grad()
 def covariances_alone(network: nn.Sequential) -> Tensor:
-    """Every layer's input as a Gaussian, by `relu_mean` and `relu_covariance`: the loop that anyone would write."""
+    """Treat every layer's input as Gaussian, by `relu_mean` and `relu_covariance`: the loop that anyone would write."""
     weights = [layer.weight for layer in network if isinstance(layer, nn.Linear)]
     mean, covariance = torch.zeros_like(weights[0][0]), torch.eye(len(weights[0].T)).to(weights[0])
     for weight in weights:
@@ -130,7 +130,7 @@ def covariances_alone(network: nn.Sequential) -> Tensor:
 
 
 def cumulant_propagation(network: nn.Sequential, checkout: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Orders 2 and 3 of the authors' own code, from a checkout.
+    """Cumulant propagation of orders 2 and 3 by the authors' own code, from a checkout.
 
     Raises:
         ValueError: there is no such checkout, or something that it needs is missing.
@@ -163,7 +163,7 @@ def cumulant_propagation(network: nn.Sequential, checkout: Path) -> Iterator[tup
 
 
 def measured(name: str, call: Callable[[], Tensor], truth: Truth) -> Measured:
-    """The error less the truth's own, the time, and the operations of a first call."""
+    """The error minus the reference's own, the time, and the operations of a first call."""
     with FlopCounterMode(display=False) as counter:
         mean = call()
     error = float((mean.double().flatten() - truth.mean).square().mean())
@@ -186,7 +186,7 @@ def table_of(size: str, rows: list[Measured], truth: Truth) -> Table:
 
 
 def draw(found: dict[str, list[Measured]], path: Path) -> None:
-    """Error against time and against operations, a row of axes for each size."""
+    """Draw error against time and against operations, with a row of axes for each size."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.5 * len(found)), layout="constrained")

@@ -1,4 +1,4 @@
-"""Who has the largest score: how exact the probabilities are, and how long they take.
+"""Measure the probabilities that each score is the largest: how exact they are, and how long they take.
 
 `python -m benchmarks.winners`. Random dense covariances of 10 scores; the reference is the same method with 2¹⁵ points.
 """

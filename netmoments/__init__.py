@@ -1,6 +1,6 @@
-"""What a trained network does under Gaussian noise: moments, flips, attacks, each with its error.
+"""What a trained network does under Gaussian noise: moments, flips and attacks, each with its error.
 
-Names are imported on first use, so that the command line starts without loading torch.
+Names are imported when they are first used, so that the command line starts without loading torch.
 """
 
 from __future__ import annotations
@@ -35,45 +35,31 @@ if TYPE_CHECKING:
     from netmoments.rules.registry import register_rule
     from netmoments.sampling.monte_carlo import SampledMoments, monte_carlo, relative_difference
 
-_HOME = {
-    "AffineReluAffine": "netmoments.affine_relu_affine",
-    "Auto": "netmoments.moments.methods",
-    "ClassProbabilities": "netmoments.flips.result",
-    "Dense": "netmoments.covariances",
-    "Diagonal": "netmoments.covariances",
-    "ExpectedLogits": "netmoments.attacks.expected_logits",
-    "FlipProbability": "netmoments.flips.result",
-    "Gaussian": "netmoments.gaussian",
-    "Isotropic": "netmoments.covariances",
-    "Layerwise": "netmoments.moments.methods",
-    "Linear": "netmoments.moments.methods",
-    "LinearizationBank": "netmoments.linearize.bank",
-    "LowRank": "netmoments.covariances",
-    "NearestFlip": "netmoments.flips.result",
-    "NetworkModel": "netmoments.network.model",
-    "OutputMoments": "netmoments.moments.result",
-    "SampledMoments": "netmoments.sampling.monte_carlo",
-    "Sampling": "netmoments.moments.methods",
-    "Sketch": "netmoments.moments.methods",
-    "Tightness": "netmoments.moments.tightness",
-    "TwoStage": "netmoments.moments.methods",
-    "class_probabilities": "netmoments.flips.class_probabilities",
-    "flip_probability": "netmoments.flips.flip_probability",
-    "load_network": "netmoments.network.loading",
-    "monte_carlo": "netmoments.sampling.monte_carlo",
-    "nearest_flip": "netmoments.flips.search",
-    "output_moments": "netmoments.moments.output_moments",
-    "orthant_probability": "netmoments.relu.covariance",
-    "relative_difference": "netmoments.sampling.monte_carlo",
-    "relu_covariance": "netmoments.relu.covariance",
-    "relu_mean": "netmoments.relu.marginal",
-    "relu_variance": "netmoments.relu.marginal",
-    "register_rule": "netmoments.rules.registry",
-    "relus": "netmoments.network.model",
-    "tightness": "netmoments.moments.tightness",
-    "two_stage": "netmoments.linearize.two_stage",
-    "two_stage_maps": "netmoments.linearize.matrix_free",
+_NAMES = {
+    "affine_relu_affine": ["AffineReluAffine"],
+    "attacks.expected_logits": ["ExpectedLogits"],
+    "covariances": ["Dense", "Diagonal", "Isotropic", "LowRank"],
+    "flips.class_probabilities": ["class_probabilities"],
+    "flips.flip_probability": ["flip_probability"],
+    "flips.result": ["ClassProbabilities", "FlipProbability", "NearestFlip"],
+    "flips.search": ["nearest_flip"],
+    "gaussian": ["Gaussian"],
+    "linearize.bank": ["LinearizationBank"],
+    "linearize.matrix_free": ["two_stage_maps"],
+    "linearize.two_stage": ["two_stage"],
+    "moments.methods": ["Auto", "Layerwise", "Linear", "Sampling", "Sketch", "TwoStage"],
+    "moments.output_moments": ["output_moments"],
+    "moments.result": ["OutputMoments"],
+    "moments.tightness": ["Tightness", "tightness"],
+    "network.loading": ["load_network"],
+    "network.model": ["NetworkModel", "relus"],
+    "relu.covariance": ["orthant_probability", "relu_covariance"],
+    "relu.marginal": ["relu_mean", "relu_variance"],
+    "rules.registry": ["register_rule"],
+    "sampling.monte_carlo": ["SampledMoments", "monte_carlo", "relative_difference"],
 }
+"""Public names by the module that defines them."""
+_HOME = {name: f"netmoments.{module}" for module, names in _NAMES.items() for name in names}
 _ROOMS = {
     "attacks": "netmoments.attacks",
     "data": "netmoments.data",
@@ -132,13 +118,13 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
-        found: Any = importlib.import_module(_ROOMS[name])
+        value: Any = importlib.import_module(_ROOMS[name])
     elif name in _HOME:
-        found = getattr(importlib.import_module(_HOME[name]), name)
+        value = getattr(importlib.import_module(_HOME[name]), name)
     else:
         raise AttributeError(f"module 'netmoments' has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

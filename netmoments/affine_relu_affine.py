@@ -1,4 +1,8 @@
-"""The network the paper is about: g(x) = B relu(A x + c₁) + c₂ (+ D x), and its exact moments under a Gaussian."""
+"""The network of the paper, g(x) = B relu(A x + c₁) + c₂ (+ D x), and its exact moments under a Gaussian.
+
+The part of a covariance that is linear in the noise is one product of matrices, the variances of the units have a
+formula, and the nonlinear covariances of pairs are summed tile by tile (`relu.quadratic_form`).
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from netmoments.relu.marginal import expected_relu, nonlinear_variance, open_pro
 from netmoments.relu.quadratic_form import flatten_batch, pairs_form, pairs_form_diagonal, unflatten_batch
 
 CALLER = "AffineReluAffine"
+"""The name in error messages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +79,9 @@ class AffineReluAffine:
     @property
     def batch_shape(self) -> torch.Size:
         """The leading dimensions of the network; () if it is shared."""
-        around = {} if self.D is None else {"D": self.D.shape[:-2]}
+        of_d = {} if self.D is None else {"D": self.D.shape[:-2]}
         return require_broadcastable(
-            CALLER, A=self.A.shape[:-2], c1=self.c1.shape[:-1], B=self.B.shape[:-2], c2=self.c2.shape[:-1], **around
+            CALLER, A=self.A.shape[:-2], c1=self.c1.shape[:-1], B=self.B.shape[:-2], c2=self.c2.shape[:-1], **of_d
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -85,22 +90,22 @@ class AffineReluAffine:
         return self._with_offset(matvec(self.B, hidden), _flatten_to(x, self.A.shape[-1]))
 
     def pre_activation(self, x: Tensor) -> Tensor:
-        """A x + c₁, what the ReLU takes, for the same x as the network."""
+        """A x + c₁, the input of the ReLU, for an x as the network takes it."""
         _, x = require_float_tensors(CALLER, A=self.A, x=x)
         flat = _flatten_to(x, self.A.shape[-1])
         require_broadcastable(CALLER, network=self.batch_shape, x=flat.shape[:-1])
         return matvec(self.A, flat) + self.c1
 
-    def _with_offset(self, through: Tensor, x: Tensor) -> Tensor:
-        """What came through the ReLU, plus D x + c₂."""
-        return through + self.c2 if self.D is None else through + matvec(self.D, x) + self.c2
+    def _with_offset(self, of_relu: Tensor, x: Tensor) -> Tensor:
+        """What B makes of the ReLU's output, plus D x + c₂."""
+        return of_relu + self.c2 if self.D is None else of_relu + matvec(self.D, x) + self.c2
 
     def to(self, *args: Any, **kwargs: Any) -> AffineReluAffine:
         """Convert to another dtype or device, as `Tensor.to` does."""
         return self._each(lambda x: x.to(*args, **kwargs))
 
     def entries(self, index: int | slice | Tensor) -> AffineReluAffine:
-        """Chosen networks of a batch (its first dimension); one of them for a number. All parts must have the batch."""
+        """Chosen networks of a batch, by its first dimension, or one by an int. All parts must have the batch."""
         return self._each(lambda x: x[index])
 
     def outputs(self, rows: Tensor) -> AffineReluAffine:
@@ -116,15 +121,16 @@ class AffineReluAffine:
         return AffineReluAffine(self.A, self.c1, picked(self.B), c2, None if self.D is None else picked(self.D))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> AffineReluAffine:
-        around = None if self.D is None else change(self.D)
-        return AffineReluAffine(change(self.A), change(self.c1), change(self.B), change(self.c2), around)
+        """The network with `change` applied to all of its tensors."""
+        D = None if self.D is None else change(self.D)
+        return AffineReluAffine(change(self.A), change(self.c1), change(self.B), change(self.c2), D)
 
     @classmethod
     def trusted(cls, A: Tensor, c1: Tensor, B: Tensor, c2: Tensor, D: Tensor | None = None) -> AffineReluAffine:
-        """Built from parts that are valid by construction, without looking at them again."""
-        made = object.__new__(cls)
-        vars(made).update(A=A, c1=c1, B=B, c2=c2, D=D)
-        return made
+        """A network of parts that are valid by construction, which are not looked at again."""
+        network = object.__new__(cls)
+        vars(network).update(A=A, c1=c1, B=B, c2=c2, D=D)
+        return network
 
     def mean(self, noise: Gaussian) -> Tensor:
         """E g(x), (..., d): the paper's Theorem 1, B·s(hΦ(h) + φ(h)) + c₂ (+ D·mean)."""
@@ -138,53 +144,52 @@ class AffineReluAffine:
 
         The part of K that is linear in the noise is pushed through in one product; the rest is summed tile by tile
         over the pairs of units that are neither dead, linear, nor unused by B. `memory_budget` (bytes) bounds the
-        tiles, by default 16 MiB on a CPU and 1 GiB on a GPU. The error is relative to the variance itself, 1e-12 in
-        float64 and 1e-6 in float32, where an output hangs on units only that are hardly ever open.
+        tiles, by default 16 MiB on a CPU and 1 GiB on a GPU. For an output that depends only on units that are hardly
+        ever open, the error is relative to the variance itself, 1e-12 in float64 and 1e-6 in float32.
         """
         batch = self._check(noise, memory_budget)
-        layer = _PreActivations.of(self, noise.flat_mean, noise.covariance)
+        layer = _PreActivations.of_network(self, noise.flat_mean, noise.covariance)
         if layer.needs_more_digits(self.B):
-            found = self.to(torch.float64).variance(noise.to(torch.float64), memory_budget=memory_budget)
-            return found.to(noise.dtype)
+            variance = self.to(torch.float64).variance(noise.to(torch.float64), memory_budget=memory_budget)
+            return variance.to(noise.dtype)
         linear = noise.covariance.push_diagonal(layer.slopes)
-        own = row_products(self.B * layer.nonlinear.unsqueeze(-2), self.B)
-        pairs = pairs_form_diagonal(*layer.flat(self.B, batch), memory_budget)
+        of_units = row_products(self.B * layer.nonlinear.unsqueeze(-2), self.B)
         scale = layer.factors.scale
-        between = unflatten_batch(pairs, batch)
-        return (linear + own + (between if scale is None else between * scale[..., None])).clamp(min=0)
+        of_pairs = unflatten_batch(pairs_form_diagonal(*layer.flat(self.B, batch), memory_budget), batch)
+        return (linear + of_units + (of_pairs if scale is None else of_pairs * scale[..., None])).clamp(min=0)
 
     def covariance(self, noise: Gaussian, *, memory_budget: int | None = None) -> Tensor:
         """Cov g(x), (..., d, d): B K Bᵀ, with K never stored; see `variance`, which is its diagonal."""
         self._check(noise, memory_budget)
-        layer = _PreActivations.of(self, noise.flat_mean, noise.covariance)
+        layer = _PreActivations.of_network(self, noise.flat_mean, noise.covariance)
         return self._covariance(noise.flat_mean, noise.covariance, layer, memory_budget)
 
     def moments(self, mean: Tensor, covariance: Covariance) -> tuple[Tensor, Tensor]:
         """`mean` and `covariance` together under N(mean, covariance), for a mean (..., n) that is known to fit."""
-        layer = _PreActivations.of(self, mean, covariance)
+        layer = _PreActivations.of_network(self, mean, covariance)
         expected = self._with_offset(matvec(self.B, expected_relu(layer.mean, layer.std)), mean)
         return expected, self._covariance(mean, covariance, layer, None)
 
     def _covariance(
         self, mean: Tensor, covariance: Covariance, layer: _PreActivations, memory_budget: int | None
     ) -> Tensor:
+        """The linear part, plus the nonlinear variances of units and nonlinear covariances of pairs, through B."""
         if layer.needs_more_digits(self.B):
             wide, wide_mean, wide_covariance = self.to(torch.float64), mean.double(), covariance.to(torch.float64)
-            wide_layer = _PreActivations.of(wide, wide_mean, wide_covariance)
+            wide_layer = _PreActivations.of_network(wide, wide_mean, wide_covariance)
             return wide._covariance(wide_mean, wide_covariance, wide_layer, memory_budget).to(mean.dtype)
         batch = torch.broadcast_shapes(layer.slopes.shape[:-2], self.c2.shape[:-1])
         linear = covariance.push(layer.slopes)
-        own = matmul(self.B * layer.nonlinear.unsqueeze(-2), self.B.mT)
-        pairs = pairs_form(*layer.flat(self.B, batch), memory_budget)
+        of_units = matmul(self.B * layer.nonlinear.unsqueeze(-2), self.B.mT)
         scale = layer.factors.scale
-        between = unflatten_batch(pairs, batch)
-        nonlinear = own + (between if scale is None else between * scale[..., None, None])
+        of_pairs = unflatten_batch(pairs_form(*layer.flat(self.B, batch), memory_budget), batch)
+        nonlinear = of_units + (of_pairs if scale is None else of_pairs * scale[..., None, None])
         total = linear + 0.5 * (nonlinear + nonlinear.mT)
         variance = total.diagonal(dim1=-2, dim2=-1).clamp(min=0)
         return torch.diagonal_scatter(total, variance, dim1=-2, dim2=-1)
 
     def _check(self, noise: Gaussian, memory_budget: int | None = None) -> torch.Size:
-        """The common batch shape of network and noise, if they fit each other; the budget must be one, too."""
+        """The common batch shape of network and noise, after a check that they fit and that the budget is valid."""
         if memory_budget is not None:
             scratch_budget(self.A.device, memory_budget)
         if not isinstance(noise, Gaussian):
@@ -194,23 +199,24 @@ class AffineReluAffine:
 
 
 class _PreActivations(NamedTuple):
-    """z = Ax + c₁ under the noise: means, deviations, factors of the covariance, and what the network makes of them.
+    """z = Ax + c₁ under the noise, (..., p): means, deviations, factors of the covariance, and what follows from them.
 
-    A scale common to all covariances is taken out of the sum over pairs, for Cov relu(√c z) = c Cov relu(z): then
-    images that differ in their noise level only (and in their means) share one covariance, computed once.
+    As Cov relu(√c z) = c Cov relu(z), a scale c common to all covariances is taken out of the sum over pairs. Images
+    that differ only in their noise level and their means then share one covariance, which is computed once.
     """
 
     mean: Tensor
     std: Tensor
     factors: Factors
     unscaled_variance: Tensor
+    """Var z without the scale of the factors, (..., p)."""
     nonlinear: Tensor
     """Var relu(z) less its linear part, Φ²·Var z, (..., p)."""
     slopes: Tensor
     """B diag(Φ) A + D, the expected slope of the network, (..., d, n); exact, as Cov(x, relu(z)) = Cov(x, z)Φ."""
 
     @classmethod
-    def of(cls, network: AffineReluAffine, mean: Tensor, covariance: Covariance) -> _PreActivations:
+    def of_network(cls, network: AffineReluAffine, mean: Tensor, covariance: Covariance) -> _PreActivations:
         factors = covariance.factors(network.A)
         unscaled, variance = factors.diagonals()
         mean = matvec(network.A, mean) + network.c1
@@ -220,16 +226,17 @@ class _PreActivations(NamedTuple):
         return cls(mean, standard_deviation(variance), factors, unscaled, nonlinear, slopes)
 
     def needs_more_digits(self, weights: Tensor) -> bool:
-        """Whether float32 is too coarse: an output hangs on units that are hardly ever open."""
+        """Whether float32 is too coarse, because an output depends only on units that are hardly ever open."""
         if self.mean.dtype == torch.float64:
             return False
         units = Units(standardize(self.mean, self.std), self.std)
         return not values_hold(~deep_layers(units, weights))
 
     def flat(self, weights: Tensor, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What `pairs_form` takes, with one batch dimension.
+        """The arguments of `pairs_form`, with one batch dimension.
 
-        The means are m/√c; where that is beyond saturation, or c is 0, a constant far beyond (and 0 where m = c = 0).
+        The means are m/√c. Where that is beyond saturation, or c is 0, a constant far beyond it takes their place,
+        and 0 where m = c = 0.
         """
         mean, scale = self.mean, self.factors.scale
         if scale is not None:
@@ -247,7 +254,7 @@ class _PreActivations(NamedTuple):
 
 
 def _flatten_to(x: Tensor, size: int) -> Tensor:
-    """(..., n) as it is, (..., C, H, W) with C·H·W = n as (..., n)."""
+    """x of shape (..., n) as it is, and of shape (..., C, H, W) with C·H·W = n as (..., n)."""
     if x.dim() >= 1 and x.shape[-1] == size:
         return x
     if x.dim() >= 3 and x.shape[-3:].numel() == size:

@@ -1,4 +1,7 @@
-"""Errors that say what was wanted, what came, and how to fix it."""
+"""Checks of arguments, whose errors say what was wanted, what came, and how to fix it.
+
+Most take the name of the public function that was called, `caller`, and the name of its argument.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from torch import Tensor
 from netmoments.precision import SUPPORTED_DTYPES
 
 LARGEST = 10**30
-"""Integers are written out up to here."""
+"""The largest integer whose digits are shown."""
 
 
 def describe(value: Any) -> str:
-    """What a user passed, in a few words: `a float32 tensor of shape (3, 4)`, `a str`."""
+    """A value that a user passed, in a few words: `a float32 tensor of shape (3, 4)`, `a str`."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         if value.is_nested:
@@ -27,7 +30,7 @@ def describe(value: Any) -> str:
 
 
 def unlike_plain(value: Tensor) -> str | None:
-    """What keeps a tensor from being a block of real numbers in memory, and how to mend it; None if nothing does."""
+    """Why a tensor is not a plain block of real numbers in memory, and how to fix that; None if it is one."""
     if value.is_nested:
         return "nested; pass its parts one by one, as .unbind() gives them, or pad them to one shape"
     if value.is_quantized:
@@ -40,7 +43,7 @@ def unlike_plain(value: Tensor) -> str | None:
 
 
 def require_values(caller: str, name: str, value: Tensor) -> None:
-    """Not a tensor of the meta device, which has a shape and no values."""
+    """Require a tensor with values, which those on the meta device have not."""
     if value.is_meta:
         raise TypeError(f"{caller}: {name} has no values, as it is on the meta device; load or compute them first")
 
@@ -87,7 +90,7 @@ def require_float_tensors(caller: str, **values: Any) -> tuple[Tensor, ...]:
 
 
 def require_broadcastable(caller: str, **shapes: tuple[int, ...]) -> torch.Size:
-    """The common shape of the named shapes, else a ValueError naming them."""
+    """The shape that the named shapes broadcast to, else a ValueError naming them."""
     listed = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
     try:
         common = torch.broadcast_shapes(*shapes.values())
@@ -99,7 +102,7 @@ def require_broadcastable(caller: str, **shapes: tuple[int, ...]) -> torch.Size:
 
 
 def require_finite(caller: str, name: str, value: Tensor) -> None:
-    """No NaN, no infinity, else a ValueError that counts them."""
+    """Require finite values, else raise a ValueError that counts the others."""
     finite = torch.isfinite(value)
     if not values_hold(finite):
         bad = int((~finite).sum())
@@ -121,11 +124,11 @@ def _shown(value: Any) -> str:
 
 
 MOST_COUNTED = 2**53
-"""Of anything that is counted: sums of more would not be whole numbers."""
+"""The largest count that a user may ask for: beyond it, float64 does not hold every whole number."""
 
 
 def require_count(caller: str, name: str, value: Any, *, least: int, most: int | None = MOST_COUNTED) -> None:
-    """A whole number of at least `least`, else a ValueError naming the argument."""
+    """Require a whole number from `least` to `most`, else raise a ValueError naming the argument."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{caller}: {name} must be an integer of at least {least}, got {_shown(value)}")
     if most is not None and value > most:
@@ -133,7 +136,7 @@ def require_count(caller: str, name: str, value: Any, *, least: int, most: int |
 
 
 def require_positive(caller: str, name: str, value: Any, example: str) -> None:
-    """A number above 0 that floats can hold, with its square and the square's inverse; else a ValueError."""
+    """Require a number above 0 whose square, and the inverse of that, are within the range of floats."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value < math.inf:
         raise ValueError(f"{caller}: {name} must be a number above 0, such as {example}, got {_shown(value)}")
@@ -142,13 +145,13 @@ def require_positive(caller: str, name: str, value: Any, example: str) -> None:
 
 
 def require_seed(caller: str, value: Any) -> int:
-    """A whole number of at least 0, of any size, else a ValueError."""
+    """`value` if it is a whole number of at least 0, of any size, else a ValueError."""
     require_count(caller, "seed", value, least=0, most=None)
     return int(value)
 
 
 def require_sigma(caller: str, sigma: float | Tensor) -> float | Tensor:
-    """A noise level above 0."""
+    """`sigma` if it is a number or a tensor of finite numbers above 0, else an error."""
     if isinstance(sigma, bool) or not isinstance(sigma, int | float | Tensor):
         raise TypeError(f"{caller}: sigma must be a number or a tensor, got {sigma!r}")
     try:

@@ -1,10 +1,10 @@
-"""The command line. Thin: every command imports what it needs when it runs, so that help is instant."""
+"""The command line, a thin layer over `report`. Commands import what they need when they run, so help is instant."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,8 @@ from netmoments import __version__
 from netmoments.files import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from netmoments.report.arguments import StudyConfig, Subject
+    from netmoments.report.noise_study import Study
 
 NOISE = Group("What does noise do to it?", sort_key=1)
 NETWORK = Group("What is this network?", sort_key=2)
@@ -38,7 +39,7 @@ app = App(
 )
 
 MOST = 2**31
-"""Of anything: images, samples, seconds, noise on pixels in [0, 1]."""
+"""Every number on the command line must be below this: images, samples, seconds, noise on pixels in [0, 1]."""
 Positive = Annotated[int, Parameter(validator=validators.Number(gte=1, lt=MOST))]
 AtLeastTwo = Annotated[int, Parameter(validator=validators.Number(gte=2, lt=MOST))]
 NotNegative = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=MOST))]
@@ -63,18 +64,18 @@ Weights = Annotated[
     Path | None, Parameter(help="Safetensors file with the weights, for file.py:factory or a network of the zoo.")
 ]
 Images = Annotated[Positive, Parameter(help="Use at most this many, evenly spread over the data.")]
-Grey = Annotated[bool, Parameter(help="Bring images in colour to grey.", negative="")]
+Grey = Annotated[bool, Parameter(help="Turn images in colour to grey.", negative="")]
 Mean = Annotated[
     str | None,
     Parameter(
         help="What the network's preprocessing subtracts: a number, or one for each channel (0.485,0.456,0.406)."
     ),
 ]
-Std = Annotated[str | None, Parameter(help="What it divides by.")]
+Std = Annotated[str | None, Parameter(help="What the preprocessing divides by, likewise.")]
 Split = Annotated[str, Parameter(help="Which part of a dataset.")]
-DataDir = Annotated[Path | None, Parameter(help="Where datasets are; else $NETMOMENTS_DATA, else the cache.")]
-Size = Annotated[Positive | None, Parameter(help="Bring images to this many pixels a side.")]
-Classes = Annotated[Path | None, Parameter(help="Text file with a class name a line.")]
+DataDir = Annotated[Path | None, Parameter(help="Folder with datasets; by default $NETMOMENTS_DATA, else the cache.")]
+Size = Annotated[Positive | None, Parameter(help="Resize images to this many pixels a side.")]
+Classes = Annotated[Path | None, Parameter(help="Text file with one class name a line.")]
 Device = Annotated[str, Parameter(help="cpu, cuda, or auto: a GPU if there is one.")]
 Out = Annotated[Path, Parameter(help="Folder for the files.")]
 EXPECTED = (ValueError, TypeError, OSError, MemoryError, ImportError, FloatingPointError)
@@ -113,9 +114,9 @@ def report(
 ) -> None:
     """How often noise changes the answers on your images, and which ones.
 
-    Accuracy over noise, fragile images, rare flips, for every network that
-    runs: prints the result and writes report.html, a page to play with,
-    report.json and images.csv. Ctrl-C keeps what is known.
+    Prints the accuracy over noise, the most fragile images and how rare
+    flips are, for every network that runs, and writes report.html, a page to
+    play with, report.json and images.csv. Ctrl-C keeps what is known.
 
     Example: netmoments report digits digits --sigma 0.1 --images 60
 
@@ -126,17 +127,17 @@ def report(
     tolerance
         Half-width of the 95 % intervals of flip probabilities: 0.01 for one point.
     samples
-        Samples of each image for that, at most.
+        At most this many samples of each image for that.
     rare
         For how many of the images nearest to flipping the probability is found to 10 % of itself, however rare; or all.
     seconds
-        Time for the whole; by default half a minute and a tenth of a second an image. If it is too short, that is said.
+        Time for all; by default half a minute and a tenth of a second an image. The report says if it was too short.
     method
-        Of the scores: auto for those of the samples, or a formula: layerwise, sketch, two-stage, linear.
+        Where means and deviations of scores are from: auto for the samples, or layerwise, sketch, two-stage, linear.
     covariance
-        Of the noise, in place of sigma: an .npy file with the variance of every pixel, or all covariances.
+        An .npy file with the noise's variance at every pixel, or with all its covariances; in place of sigma.
     scores
-        Of more than 20 classes, how many of the largest scores of an image are shown.
+        How many of the largest scores of an image are shown where there are more than 20 classes.
     attacks
         For how many images noise is made that fools the network; see `netmoments attack`.
     layer
@@ -144,9 +145,9 @@ def report(
     seed
         Seed of the samples.
     engine
-        For large folders: in parts, kept and resumed, on every GPU here (local) or on a Ray cluster; no limit of time.
+        For large folders: in parts that are kept and resumed, on all GPUs here (local) or on Ray; no limit of time.
     address
-        Of a Ray cluster; without it one is started here.
+        Address of a Ray cluster; without it one is started here.
     """
     _require_extra("report", "netmoments report", "jinja2", "PIL")
     if engine is not None:
@@ -155,39 +156,46 @@ def report(
     from rich.console import Console
 
     from netmoments.files import require_writable_folder
-    from netmoments.report.arguments import (
-        StudyConfig,
-        Subject,
-        class_names_in,
-        count_or_all,
-        covariance_in,
-        device_named,
-        layer_named,
-    )
+    from netmoments.report import arguments
     from netmoments.report.noise_page import write_report
-    from netmoments.report.noise_study import study
     from netmoments.report.noise_words import draw
     from netmoments.report.words import Provenance
 
-    place = device_named(device)
+    place = arguments.device_named(device)
     require_writable_folder(out)
-    config = StudyConfig(
-        sigma, tolerance, samples, count_or_all("--rare", rare), seconds, method, covariance_in(covariance), seed,
-        scores=scores, device=place, attacks=attacks, layer=layer_named(layer),
+    config = arguments.StudyConfig(
+        sigma, tolerance, samples, arguments.count_or_all("--rare", rare), seconds, method,
+        arguments.covariance_in(covariance), seed, scores=scores, device=place, attacks=attacks,
+        layer=arguments.layer_named(layer),
     )  # fmt: skip
-    subject = Subject(model, data, weights, images, split, data_dir, size, grey, mean, std)
-    console, aside = Console(), Console(stderr=True)
+    subject = arguments.Subject(model, data, weights, images, split, data_dir, size, grey, mean, std)
     if engine is None:
-        network, chosen = subject.load()
-        tell = partial(aside.print, highlight=False)
-        found = study(network, chosen, config, class_names_in(classes), say=tell)
+        result = _study_at_once(subject, config, classes)
     else:
-        from netmoments.report.noise_sweep import engine_named, study_in_parts
+        result = _study_in_parts(subject, config, classes, out, engine, address)
+    Console().print(draw(result))
+    _print_paths(write_report(result, Provenance.of_this_run(place, seed), out, subject.title, subject.source))
 
-        found = study_in_parts(subject, config, class_names_in(classes), out, engine_named(engine, place, address))
-    console.print(draw(found))
-    written = write_report(found, Provenance.of_this_run(place, seed), out, subject.title, subject.source)
-    _say_written(console, written.values())
+
+def _study_at_once(subject: Subject, config: StudyConfig, classes: Path | None) -> Study:
+    """The study in this process; what it will take is said on stderr first."""
+    from rich.console import Console
+
+    from netmoments.report.arguments import class_names_in
+    from netmoments.report.noise_study import study
+
+    network, images = subject.load()
+    return study(network, images, config, class_names_in(classes), partial(Console(stderr=True).print, highlight=False))
+
+
+def _study_in_parts(
+    subject: Subject, config: StudyConfig, classes: Path | None, out: Path, engine: str, address: str | None
+) -> Study:
+    """The study as sweeps that are kept in the folder `out`."""
+    from netmoments.report.arguments import class_names_in
+    from netmoments.report.noise_sweep import engine_named, study_in_parts
+
+    return study_in_parts(subject, config, class_names_in(classes), out, engine_named(engine, config.device, address))
 
 
 @app.command(group=NOISE)
@@ -224,9 +232,9 @@ def attack(
 ) -> None:
     """Make noise that fools the network on your images.
 
-    The network is asked what it says to it. Prints the result and writes
-    attack.html, attack.json, images.csv, pictures.png and noise.npz. Where
-    images have no labels, the network's own answers stand for them.
+    Asks the network what it says to noisy copies, prints the result, and
+    writes attack.html, attack.json, images.csv, pictures.png and noise.npz.
+    Where images have no labels, the network's own answers stand for them.
 
     Example: netmoments attack digits digits --kind targeted --target 3 --images 4
 
@@ -235,15 +243,16 @@ def attack(
     kind
         sparse-smooth: least ‖μ‖₁ + TV(μ); targeted: towards a class, every pixel a little; pixels: a few pixels only.
     target
-        The class that the images are to be taken for, by number or name. Without it, any but the label.
+        The class that the images are to be taken for, by number or name. Without it, any class but the label.
     label
-        Only images of this class, by number or name.
+        Attack only images of this class, by number or name.
     confidence
         The share of noisy copies that must be fooled; by default 0.95 for sparse-smooth and 0.9 for the others.
     gamma
-        Instead, for sparse-smooth: how far below 0 the expected margin must be.
+        For sparse-smooth, in place of confidence: how far below 0 the expected margin must be.
     sigma
-        Standard deviation of the noise on pixels in [0, 1]: 1/255 for sparse-smooth; others choose it, up to √2/255.
+        Standard deviation of the noise on pixels in [0, 1]; the others choose it up to this. By default 1/255 for
+        sparse-smooth and √2/255 for the others.
     beta
         For targeted and pixels: how much the mean of a pixel may change; by default 30/255 and 75/255.
     percent
@@ -279,15 +288,13 @@ def attack(
         rivals=rivals, iterations=iterations,
     )  # fmt: skip
     bounds = None if unbounded else (0.0, 1.0)
-    made = options.attack(bounds=bounds, layer=layer_named(layer), polish=polish, samples=samples, seed=seed)
+    method = options.attack(bounds=bounds, layer=layer_named(layer), polish=polish, samples=samples, seed=seed)
     require_writable_folder(out)
     subject = Subject(model, data, weights, None, split, data_dir, size, grey, mean, std)
-    network, given = subject.load()
-    found = conduct_attack(network, given, made, Choice(images, label, target), class_names_in(classes), place)
-    console = Console()
-    console.print(draw_attack(found))
-    written = write_attack(found, Provenance.of_this_run(place, seed), out, subject.title, subject.source)
-    _say_written(console, written.values())
+    choice = Choice(images, label, target)
+    result = conduct_attack(*subject.load(), method, choice, class_names_in(classes), place)
+    Console().print(draw_attack(result))
+    _print_paths(write_attack(result, Provenance.of_this_run(place, seed), out, subject.title, subject.source))
 
 
 @app.command(group=NETWORK)
@@ -359,7 +366,7 @@ def accuracy(
 
 @app.command(group=MACHINE)
 def download(dataset: str = "mnist", *, data_dir: Path | None = None) -> None:
-    """Fetch MNIST, checked, into the cache or --data-dir.
+    """Download MNIST into the cache or --data-dir, and check it.
 
     Example: netmoments download mnist --data-dir data
 
@@ -396,11 +403,11 @@ EXTRAS = {
     "report": (("jinja2", "matplotlib", "pillow"), "pages and pictures"),
     "sweeps": (("pyarrow", "ray"), "reports of many images in parts, Ray clusters"),
 }
-"""What the extras of the package bring, and for what."""
+"""The packages that each extra brings, and what they are for."""
 
 
 def _require_extra(extra: str, command: str, *packages: str) -> None:
-    """Said before the work is done, not after."""
+    """Refuse a command whose packages are missing, before its work begins."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise ImportError(
@@ -408,9 +415,12 @@ def _require_extra(extra: str, command: str, *packages: str) -> None:
         )
 
 
-def _say_written(console: Console, paths: Iterable[Path]) -> None:
-    said = printable(", ".join(map(str, paths)))
-    console.print(f"\nwritten: {said}", markup=False, highlight=False)
+def _print_paths(written: Mapping[str, Path]) -> None:
+    """Say which files were written."""
+    from rich.console import Console
+
+    paths = printable(", ".join(map(str, written.values())))
+    Console().print(f"\nwritten: {paths}", markup=False, highlight=False)
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
@@ -418,15 +428,15 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _tell(message: str) -> None:
-    """On stderr, line by line, with whatever is in names of files spelt out."""
+    """Print to stderr line by line, with control characters (in names of files, say) spelt out."""
     print(*(printable(line) for line in message.split("\n")), sep="\n", file=sys.stderr)
 
 
 def _in_words(error: Exception) -> str:
-    """Without the number of the system's error where the message is one of ours."""
+    """The message of an error; without the system's error number where the message is this library's."""
     ours = isinstance(error, OSError) and error.filename is None and error.strerror
-    said = error.strerror if ours else str(error)  # type: ignore[attr-defined]
-    return said or ("there is not enough memory" if isinstance(error, MemoryError) else type(error).__name__)
+    message = error.strerror if ours else str(error)  # type: ignore[attr-defined]
+    return message or ("there is not enough memory" if isinstance(error, MemoryError) else type(error).__name__)
 
 
 def main() -> None:
@@ -435,7 +445,7 @@ def main() -> None:
 
 
 def run(app: App) -> None:
-    """Run a command line; warnings and errors that are for the user are one line each, without a traceback."""
+    """Run a command line; warnings, and errors that are for the user, are a line each, without a traceback."""
     warnings.showwarning = _show_warning
     try:
         app(sys.argv[1:])

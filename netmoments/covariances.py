@@ -1,15 +1,18 @@
-"""Covariance matrices that are never built when their structure makes it unnecessary.
+"""Structures of covariance matrices, which give products without building the n×n matrix where possible.
 
-Each has leading batch dimensions and acts on n flat coordinates. `Σ` is the covariance, `A` any (..., p, n) matrix:
+`Isotropic`, `Diagonal`, `LowRank`, `Dense` and `Blocks` have the methods of `Covariance`. Each has leading batch
+dimensions and acts on n flat coordinates. With Σ the covariance and A any (..., p, n) matrix:
 
     variances()     diag Σ            (..., n)
     times(A)        A Σ               (..., p, n)
     push(A)         A Σ Aᵀ            (..., p, p)
     push_diagonal(A) diag(A Σ Aᵀ)     (..., p), without the p×p matrix
     factors(A)      U, V and a number c with A Σ Aᵀ = c U Vᵀ, with as few columns as the structure allows
+    pushed(A)       A Σ Aᵀ            as a structure
     dense()         Σ                 (..., n, n), for those who really want it
     root()          R with Σ = R Rᵀ   (..., n, r), with as few columns as the structure allows
-    draw(...)       samples of N(0, Σ)"""
+    draw(...)       samples of N(0, Σ)
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ from netmoments.precision import matmul, row_products
 
 
 class Factors(NamedTuple):
-    """A p×p covariance scale·left·rightᵀ, left and right (..., p, r); no scale is a scale of 1."""
+    """A p×p covariance scale·left·rightᵀ, with left and right (..., p, r) and scale (...), 1 if None."""
 
     left: Tensor
     right: Tensor
     scale: Tensor | None = None
 
     def diagonals(self) -> tuple[Tensor, Tensor]:
-        """The diagonal without the scale, and with it, (..., p) each."""
+        """The diagonal without the scale and with it, (..., p) each."""
         unscaled = row_products(self.left, self.right).clamp(min=0)
         return unscaled, unscaled if self.scale is None else unscaled * self.scale.unsqueeze(-1)
 
@@ -43,11 +46,12 @@ class Covariance(ABC):
     """What every structure offers; see the module's docstring."""
 
     _kept_dimensions: ClassVar[dict[str, int]] = {}
-    """How many trailing dimensions of each tensor belong to one entry."""
+    """How many trailing dimensions of each tensor belong to one entry, by the name of its field."""
 
     @property
     @abstractmethod
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """n, the number of coordinates."""
 
     @property
     @abstractmethod
@@ -69,7 +73,7 @@ class Covariance(ABC):
 
     @property
     def normals(self) -> int:
-        """How many standard normal numbers make one sample."""
+        """How many standard normal numbers one sample takes."""
         return self.size
 
     @abstractmethod
@@ -77,12 +81,13 @@ class Covariance(ABC):
         """Samples of N(0, Σ), (samples, ..., n), from standard normal numbers (samples, ..., `normals`)."""
 
     def draw(self, shape: tuple[int, ...], generator: Generator | None) -> Tensor:
-        """Samples of N(0, Σ), (*shape, n); after the first, the dimensions are those of the batch."""
+        """Samples of N(0, Σ), (*shape, n), for a shape (samples, *batch)."""
         like = self.variances()
         shape = (*shape, self.normals)
         return self.coloured(torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator))
 
     def factors(self, matrix: Tensor) -> Factors:
+        """A Σ Aᵀ as a product of factors."""
         return Factors(matrix, self.times(matrix))
 
     def push(self, matrix: Tensor) -> Tensor:
@@ -95,12 +100,12 @@ class Covariance(ABC):
         return self.factors(matrix).diagonals()[1]
 
     def pushed(self, matrix: Tensor) -> Covariance:
-        """A Σ Aᵀ as a structure: `LowRank` where A has more rows than the structure has directions, else `Dense`."""
+        """A Σ Aᵀ as a structure: `LowRank` if A has more rows than Σ has directions, else `Dense`."""
         root = self._thin_root(matrix)
         return Dense(self.push(matrix)) if root is None else LowRank(root)
 
     def _thin_root(self, matrix: Tensor) -> Tensor | None:
-        """R with A Σ Aᵀ = R Rᵀ and fewer columns than rows, where the structure gives one without a decomposition."""
+        """R with A Σ Aᵀ = R Rᵀ and fewer columns than rows, if the structure gives one without a decomposition."""
         return None
 
     def dense(self) -> Tensor:
@@ -108,24 +113,24 @@ class Covariance(ABC):
         return self.push(torch.eye(self.size, dtype=like.dtype, device=like.device))
 
     def flattened(self, batch: torch.Size) -> Self:
-        """The same for a batch of that shape as one batch dimension, or none where the batch shares it."""
+        """The same covariance with a batch of that shape as one batch dimension, or none if the batch shares it."""
         if not self.batch_shape:
             return self
         return self._each(lambda x, kept: x.expand(*batch, *x.shape[x.dim() - kept :]).flatten(0, -1 - kept))
 
     def entries(self, index: Tensor | slice | int) -> Self:
-        """Chosen entries of the one batch dimension, without it for a number; one that the batch shares as it is."""
+        """Chosen entries of the one batch dimension, which an int removes; a covariance without one stays as it is."""
         return self._each(lambda x, kept: x[index]) if self.batch_shape else self
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> Self:
-        """Every tensor changed, told how many of its last dimensions are not batch."""
+        """The same structure with `change(tensor, kept)` for each tensor, the last `kept` dimensions being no batch."""
         kept = self._kept_dimensions
-        named = {name: getattr(self, name) for name in kept}
-        changed = {name: change(value, kept[name]) for name, value in named.items() if isinstance(value, Tensor)}
+        fields = {name: getattr(self, name) for name in kept}
+        changed = {name: change(value, kept[name]) for name, value in fields.items() if isinstance(value, Tensor)}
         return replace(self, **changed)  # type: ignore[type-var]
 
     def tensors(self) -> list[Tensor]:
-        """All its numbers as tensors, in an order that `with_tensors` takes."""
+        """All numbers of the covariance as tensors, in the order that `with_tensors` takes."""
         return [getattr(self, name) for name in self._kept_dimensions]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
@@ -134,7 +139,7 @@ class Covariance(ABC):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """What there is to know beside the tensors: its kind, and its size."""
+        """What there is to know besides the tensors: the kind and the size."""
         return type(self).__name__, self.size
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -144,9 +149,9 @@ class Covariance(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Isotropic(Covariance):
-    """σ²I on n coordinates: one `variance` a batch entry, (...), and `dimension`, which is n.
+    """σ²I on n coordinates: `variance`, one for each batch entry (...), and `dimension`, which is n.
 
-    `Gaussian(mean, std=…)` has one. Nothing n×n is ever made.
+    `Gaussian(mean, std=…)` has one. No n×n matrix is ever made.
 
     >>> Isotropic(torch.tensor(0.25), 2).dense()
     tensor([[0.2500, 0.0000],
@@ -234,8 +239,8 @@ class Diagonal(Covariance):
 class LowRank(Covariance):
     """F Fᵀ + diag(d): `factor` (..., n, r), `diagonal` (..., n) or a number (0 for none).
 
-    r directions of noise that many coordinates share: a lamp, a slow drift of a sensor, a shift of the camera. Products
-    with it take n·r numbers, never n².
+    This is noise with r directions that many coordinates share: a lamp, a slow drift of a sensor, a shift of the
+    camera. Products with it take n·r numbers, never n².
 
     >>> together = LowRank(torch.tensor([[1.0], [1.0]]), 0.5)
     >>> together.dense()
@@ -257,8 +262,8 @@ class LowRank(Covariance):
 
     @property
     def batch_shape(self) -> torch.Size:
-        own = self.factor.shape[:-2]
-        return own if not self._has_diagonal else torch.broadcast_shapes(own, self._diagonal_tensor().shape[:-1])
+        batch = self.factor.shape[:-2]
+        return batch if not self._has_diagonal else torch.broadcast_shapes(batch, self._diagonal_tensor().shape[:-1])
 
     @property
     def _has_diagonal(self) -> bool:
@@ -304,8 +309,8 @@ class LowRank(Covariance):
     def root(self) -> Tensor:
         if not self._has_diagonal:
             return self.factor
-        own = torch.diag_embed(standard_deviation(self._diagonal_tensor()))
-        return torch.cat(_same_batch(self.factor, own), -1)
+        diagonal = torch.diag_embed(standard_deviation(self._diagonal_tensor()))
+        return torch.cat(_same_batch(self.factor, diagonal), -1)
 
     @property
     def normals(self) -> int:
@@ -319,7 +324,7 @@ class LowRank(Covariance):
 
 @dataclass(frozen=True, eq=False)
 class Dense(Covariance):
-    """A full symmetric matrix (..., n, n), singular or not. A `Gaussian` checks that it is a covariance; this does not.
+    """A full symmetric matrix (..., n, n), singular or not. That it is a covariance is checked by `Gaussian`, not here.
 
     >>> Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]])).variances()
     tensor([2., 2.])
@@ -358,7 +363,7 @@ class Dense(Covariance):
 
 @dataclass(frozen=True, eq=False)
 class Blocks(Covariance):
-    """Independent parts, one after the other: a block-diagonal covariance with a structure for each block."""
+    """A block-diagonal covariance: independent groups of coordinates, each with a structure of its own."""
 
     parts: tuple[Covariance, ...]
 
@@ -392,16 +397,16 @@ class Blocks(Covariance):
 
     def times(self, matrix: Tensor) -> Tensor:
         columns = matrix.split([part.size for part in self.parts], -1)
-        return _side_by_side([part.times(some) for part, some in zip(self.parts, columns, strict=True)], 2)
+        return _side_by_side([part.times(block) for part, block in zip(self.parts, columns, strict=True)], 2)
 
     def root(self) -> Tensor:
         roots = [part.root() for part in self.parts]
-        made = roots[0].new_zeros(*self.batch_shape, self.size, self.rank)
+        result = roots[0].new_zeros(*self.batch_shape, self.size, self.rank)
         row = column = 0
-        for own in roots:
-            made[..., row : row + own.shape[-2], column : column + own.shape[-1]] = own
-            row, column = row + own.shape[-2], column + own.shape[-1]
-        return made
+        for root in roots:
+            result[..., row : row + root.shape[-2], column : column + root.shape[-1]] = root
+            row, column = row + root.shape[-2], column + root.shape[-1]
+        return result
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -411,16 +416,16 @@ class Blocks(Covariance):
         return [x for part in self.parts for x in part.tensors()]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
-        given = iter(tensors)
-        return type(self)(tuple(part.with_tensors([next(given) for _ in part.tensors()]) for part in self.parts))
+        remaining = iter(tensors)
+        return type(self)(tuple(part.with_tensors([next(remaining) for _ in part.tensors()]) for part in self.parts))
 
     def coloured(self, white: Tensor) -> Tensor:
-        parts = white.split([part.normals for part in self.parts], -1)
-        return torch.cat([part.coloured(some) for part, some in zip(self.parts, parts, strict=True)], -1)
+        blocks = white.split([part.normals for part in self.parts], -1)
+        return torch.cat([part.coloured(block) for part, block in zip(self.parts, blocks, strict=True)], -1)
 
 
 def square_root(matrix: Tensor) -> Tensor:
-    """R with R Rᵀ = matrix: Cholesky's, or from eigenvalues (negative rounding cut to 0) where that one fails."""
+    """R with R Rᵀ = matrix: Cholesky's, or if that fails from eigenvalues, of which negative ones are cut to 0."""
     root, failed = torch.linalg.cholesky_ex(matrix)
     if not bool((failed != 0).any()):
         return root
@@ -429,17 +434,18 @@ def square_root(matrix: Tensor) -> Tensor:
 
 
 def _same_batch(*matrices: Tensor) -> tuple[Tensor, ...]:
+    """Matrices expanded to their common batch."""
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in matrices))
     return tuple(x.expand(*batch, *x.shape[-2:]) for x in matrices)
 
 
 def _combine(root: Tensor, weights: Tensor) -> Tensor:
-    """root · weights for weights (samples, ..., r), as one product a batch entry."""
+    """root · weights for weights (samples, ..., r), as one product for each batch entry."""
     samples = weights.movedim(0, -2)
     return matmul(samples, root.mT).movedim(-2, 0)
 
 
 def _side_by_side(parts: list[Tensor], kept: int) -> Tensor:
-    """Tensors with equal batches, but for `kept` dimensions, joined along the last."""
+    """Tensors joined along the last dimension; but for their last `kept` dimensions they are batches that broadcast."""
     batch = torch.broadcast_shapes(*(part.shape[: part.dim() - kept] for part in parts))
     return torch.cat([part.expand(*batch, *part.shape[part.dim() - kept :]) for part in parts], -1)

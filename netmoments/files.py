@@ -1,4 +1,7 @@
-"""Files: read only if they are regular and fit, written whole or not at all, and their names as they may be shown."""
+"""Safe work with files: only regular ones of a fitting size are read, and files are written whole or not at all.
+
+`printable` makes names of files safe to show on a terminal.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,13 @@ KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
+"""What a path may be besides a regular file, by the test that recognizes it."""
 CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode's control and format characters, halves of pairs, and separators of lines."""
+"""Unicode categories of control and format characters, surrogates, and line and paragraph separators."""
 
 
 def printable(text: str) -> str:
-    r"""A name as it may be shown: what would steer a terminal, or turn the direction of writing, is spelt out.
+    r"""A name that is safe to show: characters that control a terminal or the direction of writing are escaped.
 
     >>> printable("cat\x1b[31m\n.png"), printable("Katze ü 猫.png")
     ('cat\\x1b[31m\\n.png', 'Katze ü 猫.png')
@@ -40,17 +44,17 @@ def printable(text: str) -> str:
 
 
 def require_regular(path: Path) -> None:
-    """That a path is a regular file, or a link to one: others may never end, or never begin."""
+    """Require that a path is a regular file, or a link to one: reading others may block, or never end."""
     _require_regular(path, path.stat().st_mode)
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file, or a link to one, to be read; anything else is an OSError at once, and is not waited for."""
+    """Open a regular file, or a link to one, for reading; anything else is an OSError at once."""
     require_regular(path)
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     file = os.fdopen(number, "rb")
     try:
-        _require_regular(path, os.fstat(file.fileno()).st_mode)  # it may be another one by now
+        _require_regular(path, os.fstat(file.fileno()).st_mode)  # the path may have changed in between
     except BaseException:
         file.close()
         raise
@@ -59,16 +63,16 @@ def open_regular(path: Path) -> BinaryIO:
 
 def _require_regular(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        kind = next((words for is_one, words in KINDS if is_one(mode)), "something else")
+        kind = next((words for is_kind, words in KINDS if is_kind(mode)), "something else")
         raise OSError(f"{path} is {kind}, and not a regular file")
 
 
 MOST_MEMBERS = 10_000
-"""Arrays in an .npz file."""
+"""Arrays that an .npz file may hold."""
 
 
 def most_bytes() -> int:
-    """Bytes that what is in one file or folder may take: half of the machine's memory."""
+    """The bytes that the contents of one file or folder may take: half of the machine's memory."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, ValueError, OSError):
@@ -76,7 +80,7 @@ def most_bytes() -> int:
 
 
 def require_room(count: int, what: str) -> None:
-    """That so many bytes may be read at once, else a ValueError that names the limit."""
+    """Require that `count` bytes may be read at once, else raise a ValueError that names the limit."""
     if count > most_bytes():
         raise ValueError(
             f"{what} would take {count:,} bytes, more than the {most_bytes():,} allowed (half of this machine's memory)"
@@ -84,9 +88,9 @@ def require_room(count: int, what: str) -> None:
 
 
 def read_arrays(file: IO[bytes], wanted: Callable[[str], bool]) -> tuple[dict[str, np.ndarray[Any, Any]], list[str]]:
-    """The arrays of an .npz file whose names are wanted, and the names of all; nothing is unpickled.
+    """The arrays of an .npz file for which `wanted(name)` is true, and the names of all; nothing is unpickled.
 
-    What a member claims to be is compared with the bytes it has before anything is allocated. Anything wrong is a
+    The size that a member claims is compared with its bytes before anything is allocated. A bad file raises a
     ValueError, a zipfile.BadZipFile, or an error of the decompression.
     """
     with zipfile.ZipFile(file) as archive:
@@ -107,7 +111,7 @@ def read_arrays(file: IO[bytes], wanted: Callable[[str], bool]) -> tuple[dict[st
 
 
 def read_array(file: IO[bytes], size: int, name: str) -> np.ndarray[Any, Any]:
-    """The array of a file of `size` bytes in numpy's own format, .npy; a ValueError if it is something else."""
+    """The array in a file of `size` bytes in numpy's own format, .npy; a ValueError if it is something else."""
     import numpy as np
 
     version = np.lib.format.read_magic(file)
@@ -115,8 +119,8 @@ def read_array(file: IO[bytes], size: int, name: str) -> np.ndarray[Any, Any]:
     if version not in readers:
         raise ValueError(f"{name} is of the unknown version {version}")
     try:
-        shape, backwards, dtype = readers[version](file)
-    except Exception as error:  # numpy reads it as a Python expression, which may go wrong in any way
+        shape, fortran_order, dtype = readers[version](file)
+    except Exception as error:  # numpy reads the header as a Python expression, which may fail in any way
         raise ValueError(f"{name} has a header that is none of numpy's ({first_words(error)})") from error
     if dtype.hasobject or dtype.itemsize == 0:
         raise ValueError(f"{name} holds {dtype}, and not plain numbers or texts")
@@ -129,29 +133,29 @@ def read_array(file: IO[bytes], size: int, name: str) -> np.ndarray[Any, Any]:
     content = bytearray(count)
     read_whole(file, content, name)
     flat = np.frombuffer(content, dtype)
-    return flat.reshape(shape[::-1]).T if backwards else flat.reshape(shape)
+    return flat.reshape(shape[::-1]).T if fortran_order else flat.reshape(shape)
 
 
 def first_words(error: Exception) -> str:
-    """The beginning of what an error says, or its kind."""
+    """The first line of an error's message, at most 100 characters, or its type."""
     return next(iter(str(error).splitlines()), "")[:100] or type(error).__name__
 
 
 def read_whole(file: IO[bytes], content: bytearray, name: str) -> None:
-    """Fill `content` from a file; a ValueError if it ends before."""
+    """Fill `content` from a file; a ValueError if the file ends too early."""
     view, done = memoryview(content), 0
     while done < len(content):
-        got = file.readinto(view[done : done + 2**24])  # type: ignore[attr-defined]
-        if not got:
+        count = file.readinto(view[done : done + 2**24])  # type: ignore[attr-defined]
+        if not count:
             raise ValueError(f"{name} ends after {done:,} of {len(content):,} bytes")
-        done += got
+        done += count
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; on leaving, its bytes are on the disk and it takes the name.
+    """A temporary path beside `path` to write to; at the end of the block the file is flushed to disk and renamed.
 
-    If anything fails, the temporary file is removed and `path` is what it was; an error of the system names `path`.
+    If anything fails, the temporary file is removed and `path` is what it was; an OSError names `path`.
     """
     temporary = _beside(path)
     try:
@@ -165,7 +169,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def _beside(path: Path) -> Path:
-    """A name that no other process or thread takes."""
+    """A temporary path beside `path` that no other process or thread uses."""
     return path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
 
 
@@ -176,7 +180,7 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """An error of the system says which file could not be written."""
+    """Inside this block, an OSError says which file could not be written."""
     try:
         yield
     except OSError as error:
@@ -184,16 +188,16 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def write_text_whole(path: Path, text: str) -> None:
-    """A text file in UTF-8, whole or not at all."""
+    """Write a text file in UTF-8, whole or not at all."""
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_files_whole(folder: Path, contents: Mapping[str, bytes]) -> dict[str, Path]:
-    """Files in a folder, which is made if need be: all of them, or none where one does not fit on the disk.
+    """Write files into a folder, which is made if need be: all of them, or none if one does not fit on the disk.
 
-    Everything is on the disk before anything takes its name, in the order given; two writers wait for one another, so
-    that the files of a folder are those of one of them.
+    All contents are on disk before the first file takes its name, in the order given. Two writers wait for each other,
+    so that the files in a folder come from one of them.
     """
     require_writable_folder(folder)
     paths = {name: folder / name for name in contents}
@@ -219,7 +223,7 @@ def write_files_whole(folder: Path, contents: Mapping[str, bytes]) -> dict[str, 
 
 @contextmanager
 def made_if_needed(folder: Path) -> Iterator[None]:
-    """A folder that is there; if what follows fails, those that were made for it are removed, unless they are used."""
+    """Make a folder with its parents for this block; if that fails, those that were made and are empty are removed."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     with _named(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -233,14 +237,14 @@ def made_if_needed(folder: Path) -> Iterator[None]:
 
 
 PATIENCE = 60.0
-"""Seconds that one writer waits for another."""
+"""Seconds that one writer waits for another at most."""
 
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Alone among those who ask: another process or thread waits its turn, and after a minute is turned away.
+    """Inside this block no other process or thread is in a block for the same folder: others wait, a minute at most.
 
-    The system gives the turn back when a process ends in whatever way. Where it knows no such locks, nobody waits.
+    The system releases the lock when a process ends, in whatever way. Where it has no such locks, nobody waits.
     """
     try:
         import fcntl
@@ -267,9 +271,9 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def require_writable_folder(folder: Path) -> None:
-    """That a folder is there and can be written to, or can be made; said before the work is done, not after."""
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(f"{there} is a file; give a folder to write to")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{there} cannot be written to; give another folder")
+    """Require that a folder can be written to, or can be made, so that the user learns it before the work is done."""
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(f"{existing} is a file; give a folder to write to")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"{existing} cannot be written to; give another folder")

@@ -1,4 +1,8 @@
-"""Gaussian inputs N(mean, covariance): what the arguments mean, what their values must be, and the distribution."""
+"""The `Gaussian`, a distribution of inputs: how its arguments are read, and what their values must be.
+
+`read_covariance` and `read_std` turn the arguments of `Gaussian` into a structure of `covariances`, and
+`require_covariance_values` checks its values. `random_seed` makes the seeds of samples, here and elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -24,226 +28,7 @@ from netmoments.covariances import Covariance, Dense, Diagonal, Isotropic, LowRa
 from netmoments.precision import matvec
 
 CALLER = "Gaussian"
-
-
-def require_non_negative(name: str, value: Tensor) -> None:
-    """Finite and ≥ 0."""
-    require_finite(CALLER, name, value)
-    if not values_hold(value >= 0):
-        raise ValueError(f"{CALLER}: {name} must be ≥ 0 everywhere, got a smallest value of {float(value.min()):g}")
-
-
-def require_covariance_values(covariance: Covariance) -> None:
-    """Whatever the structure needs to be a covariance."""
-    match covariance:
-        case Isotropic(variance=variance) | Diagonal(variance=variance):
-            require_non_negative("variance", variance)
-        case LowRank(factor=factor, diagonal=diagonal):
-            require_finite(CALLER, "LowRank factor", factor)
-            require_non_negative("LowRank diagonal", torch.as_tensor(diagonal, dtype=factor.dtype))
-            variances = covariance.variances()
-            require_finite(CALLER, "variance", variances)
-            _require_kept(
-                CALLER, (factor != 0).any(-1) | torch.as_tensor(diagonal != 0, device=factor.device), variances
-            )
-        case Dense(matrix=matrix):
-            require_finite(CALLER, "covariance", matrix)
-            require_symmetric(matrix)
-            require_positive_semidefinite(matrix)
-
-
-def _require_kept(caller: str, noisy: Tensor, variances: Tensor) -> None:
-    """Noise that is meant must not be 0 everywhere for want of small numbers: `noisy` and variances (..., n)."""
-    if not values_hold(~noisy.any(-1) | (variances > 0).any(-1)):
-        dtype = str(variances.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"{caller}: all variances are too small for {dtype} and would be 0, no noise at all; use float64 (its "
-            f"smallest is 5e-324), or other units for the inputs"
-        )
-
-
-def tolerance(matrix: Tensor) -> float:
-    """max(n, 100)·eps: how far rounding may take a computed n×n covariance from being one, relative to its size."""
-    return max(matrix.shape[-1], 100) * torch.finfo(matrix.dtype).eps
-
-
-def require_symmetric(matrix: Tensor) -> None:
-    """|Σᵢⱼ − Σⱼᵢ| ≤ `tolerance`·max|Σ|, what rounding leaves of A Σ Aᵀ."""
-    largest = matrix.detach().abs().amax((-2, -1))
-    asymmetry = (matrix.detach() - matrix.detach().mT).abs().amax((-2, -1))
-    if not values_hold(asymmetry <= tolerance(matrix) * largest):
-        raise ValueError(
-            f"{CALLER}: covariance must be symmetric, got |Σ − Σᵀ| up to {float(asymmetry.max()):.3g} where the "
-            f"largest entry is {float(largest.max()):.3g}; pass (S + S.mT) / 2 if the difference is noise"
-        )
-
-
-def require_positive_semidefinite(matrix: Tensor) -> None:
-    """λ_min ≥ −`tolerance`·λ_max. A Cholesky factorization just above the bound decides; eigenvalues if it fails."""
-    fixed = matrix.detach()
-    bound = tolerance(matrix)
-    variances = fixed.diagonal(dim1=-2, dim2=-1)
-    if not values_hold(variances >= 0):
-        raise ValueError(
-            f"{CALLER}: covariance must have variances ≥ 0 on its diagonal, got {float(variances.min()):g}"
-        )
-    shift = bound * variances.amax(-1)
-    shifted = fixed + torch.diag_embed(shift.unsqueeze(-1).expand(variances.shape))
-    _, failed = torch.linalg.cholesky_ex(shifted)
-    if values_hold(failed == 0):
-        return
-    values = torch.linalg.eigvalsh(fixed)
-    smallest, largest = values[..., 0], values[..., -1]
-    if not values_hold(smallest >= -bound * largest):
-        worst = int((smallest / largest.clamp(min=torch.finfo(matrix.dtype).tiny)).argmin())
-        raise ValueError(
-            f"{CALLER}: covariance must be positive semidefinite, got a smallest eigenvalue of "
-            f"{float(smallest.flatten()[worst]):.3g} (largest {float(largest.flatten()[worst]):.3g}, "
-            f"tolerance {bound:.1g} of it)"
-        )
-
-
-def read_covariance(value: Any, mean: Tensor, event_ndim: int) -> Covariance:
-    """The structure meant by `covariance=value` for this mean."""
-    batch, event = _split(mean, event_ndim)
-    size = event.numel()
-    if isinstance(value, Covariance):
-        return _read_structure(value, mean, batch, event)
-    if _is_number(value):
-        return Isotropic(_number("covariance", value, mean), size)
-    _, value = require_float_tensors(CALLER, mean=mean, covariance=value)
-    readings: dict[str, Covariance] = {}
-    if value.shape == (*batch, *(1,) * event_ndim):
-        readings["one variance for each batch entry"] = Isotropic(value.reshape(batch), size)
-    elif value.shape in (event, batch + event):
-        readings["variances"] = Diagonal(value.reshape(*value.shape[: value.dim() - event_ndim], size))
-    if value.shape in ((size, size), (*batch, size, size)):
-        readings["a dense matrix"] = Dense(value)
-    if len(readings) == 1 or (readings and size == 1):
-        return next(iter(readings.values()))
-    if readings:
-        raise ValueError(
-            f"{CALLER}: covariance of shape {tuple(value.shape)} can be read as {' or as '.join(readings)} for a mean "
-            f"of shape {tuple(mean.shape)}; say which with nm.Diagonal(...) or nm.Dense(...)"
-        )
-    raise ValueError(
-        f"{CALLER}: covariance must be a number, variances of shape {_either(event, batch)}, or a dense matrix of "
-        f"shape {_either(torch.Size((size, size)), batch)} for a mean of shape {tuple(mean.shape)}, "
-        f"got {describe(value)}"
-    )
-
-
-def read_std(value: Any, mean: Tensor, event_ndim: int) -> Covariance:
-    """The structure meant by `std=value`: a number or standard deviations of the event's shape."""
-    batch, event = _split(mean, event_ndim)
-    if isinstance(value, Covariance):
-        raise TypeError(f"{CALLER}: std must be a number or a tensor, got {describe(value)}; pass it as covariance=")
-    if _is_number(value):
-        return Isotropic(_square("std", _number("std", value, mean)), event.numel())
-    _, value = require_float_tensors(CALLER, mean=mean, std=value)
-    if value.shape == (*batch, *(1,) * event_ndim):
-        return Isotropic(_square("std", value.reshape(batch)), event.numel())
-    if value.shape in (event, batch + event):
-        flat = value.reshape(*value.shape[: value.dim() - event_ndim], event.numel())
-        return Diagonal(_square("std", flat))
-    raise ValueError(
-        f"{CALLER}: std must be a number or standard deviations of shape {_either(event, batch)} for a mean of shape "
-        f"{tuple(mean.shape)}, got {describe(value)}; a dense matrix is a covariance="
-    )
-
-
-def _read_structure(value: Covariance, mean: Tensor, batch: torch.Size, event: torch.Size) -> Covariance:
-    """A structure given by hand: the same dtype, device and size as the mean, a diagonal flattened."""
-    size = event.numel()
-    if isinstance(value, Diagonal):
-        _, variance = require_float_tensors(CALLER, mean=mean, variance=value.variance)
-        value = Diagonal(_flat_event("Diagonal variance", variance, batch, event))
-    elif isinstance(value, LowRank):
-        value = _read_low_rank(value, mean, batch, event)
-    elif isinstance(value, Isotropic):
-        require_float_tensors(CALLER, mean=mean, variance=value.variance)
-    elif isinstance(value, Dense):
-        require_float_tensors(CALLER, mean=mean, covariance=value.matrix)
-        if value.matrix.dim() < 2 or value.matrix.shape[-2] != value.matrix.shape[-1]:
-            raise ValueError(f"{CALLER}: Dense needs a square matrix (..., n, n), got {describe(value.matrix)}")
-    if value.size != size:
-        raise ValueError(
-            f"{CALLER}: the covariance has {value.size} coordinates but a mean of shape {tuple(mean.shape)} has {size}"
-        )
-    if value.batch_shape not in (torch.Size(), batch):
-        raise ValueError(
-            f"{CALLER}: the covariance's batch shape must be {tuple(batch)} or (), got {tuple(value.batch_shape)}"
-        )
-    return value
-
-
-def _read_low_rank(value: LowRank, mean: Tensor, batch: torch.Size, event: torch.Size) -> LowRank:
-    _, factor = require_float_tensors(CALLER, mean=mean, factor=value.factor)
-    if factor.dim() < 2 or factor.shape[-2] != event.numel() or factor.shape[-1] == 0:
-        raise ValueError(
-            f"{CALLER}: LowRank factor must have shape (..., {event.numel()}, r) with r ≥ 1, got {describe(factor)}"
-        )
-    if not isinstance(value.diagonal, Tensor) and _is_number(value.diagonal):
-        return LowRank(factor, _finite("LowRank diagonal", value.diagonal))
-    if isinstance(value.diagonal, Tensor) and value.diagonal.dim() == 0:
-        value = LowRank(factor, value.diagonal.expand(event.numel()))
-    _, diagonal = require_float_tensors(CALLER, mean=mean, diagonal=value.diagonal)
-    return LowRank(factor, _flat_event("LowRank diagonal", diagonal, batch, event))
-
-
-def _flat_event(name: str, value: Tensor, batch: torch.Size, event: torch.Size) -> Tensor:
-    """(batch..., event...) or (batch..., n) as (batch..., n)."""
-    size = event.numel()
-    for lead in (torch.Size(), batch):
-        if value.shape in (lead + event, torch.Size((*lead, size))):
-            return value.reshape(*lead, size)
-    raise ValueError(f"{CALLER}: {name} must have shape {_either(event, batch)}, got {describe(value)}")
-
-
-def _split(mean: Tensor, event_ndim: int) -> tuple[torch.Size, torch.Size]:
-    at = mean.dim() - event_ndim
-    return mean.shape[:at], mean.shape[at:]
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() == 0
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _number(name: str, value: Any, mean: Tensor) -> Tensor:
-    if isinstance(value, Tensor):
-        return require_float_tensors(CALLER, mean=mean, **{name: value})[1]
-    exact = _finite(name, value)
-    number = torch.tensor(exact, dtype=mean.dtype, device=mean.device)
-    if math.isfinite(exact) and (math.isinf(float(number)) or (exact != 0 and float(number) == 0)):
-        dtype = str(mean.dtype).removeprefix("torch.")
-        raise ValueError(f"{CALLER}: {name} is too small or too large for {dtype}, got {exact:g}; use float64")
-    return number
-
-
-def _finite(name: str, value: Any) -> float:
-    """A number as a float, unless it is larger than any."""
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{CALLER}: {name} must be a finite number, got {describe(value)}") from None
-
-
-def _square(name: str, std: Tensor) -> Tensor:
-    require_non_negative(name, std)
-    square = std * std
-    if not values_hold(torch.isfinite(square) & ((square > 0) | (std == 0))):
-        raise ValueError(
-            f"{CALLER}: {name} is too small or too large for its square in {str(std.dtype).removeprefix('torch.')}, "
-            f"got values from {float(std.min()):g} to {float(std.max()):g}"
-            f"{'' if std.dtype == torch.float64 else '; use float64'}"
-        )
-    return square
-
-
-def _either(event: torch.Size, batch: torch.Size) -> str:
-    return f"{tuple(event)} or {tuple(batch + event)}" if batch else f"{tuple(event)}"
+"""The name in error messages."""
 
 
 class Gaussian:
@@ -288,7 +73,7 @@ class Gaussian:
         std: Tensor | float | None = None,
         event_ndim: int | None = None,
     ) -> None:
-        mean, told = require_float_tensor("Gaussian", "mean", mean), event_ndim is not None
+        mean, event_given = require_float_tensor("Gaussian", "mean", mean), event_ndim is not None
         event_ndim = event_dimensions("Gaussian", "mean", mean, event_ndim)
         if mean.numel() == 0:
             raise ValueError(
@@ -304,26 +89,25 @@ class Gaussian:
             read_std(std, mean, event_ndim) if covariance is None else read_covariance(covariance, mean, event_ndim)
         )
         require_covariance_values(structure)
-        vars(self).update(vars(Gaussian._trusted(mean, structure, event_ndim)), event_given=told)
+        vars(self).update(vars(Gaussian._trusted(mean, structure, event_ndim)), event_given=event_given)
 
     @classmethod
     def _trusted(cls, mean: Tensor, covariance: Covariance, event_ndim: int) -> Gaussian:
-        """Built from parts that are valid by construction, without looking at their values again."""
-        made = cls.__new__(cls)
-        split = mean.dim() - event_ndim
-        event = mean.shape[split:]
-        vars(made).update(
+        """A Gaussian of parts that are valid by construction, whose values are not looked at again."""
+        gaussian = cls.__new__(cls)
+        batch, event = _split(mean, event_ndim)
+        vars(gaussian).update(
             mean=mean,
             covariance=covariance,
             event_ndim=event_ndim,
             event_given=True,
             event_shape=event,
-            batch_shape=torch.broadcast_shapes(mean.shape[:split], covariance.batch_shape),
+            batch_shape=torch.broadcast_shapes(batch, covariance.batch_shape),
             size=event.numel(),
             dtype=mean.dtype,
             device=mean.device,
         )
-        return made
+        return gaussian
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Gaussian is immutable; build a new one instead of setting {name!r}")
@@ -353,11 +137,11 @@ class Gaussian:
         require_finite("Gaussian.to", "mean", mean)
         require_finite("Gaussian.to", "variance", variances)
         if variances.dtype != self.dtype:
-            _require_kept("Gaussian.to", (self.covariance.variances() > 0).to(variances.device), variances)
+            _require_no_underflow("Gaussian.to", (self.covariance.variances() > 0).to(variances.device), variances)
         return moved
 
     def flattened(self) -> Gaussian:
-        """The same with one batch dimension, (N, ...), one input being a batch of 1."""
+        """The same Gaussian with one batch dimension, (N, ...); a single input becomes a batch of 1."""
         batch = self.batch_shape
         mean = self.mean.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)
         covariance = self.covariance.flattened(batch) if batch else self.covariance
@@ -378,14 +162,15 @@ class Gaussian:
         return (self.flat_mean + deviation).reshape(count, *self.batch_shape, *self.event_shape)
 
     def readings(self) -> list[Gaussian]:
-        """The same numbers with other dimensions as one input, where the caller did not say which they are.
+        """The same numbers with other dimensions as one input, if the caller did not say which they are.
 
-        Only noise without batch dimensions of its own can be read otherwise: one variance for all, or one a coordinate.
+        Only noise without batch dimensions of its own can be read in another way: one variance for all coordinates, or
+        one for each.
         """
-        found: list[Gaussian] = []
+        readings: list[Gaussian] = []
         structure = self.covariance
         if self.event_given or not isinstance(structure, Isotropic | Diagonal):
-            return found
+            return readings
         for event_ndim in range(self.mean.dim(), 0, -1):
             batch, event = _split(self.mean, event_ndim)
             other: Covariance
@@ -396,8 +181,8 @@ class Gaussian:
             else:
                 continue
             if event_ndim != self.event_ndim:
-                found.append(Gaussian._trusted(self.mean, other, event_ndim))
-        return found
+                readings.append(Gaussian._trusted(self.mean, other, event_ndim))
+        return readings
 
     def affine(self, matrix: Tensor, offset: Tensor | None = None) -> Gaussian:
         """The distribution of A x + c for A (..., p, n) and c (..., p), over vectors of length p.
@@ -420,13 +205,252 @@ class Gaussian:
         return Gaussian._trusted(mean, self.covariance.pushed(matrix), event_ndim=1)
 
 
-def random_seed(seed: int, purpose: str, item: int) -> int:
-    """A seed of 63 bits that depends on these three only: not on the order of the items, nor on who computes them.
+def event_dimensions(caller: str, name: str, value: Tensor, event_ndim: int | None) -> int:
+    """How many trailing dimensions make one input: `event_ndim` if given, else by the number of dimensions.
 
-    A generator may take fewer of them: torch's on a CPU takes the lowest 32.
+    That is 1 for (n,) and (N, n), 3 for (C, H, W) and (N, C, H, W); more dimensions are a batch of inputs.
     """
-    digest = hashlib.sha256(json.dumps([seed, purpose, item]).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    if event_ndim is None:
+        if value.dim() in (1, 2):
+            return 1
+        if value.dim() in (3, 4):
+            return 3
+        if value.dim() > 4:
+            return value.dim() - 1
+        raise ValueError(f"{caller}: {name} must have at least one dimension, got {describe(value)}")
+    if isinstance(event_ndim, bool) or not isinstance(event_ndim, int) or not 1 <= event_ndim <= value.dim():
+        raise ValueError(
+            f"{caller}: event_ndim must be between 1 and the {value.dim()} dimensions of {name}, got {event_ndim!r}"
+        )
+    return event_ndim
+
+
+def read_covariance(value: Any, mean: Tensor, event_ndim: int) -> Covariance:
+    """The structure that `covariance=value` means for this mean; an error if it could mean two."""
+    batch, event = _split(mean, event_ndim)
+    size = event.numel()
+    if isinstance(value, Covariance):
+        return _read_structure(value, mean, batch, event)
+    if _is_number(value):
+        return Isotropic(_number("covariance", value, mean), size)
+    _, value = require_float_tensors(CALLER, mean=mean, covariance=value)
+    readings: dict[str, Covariance] = {}
+    if value.shape == (*batch, *(1,) * event_ndim):
+        readings["one variance for each batch entry"] = Isotropic(value.reshape(batch), size)
+    elif value.shape in (event, batch + event):
+        readings["variances"] = Diagonal(value.reshape(*value.shape[: value.dim() - event_ndim], size))
+    if value.shape in ((size, size), (*batch, size, size)):
+        readings["a dense matrix"] = Dense(value)
+    if len(readings) == 1 or (readings and size == 1):
+        return next(iter(readings.values()))
+    if readings:
+        raise ValueError(
+            f"{CALLER}: covariance of shape {tuple(value.shape)} can be read as {' or as '.join(readings)} for a mean "
+            f"of shape {tuple(mean.shape)}; say which with nm.Diagonal(...) or nm.Dense(...)"
+        )
+    raise ValueError(
+        f"{CALLER}: covariance must be a number, variances of shape {_either(event, batch)}, or a dense matrix of "
+        f"shape {_either(torch.Size((size, size)), batch)} for a mean of shape {tuple(mean.shape)}, "
+        f"got {describe(value)}"
+    )
+
+
+def read_std(value: Any, mean: Tensor, event_ndim: int) -> Covariance:
+    """The structure that `std=value` means for this mean: a number, or standard deviations of the event's shape."""
+    batch, event = _split(mean, event_ndim)
+    if isinstance(value, Covariance):
+        raise TypeError(f"{CALLER}: std must be a number or a tensor, got {describe(value)}; pass it as covariance=")
+    if _is_number(value):
+        return Isotropic(_square("std", _number("std", value, mean)), event.numel())
+    _, value = require_float_tensors(CALLER, mean=mean, std=value)
+    if value.shape == (*batch, *(1,) * event_ndim):
+        return Isotropic(_square("std", value.reshape(batch)), event.numel())
+    if value.shape in (event, batch + event):
+        flat = value.reshape(*value.shape[: value.dim() - event_ndim], event.numel())
+        return Diagonal(_square("std", flat))
+    raise ValueError(
+        f"{CALLER}: std must be a number or standard deviations of shape {_either(event, batch)} for a mean of shape "
+        f"{tuple(mean.shape)}, got {describe(value)}; a dense matrix is a covariance="
+    )
+
+
+def _read_structure(value: Covariance, mean: Tensor, batch: torch.Size, event: torch.Size) -> Covariance:
+    """A structure that was passed itself: checked to fit the mean's dtype, device and shape, with a flat diagonal."""
+    size = event.numel()
+    if isinstance(value, Diagonal):
+        _, variance = require_float_tensors(CALLER, mean=mean, variance=value.variance)
+        value = Diagonal(_flat_event("Diagonal variance", variance, batch, event))
+    elif isinstance(value, LowRank):
+        value = _read_low_rank(value, mean, batch, event)
+    elif isinstance(value, Isotropic):
+        require_float_tensors(CALLER, mean=mean, variance=value.variance)
+    elif isinstance(value, Dense):
+        require_float_tensors(CALLER, mean=mean, covariance=value.matrix)
+        if value.matrix.dim() < 2 or value.matrix.shape[-2] != value.matrix.shape[-1]:
+            raise ValueError(f"{CALLER}: Dense needs a square matrix (..., n, n), got {describe(value.matrix)}")
+    if value.size != size:
+        raise ValueError(
+            f"{CALLER}: the covariance has {value.size} coordinates but a mean of shape {tuple(mean.shape)} has {size}"
+        )
+    if value.batch_shape not in (torch.Size(), batch):
+        raise ValueError(
+            f"{CALLER}: the covariance's batch shape must be {tuple(batch)} or (), got {tuple(value.batch_shape)}"
+        )
+    return value
+
+
+def _read_low_rank(value: LowRank, mean: Tensor, batch: torch.Size, event: torch.Size) -> LowRank:
+    """`_read_structure` for `LowRank`."""
+    _, factor = require_float_tensors(CALLER, mean=mean, factor=value.factor)
+    if factor.dim() < 2 or factor.shape[-2] != event.numel() or factor.shape[-1] == 0:
+        raise ValueError(
+            f"{CALLER}: LowRank factor must have shape (..., {event.numel()}, r) with r ≥ 1, got {describe(factor)}"
+        )
+    if not isinstance(value.diagonal, Tensor) and _is_number(value.diagonal):
+        return LowRank(factor, _finite("LowRank diagonal", value.diagonal))
+    if isinstance(value.diagonal, Tensor) and value.diagonal.dim() == 0:
+        value = LowRank(factor, value.diagonal.expand(event.numel()))
+    _, diagonal = require_float_tensors(CALLER, mean=mean, diagonal=value.diagonal)
+    return LowRank(factor, _flat_event("LowRank diagonal", diagonal, batch, event))
+
+
+def _flat_event(name: str, value: Tensor, batch: torch.Size, event: torch.Size) -> Tensor:
+    """(batch..., event...) or (batch..., n) as (batch..., n)."""
+    size = event.numel()
+    for lead in (torch.Size(), batch):
+        if value.shape in (lead + event, torch.Size((*lead, size))):
+            return value.reshape(*lead, size)
+    raise ValueError(f"{CALLER}: {name} must have shape {_either(event, batch)}, got {describe(value)}")
+
+
+def _split(mean: Tensor, event_ndim: int) -> tuple[torch.Size, torch.Size]:
+    """The batch shape and the event shape."""
+    batch_ndim = mean.dim() - event_ndim
+    return mean.shape[:batch_ndim], mean.shape[batch_ndim:]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _number(name: str, value: Any, mean: Tensor) -> Tensor:
+    """A number as a tensor of the mean's dtype, in which it must not become 0 or infinite."""
+    if isinstance(value, Tensor):
+        return require_float_tensors(CALLER, mean=mean, **{name: value})[1]
+    exact = _finite(name, value)
+    number = torch.tensor(exact, dtype=mean.dtype, device=mean.device)
+    if math.isfinite(exact) and (math.isinf(float(number)) or (exact != 0 and float(number) == 0)):
+        dtype = str(mean.dtype).removeprefix("torch.")
+        raise ValueError(f"{CALLER}: {name} is too small or too large for {dtype}, got {exact:g}; use float64")
+    return number
+
+
+def _finite(name: str, value: Any) -> float:
+    """A number as a float; one that is too large for that is refused."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{CALLER}: {name} must be a finite number, got {describe(value)}") from None
+
+
+def _square(name: str, std: Tensor) -> Tensor:
+    """Variances from standard deviations, which must not underflow or overflow."""
+    require_non_negative(name, std)
+    square = std * std
+    if not values_hold(torch.isfinite(square) & ((square > 0) | (std == 0))):
+        raise ValueError(
+            f"{CALLER}: {name} is too small or too large for its square in {str(std.dtype).removeprefix('torch.')}, "
+            f"got values from {float(std.min()):g} to {float(std.max()):g}"
+            f"{'' if std.dtype == torch.float64 else '; use float64'}"
+        )
+    return square
+
+
+def _either(event: torch.Size, batch: torch.Size) -> str:
+    """The allowed shapes, with and without batch, in words."""
+    return f"{tuple(event)} or {tuple(batch + event)}" if batch else f"{tuple(event)}"
+
+
+def require_covariance_values(covariance: Covariance) -> None:
+    """Refuse a structure whose values make it no covariance."""
+    match covariance:
+        case Isotropic(variance=variance) | Diagonal(variance=variance):
+            require_non_negative("variance", variance)
+        case LowRank(factor=factor, diagonal=diagonal):
+            require_finite(CALLER, "LowRank factor", factor)
+            require_non_negative("LowRank diagonal", torch.as_tensor(diagonal, dtype=factor.dtype))
+            variances = covariance.variances()
+            require_finite(CALLER, "variance", variances)
+            _require_no_underflow(
+                CALLER, (factor != 0).any(-1) | torch.as_tensor(diagonal != 0, device=factor.device), variances
+            )
+        case Dense(matrix=matrix):
+            require_finite(CALLER, "covariance", matrix)
+            require_symmetric(matrix)
+            require_positive_semidefinite(matrix)
+
+
+def require_non_negative(name: str, value: Tensor) -> None:
+    """Refuse values that are not finite or are negative."""
+    require_finite(CALLER, name, value)
+    if not values_hold(value >= 0):
+        raise ValueError(f"{CALLER}: {name} must be ≥ 0 everywhere, got a smallest value of {float(value.min()):g}")
+
+
+def _require_no_underflow(caller: str, noisy: Tensor, variances: Tensor) -> None:
+    """Refuse variances (..., n) that have all underflowed to 0 where noise was meant, as `noisy` (..., n) says."""
+    if not values_hold(~noisy.any(-1) | (variances > 0).any(-1)):
+        dtype = str(variances.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{caller}: all variances are too small for {dtype} and would be 0, no noise at all; use float64 (its "
+            f"smallest is 5e-324), or other units for the inputs"
+        )
+
+
+def require_symmetric(matrix: Tensor) -> None:
+    """Refuse |Σᵢⱼ − Σⱼᵢ| > `tolerance`·max|Σ|, which is more than the rounding of A Σ Aᵀ."""
+    largest = matrix.detach().abs().amax((-2, -1))
+    asymmetry = (matrix.detach() - matrix.detach().mT).abs().amax((-2, -1))
+    if not values_hold(asymmetry <= tolerance(matrix) * largest):
+        raise ValueError(
+            f"{CALLER}: covariance must be symmetric, got |Σ − Σᵀ| up to {float(asymmetry.max()):.3g} where the "
+            f"largest entry is {float(largest.max()):.3g}; pass (S + S.mT) / 2 if the difference is noise"
+        )
+
+
+def require_positive_semidefinite(matrix: Tensor) -> None:
+    """Refuse λ_min < −`tolerance`·λ_max.
+
+    A Cholesky factorization of Σ + `tolerance`·max Σᵢᵢ I shows that most matrices are good; else eigenvalues decide.
+    """
+    values = matrix.detach()
+    bound = tolerance(matrix)
+    variances = values.diagonal(dim1=-2, dim2=-1)
+    if not values_hold(variances >= 0):
+        raise ValueError(
+            f"{CALLER}: covariance must have variances ≥ 0 on its diagonal, got {float(variances.min()):g}"
+        )
+    shift = bound * variances.amax(-1)
+    shifted = values + torch.diag_embed(shift.unsqueeze(-1).expand(variances.shape))
+    _, failed = torch.linalg.cholesky_ex(shifted)
+    if values_hold(failed == 0):
+        return
+    eigenvalues = torch.linalg.eigvalsh(values)
+    smallest, largest = eigenvalues[..., 0], eigenvalues[..., -1]
+    if not values_hold(smallest >= -bound * largest):
+        worst = int((smallest / largest.clamp(min=torch.finfo(matrix.dtype).tiny)).argmin())
+        raise ValueError(
+            f"{CALLER}: covariance must be positive semidefinite, got a smallest eigenvalue of "
+            f"{float(smallest.flatten()[worst]):.3g} (largest {float(largest.flatten()[worst]):.3g}, "
+            f"tolerance {bound:.1g} of it)"
+        )
+
+
+def tolerance(matrix: Tensor) -> float:
+    """max(n, 100)·eps, relative to its size: how far rounding may take an n×n matrix from being a covariance."""
+    return max(matrix.shape[-1], 100) * torch.finfo(matrix.dtype).eps
 
 
 def require_matrix_for(noise: Gaussian, caller: str, name: str, matrix: Any) -> Tensor:
@@ -452,21 +476,10 @@ def require_matrix_for(noise: Gaussian, caller: str, name: str, matrix: Any) -> 
     return matrix
 
 
-def event_dimensions(caller: str, name: str, value: Tensor, event_ndim: int | None) -> int:
-    """How many trailing dimensions make one input: 1 of (n,), (N, n); 3 of (C, H, W), (N, C, H, W); else as told.
+def random_seed(seed: int, purpose: str, item: int) -> int:
+    """A seed of 63 bits that depends on these three only, not on the order of the items or on where they are computed.
 
-    More dimensions are read as a batch of inputs, unless told otherwise.
+    A generator may use fewer bits: torch's on a CPU uses the lowest 32.
     """
-    if event_ndim is None:
-        if value.dim() in (1, 2):
-            return 1
-        if value.dim() in (3, 4):
-            return 3
-        if value.dim() > 4:
-            return value.dim() - 1
-        raise ValueError(f"{caller}: {name} must have at least one dimension, got {describe(value)}")
-    if isinstance(event_ndim, bool) or not isinstance(event_ndim, int) or not 1 <= event_ndim <= value.dim():
-        raise ValueError(
-            f"{caller}: event_ndim must be between 1 and the {value.dim()} dimensions of {name}, got {event_ndim!r}"
-        )
-    return event_ndim
+    digest = hashlib.sha256(json.dumps([seed, purpose, item]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,4 +1,7 @@
-"""The standard normal distribution: density, distribution, Owen's T."""
+"""The standard normal distribution: density, distribution, Owen's T; standardized means; Gauss–Legendre nodes.
+
+The functions are elementwise, for float32 or float64 tensors that broadcast, and accurate in the tails.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ import torch
 from torch import Tensor
 
 SATURATED = 53.0
-"""|h| is cut here: s·φ(53) is zero in float64 for every s, so nothing beyond changes any moment."""
-
+"""The |h| at which standardized means are cut: s·φ(53) is 0 in float64 for every s, so no moment changes beyond."""
 _OWEN_NODES = {torch.float32: 7, torch.float64: 14}
+"""Gauss–Legendre nodes for Owen's T, by dtype."""
 
 
 def density(x: Tensor) -> Tensor:
@@ -32,7 +35,7 @@ def standard_deviation(variance: Tensor) -> Tensor:
 
 
 def standardize(mean: Tensor, std: Tensor) -> Tensor:
-    """h = m/s, cut to ±`SATURATED`; at s = 0 the sign of m times that, and 0 at m = s = 0."""
+    """h = m/s, cut to ±`SATURATED`; at s = 0 it is ±`SATURATED` with the sign of m, and 0 at m = s = 0."""
     inside = mean.abs() < SATURATED * std
     h = mean / torch.where(inside, std, torch.ones_like(std))
     return torch.where(inside, h, torch.sign(mean.detach()) * SATURATED)
@@ -40,10 +43,10 @@ def standardize(mean: Tensor, std: Tensor) -> Tensor:
 
 @cache
 def gauss_legendre(count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Nodes and weights of the Gauss–Legendre rule on [0, 1], rounded correctly where long double exceeds double.
+    """Nodes and weights of the Gauss–Legendre rule on [0, 1], correctly rounded if long double is more than double.
 
-    Some of numpy's weights are off by more than 1e-13 of themselves at 56 nodes: a Newton step on P_n in long double
-    mends that.
+    At 56 nodes some of numpy's weights have relative errors above 1e-13; a Newton step on P_n in long double removes
+    them.
     """
     x = np.polynomial.legendre.leggauss(count)[0].astype(np.longdouble)
     value, slope = _legendre(count, x)
@@ -62,9 +65,9 @@ def _legendre(degree: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def owen_t(height: Tensor, reach: Tensor) -> Tensor:
-    """T(h, r/h) with Owen's (1956) T(h, a) = (1/2π) ∫₀^a exp(−h²(1+x²)/2) / (1+x²) dx, as a function of h and r = a·h.
+    """Owen's (1956) T(h, a) = (1/2π) ∫₀^a exp(−h²(1+x²)/2) / (1+x²) dx as a function of h and r = a·h.
 
-    Written in h and r it has no pole at h = 0. For |r| ≤ |h| the integral is smooth and short; otherwise
+    In h and r it has no pole at h = 0. For |r| ≤ |h| the integral is smooth and short; otherwise
     T(h, a) = Φ(|h|)/2 + Φ(|r|)/2 − Φ(|h|)Φ(|r|) − T(r, 1/a) for positive a, and T is odd in a.
     Infinite r is the limit T(h, ±∞) = ±Φ(−|h|)/2; the sign of a at h = 0 is that of r.
     """
@@ -85,7 +88,7 @@ def owen_t(height: Tensor, reach: Tensor) -> Tensor:
 
 
 def wilson_interval(share: Tensor, count: Tensor | int, z: float = 1.959963984540054) -> tuple[Tensor, Tensor]:
-    """Ends of the 95 % interval for a probability of which `count` samples gave `share` (Wilson 1927).
+    """The ends of Wilson's (1927) interval for a probability that was a `share` of `count` samples; 95 % for this z.
 
     >>> wilson_interval(torch.tensor(0.5), 100)
     (tensor(0.4038), tensor(0.5962))

@@ -1,7 +1,8 @@
-"""The paper's own expressions, as printed, for comparison with the exact engine.
+"""The paper's own expressions, as printed, for comparison with the exact engine, which uses none of them.
 
-"Network Moments: Extensions and Sparse-Smooth Attacks" by Alfadly, Bibi, Botero, Alsubaihi and Ghanem. Each function
-names its equation and, where the printed form has a slip, says so. The engine uses none of them."""
+The paper is "Network Moments: Extensions and Sparse-Smooth Attacks" by Alfadly, Bibi, Botero, Alsubaihi and Ghanem.
+Each function names its equation and says where the printed form has a slip.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def squared_relu_mean(std: Tensor) -> Tensor:
 ROOT_TWO = math.sqrt(2)
 ROOT_TWO_PI = math.sqrt(2 * math.pi)
 FAR = 26.0
-"""Where erf is ±1 and exp(−x²) still a number: infinite limits of integration stop here."""
+"""The end of infinite ranges of integration: erf is ±1 there, and exp(−x²) has not underflowed."""
 
 
 def relu_product_zero_mean(covariance: Tensor, std1: Tensor, std2: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def relu_cross_moment_series(
 ) -> Tensor:
     """Lemma 4: E[max(x₁,0) max(x₂,0)] for any means, the series cut to `terms` terms (u = 0, …, terms − 1).
 
-    Both branches as printed; |ρ| = 1/√2 exactly is taken with the first, and hardly converges.
+    Both branches are as printed. At |ρ| = 1/√2 exactly the first one is taken, and hardly converges.
     """
     (value,) = deque(relu_cross_moment_partial_sums(mu1, mu2, sigma1, sigma2, rho, terms), maxlen=1)
     return value
@@ -75,7 +76,7 @@ def relu_cross_moment_series(
 def relu_cross_moment_partial_sums(
     mu1: Tensor, mu2: Tensor, sigma1: Tensor, sigma2: Tensor, rho: Tensor, terms: int
 ) -> Iterator[Tensor]:
-    """Lemma 4 with 1, 2, …, `terms` terms, one after the other."""
+    """Lemma 4 with 1, 2, …, `terms` terms, one result after the other."""
     caller = "relu_cross_moment_series"
     named = {"mu1": mu1, "mu2": mu2, "sigma1": sigma1, "sigma2": sigma2, "rho": rho}
     require_float_tensors(caller, **named)
@@ -92,6 +93,7 @@ def relu_cross_moment_partial_sums(
 def _partial_sums(
     mu1: Tensor, mu2: Tensor, sigma1: Tensor, sigma2: Tensor, rho: Tensor, terms: int
 ) -> Iterator[Tensor]:
+    """`relu_cross_moment_partial_sums` of arguments that are checked."""
     h, k = mu1 / sigma1, mu2 / sigma2
     root = torch.sqrt((1 - rho) * (1 + rho))
     first = _quotient(h - rho * k, root)  # e₁ᵀΣ̃μ
@@ -115,11 +117,11 @@ def _partial_sums(
 
 
 def _integrals_beyond(a: Tensor, b: Tensor, x: Tensor, terms: int) -> Iterator[Tensor]:
-    """I(∞) − I(x) for I(x) = (√π/2) ∫₀ˣ exp(−t²) erf(at+b) dt, with 1, 2, … terms of its series (|a| ≤ 1).
+    """I(∞) − I(x) with 1, 2, … terms of the series of I(x) = (√π/2) ∫₀ˣ exp(−t²) erf(at+b) dt, for |a| ≤ 1.
 
     Both sums of the lemma are one over n = 2u and 2u + 1:
     I(x) = π/4 erf(x) erf(b) + (√π/2) e^{−b²} Σₙ (−sign x)ⁿ (a/2)ⁿ⁺¹ P(n/2+1, x²) Hₙ(b) / Γ(n/2+3/2).
-    The Hermite polynomials run scaled by e^{−b²}/√(2ⁿn!), so that nothing overflows.
+    The Hermite polynomials are computed times e^{−b²}/√(2ⁿn!), so that nothing overflows.
     """
     a, b, x = torch.broadcast_tensors(a, b, x.clamp(-FAR, FAR))
     sign = torch.sign(x)
@@ -162,8 +164,9 @@ def price_theorem_sides(
 
         ∂^{p/2} E[Ψ(x)] / ∂σ₁₂ ∂σ₃₄ …  =  E[∂^p Ψ(x) / ∂x₁ … ∂x_p].
 
-    Expectations are Gauss–Hermite sums with `nodes` points a dimension, through the Cholesky factor of the covariance;
-    derivatives are exact. The left side differentiates the sum in the covariances, the right side the function.
+    Expectations are Gauss–Hermite sums with `nodes` points in each dimension, through the Cholesky factor of the
+    covariance; derivatives are exact. The left side differentiates the sum in the covariances, the right side the
+    function.
     """
     mean, covariance = require_float_tensors("price_theorem_sides", mean=mean, covariance=covariance)
     size = mean.numel()
@@ -181,6 +184,7 @@ def price_theorem_sides(
 def _derivative_of_expectation(
     function: Callable[..., Tensor], mean: Tensor, covariance: Tensor, points: Tensor, weights: Tensor
 ) -> Tensor:
+    """∂^{p/2} E[Ψ(x)] / ∂σ₁₂ ∂σ₃₄ …"""
     shifts = [torch.zeros((), dtype=mean.dtype, device=mean.device, requires_grad=True) for _ in mean[::2]]
     moved = covariance.detach().clone()
     for pair, shift in enumerate(shifts):
@@ -195,6 +199,7 @@ def _derivative_of_expectation(
 
 
 def _mixed_derivative(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """∂^p Ψ(x) / ∂x₁ … ∂x_p at points (..., p)."""
     coordinates = [column.clone().requires_grad_() for column in x.detach().unbind(-1)]
     value = function(*coordinates)
     for coordinate in coordinates:
@@ -247,39 +252,37 @@ def variance_zero_mean(network: AffineReluAffine, noise: Gaussian) -> Tensor:
 def variance_series(network: AffineReluAffine, noise: Gaussian, terms: int = 20) -> Tensor:
     """The paper's new variance: Lemma 4, cut to `terms` terms, in place of Lemma 3 in Theorem 2; then E[g²] − E[g]².
 
-    It stores p×p matrices and subtracts large numbers: in float32 little is left of it at small noise.
+    It stores p×p matrices and subtracts large numbers: in float32 few correct digits are left at small noise.
     """
-    mean, std, covariance = _pre_activations(network, noise)
-    rows, columns = (mean.unsqueeze(-1), std.unsqueeze(-1)), (mean.unsqueeze(-2), std.unsqueeze(-2))
-    rho = (covariance / (rows[1] * columns[1])).clamp(-1, 1)
-    cross = relu_cross_moment_series(rows[0], columns[0], rows[1], columns[1], rho, terms=terms)
-    gate, bell = distribution(mean / std), density(mean / std)
-    own = (mean**2 + std**2) * gate + mean * std * bell
-    second = _quadratic_form(network.B, torch.diagonal_scatter(cross, own, dim1=-2, dim2=-1))
-    return second - matvec(network.B, mean * gate + std * bell) ** 2
+    expected, second = _moments_by_series(network, noise, terms)
+    return _quadratic_form(network.B, second) - matvec(network.B, expected) ** 2
 
 
 def variance_series_by_pairs(network: AffineReluAffine, noise: Gaussian, terms: int = 5) -> Tensor:
     """The paper's new variance as its authors ran it: diag(B K Bᵀ), with K = E[y₁y₂] − E[y₁]E[y₂] pair by pair.
 
-    The same as `variance_series` but for rounding: here large numbers are subtracted for every pair of units instead of
-    once for each output. The authors ran it in float32 with 5 terms.
+    It differs from `variance_series` in rounding only: here large numbers are subtracted for every pair of units
+    instead of once for each output. The authors ran it in float32 with 5 terms.
     """
+    expected, second = _moments_by_series(network, noise, terms)
+    return _quadratic_form(network.B, second - expected.unsqueeze(-1) * expected.unsqueeze(-2))
+
+
+def _moments_by_series(network: AffineReluAffine, noise: Gaussian, terms: int) -> tuple[Tensor, Tensor]:
+    """E y, (..., p), and E[y yᵀ], (..., p, p), of the ReLU's output y, pairs by Lemma 4 with so many terms."""
     mean, std, covariance = _pre_activations(network, noise)
     rows, columns = (mean.unsqueeze(-1), std.unsqueeze(-1)), (mean.unsqueeze(-2), std.unsqueeze(-2))
     rho = (covariance / (rows[1] * columns[1])).clamp(-1, 1)
     cross = relu_cross_moment_series(rows[0], columns[0], rows[1], columns[1], rho, terms=terms)
     gate, bell = distribution(mean / std), density(mean / std)
-    expected = mean * gate + std * bell
-    own = (mean**2 + std**2) * gate + mean * std * bell
-    cross = torch.diagonal_scatter(cross, own, dim1=-2, dim2=-1)
-    return _quadratic_form(network.B, cross - expected.unsqueeze(-1) * expected.unsqueeze(-2))
+    squares = (mean**2 + std**2) * gate + mean * std * bell
+    return mean * gate + std * bell, torch.diagonal_scatter(cross, squares, dim1=-2, dim2=-1)
 
 
 def pairs_variance_zero_mean(network: AffineReluAffine, noise: Gaussian) -> Tensor:
-    """What pairs of different units add to the variance of each output, as if every pre-activation had mean zero.
+    """The part of each output's variance from pairs of different units, as if every pre-activation had mean zero.
 
-    Lemma 3 less the product of the means of Remark 1, weighted by B. It grows with the noise as a variance does.
+    It is Lemma 3 less the product of the means of Remark 1, weighted by B, and grows with the noise as a variance does.
     """
     _, std, covariance = _pre_activations(network, noise)
     rows, columns = std.unsqueeze(-1), std.unsqueeze(-2)
@@ -288,16 +291,17 @@ def pairs_variance_zero_mean(network: AffineReluAffine, noise: Gaussian) -> Tens
 
 
 def variance_zero_mean_pairs(network: AffineReluAffine, noise: Gaussian) -> Tensor:
-    """The old variance as the authors ran it: every unit's own variance exactly, pairs as if their means were zero.
+    """The old variance as the authors ran it: variances of units exactly, covariances of pairs as if for zero means.
 
-    Not what Theorem 2 says, which takes the units' own variances for zero means too: see `variance_zero_mean`.
+    Theorem 2 takes the variances of units for zero means too: see `variance_zero_mean`.
     """
     mean, std, _ = _pre_activations(network, noise)
-    own = (network.B**2 * relu_variance(mean, std).unsqueeze(-2)).sum(-1)
-    return own + pairs_variance_zero_mean(network, noise)
+    of_units = (network.B**2 * relu_variance(mean, std).unsqueeze(-2)).sum(-1)
+    return of_units + pairs_variance_zero_mean(network, noise)
 
 
 def _second_moment_without_offset(network: AffineReluAffine, noise: Gaussian) -> Tensor:
+    """The sums of Theorem 2: E (B y)² for the ReLU's outputs y, with zero means."""
     _, std, covariance = _pre_activations(network, noise)
     cross = relu_product_zero_mean(covariance, std.unsqueeze(-1), std.unsqueeze(-2))
     cross = torch.diagonal_scatter(cross, squared_relu_mean(std), dim1=-2, dim2=-1)
@@ -305,17 +309,18 @@ def _second_moment_without_offset(network: AffineReluAffine, noise: Gaussian) ->
 
 
 def _quadratic_form(weights: Tensor, matrix: Tensor) -> Tensor:
+    """The diagonal of B K Bᵀ."""
     return (matmul(weights, matrix) * weights).sum(-1)
 
 
 def _pre_activations(network: AffineReluAffine, noise: Gaussian) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard deviation and covariance of Ax + c₁, the last one p×p. The paper divides by the deviations."""
-    image = noise.affine(network.A, network.c1)
-    covariance = image.covariance.dense()
+    """Mean, standard deviation and p×p covariance of Ax + c₁; the deviations, by which the paper divides, are > 0."""
+    hidden = noise.affine(network.A, network.c1)
+    covariance = hidden.covariance.dense()
     variance = covariance.diagonal(dim1=-2, dim2=-1)
     if not values_hold(variance > 0):
         raise ValueError(
             "the paper's expressions divide by the standard deviation of every unit, and one is 0: "
             "use AffineReluAffine, which has the limit"
         )
-    return image.mean, variance.sqrt(), covariance
+    return hidden.mean, variance.sqrt(), covariance

@@ -1,5 +1,8 @@
-"""What is kept for the whole process, where threads would disturb each other: the precision of float32 products, the
-use of cuDNN, levels of forward-mode derivatives, filters of warnings."""
+"""Settings of the whole process, changed so that threads do not disturb each other; and products in full precision.
+
+torch and Python keep some things once for all threads: the precision of float32 products, the use of cuDNN, the levels
+of forward-mode derivatives, the filters of warnings. Each has a block here that changes it safely.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +24,37 @@ from torch.func import jvp
 SUPPORTED_DTYPES = (torch.float32, torch.float64)
 
 one_at_a_time = threading.RLock()
-"""Held where threads would disturb each other: while a network is looked at, and by forward-mode derivatives. It is
-one lock, since each may come to be inside the other."""
+"""Held while a network is looked at and during forward-mode derivatives, where threads would disturb each other. One
+lock serves both, since each may happen inside the other."""
 
-_lock = threading.Lock()
-_filters = threading.RLock()
+_settings_lock = threading.Lock()
+"""Held while the settings of torch, and the counts of threads below, are changed."""
+_filters_lock = threading.RLock()
+"""Held while warnings are filtered."""
 _inside = 0
+"""How many `full_precision` blocks are open, in all threads."""
 _without_cudnn = 0
+"""How many `without_cudnn` blocks are open, in all threads."""
 _cudnn_before = True
+"""Whether cuDNN was enabled before the first of these."""
 _replaced: list[tuple[Any, str]] = []
+"""Float32 settings that `full_precision` has changed, with their values before."""
 _backends: list[Any] = []
 """The float32 settings of the backends that can be in use, found when first needed."""
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Inside this block nothing rounds float32 inputs to TF32 or bfloat16: not a backend, not autocast.
+    """Inside this block, neither a backend nor autocast rounds float32 inputs to TF32 or bfloat16.
 
     cuDNN convolutions use TF32 by default; its 10-bit mantissa is noise far above sigma = 0.001. The backends' settings
-    are global to the process: those that need it are changed when a thread enters, put back when the last one leaves.
+    belong to the process: they are changed when a thread enters, and put back when the last one leaves.
     """
     global _inside
     thread = threading.current_thread()
     if _ending and thread is not threading.main_thread():
-        raise SystemExit  # a daemon thread: it ends here, without a word, instead of somewhere inside torch
-    with _lock:
+        raise SystemExit  # a daemon thread ends here, silently, instead of somewhere inside torch
+    with _settings_lock:
         _inside += 1
         if thread.daemon:
             _daemons.add(thread)
@@ -66,7 +75,7 @@ def full_precision() -> Iterator[None]:
                     stack.enter_context(torch.autocast(device, enabled=False))
             yield
     finally:
-        with _lock:
+        with _settings_lock:
             _inside = max(0, _inside - 1)
             while _inside == 0 and _replaced:
                 backend, precision = _replaced.pop()
@@ -74,16 +83,17 @@ def full_precision() -> Iterator[None]:
 
 
 _ending = False
+"""Whether the interpreter is about to end."""
 _daemons: WeakSet[threading.Thread] = WeakSet()
 """Daemon threads that have been inside `full_precision`."""
 LAST_SECONDS, GRACE = 5.0, 0.5
-"""How long the end of the interpreter waits for work of daemon threads; and for their end once none is inside: between
-two steps of their work they are in torch, too."""
+"""Seconds that the end of the interpreter waits at most for daemon threads: in all, and after none is inside
+`full_precision` any more, since between two such blocks they may be in torch too."""
 
 
 @atexit.register
 def _let_threads_leave() -> None:
-    """A daemon thread that comes back from torch when the interpreter is gone aborts the process: let them leave."""
+    """Wait for daemon threads: one that returns from torch when the interpreter is gone would abort the process."""
     global _ending
     _ending = True
     now = time.monotonic()
@@ -97,11 +107,11 @@ def _let_threads_leave() -> None:
 
 
 def _forget_threads() -> None:
-    """In a forked process the other threads are gone, and with them what they held and would have put back."""
-    global _lock, _filters, _inside, _without_cudnn
+    """In a forked process, release what other threads held: these are gone, and would never do so."""
+    global _settings_lock, _filters_lock, _inside, _without_cudnn
     if _without_cudnn:
         torch.backends.cudnn.enabled = _cudnn_before
-    _lock, _filters, _inside, _without_cudnn = threading.Lock(), threading.RLock(), 0, 0
+    _settings_lock, _filters_lock, _inside, _without_cudnn = threading.Lock(), threading.RLock(), 0, 0
     one_at_a_time._at_fork_reinit()  # type: ignore[attr-defined]
 
 
@@ -111,20 +121,20 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """A block in which cuDNN is not used: its recurrent layers have no derivative in eval mode, torch's own have.
+    """Inside this block, cuDNN is off: its recurrent layers have no derivatives in eval mode, while torch's own have.
 
-    The first thread to enter turns it off for all, the last one to leave puts back what was there.
+    The first thread to enter turns it off for all, and the last one to leave restores the setting.
     """
     global _without_cudnn, _cudnn_before
     cudnn: Any = torch.backends.cudnn
-    with _lock:
+    with _settings_lock:
         _cudnn_before = cudnn.enabled if _without_cudnn == 0 else _cudnn_before
         _without_cudnn += 1
         cudnn.enabled = False
     try:
         yield
     finally:
-        with _lock:
+        with _settings_lock:
             _without_cudnn = max(0, _without_cudnn - 1)
             if _without_cudnn == 0:
                 cudnn.enabled = _cudnn_before
@@ -132,11 +142,11 @@ def without_cudnn() -> Iterator[None]:
 
 @contextmanager
 def quietly(beginning: str = "") -> Iterator[None]:
-    """A block in which warnings that begin so (by default all) are not shown, one thread at a time.
+    """Inside this block, warnings that begin with `beginning` (by default all) are not shown; one thread at a time.
 
-    Of two threads that change Python's filters at once, the last to leave would put back those of the other.
+    If two threads changed Python's filters at once, the last one to leave would restore those of the other.
     """
-    with _filters, warnings.catch_warnings():
+    with _filters_lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", beginning)
         yield
 
@@ -144,9 +154,9 @@ def quietly(beginning: str = "") -> Iterator[None]:
 def value_and_slope(
     function: Callable[..., Tensor], at: tuple[Tensor, ...], direction: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
-    """The value of a function at a point, and its derivative along a direction, in forward mode.
+    """The value of a function at a point, and its derivative along a direction, in forward mode; one thread at a time.
 
-    torch counts the levels of forward mode for all threads together: of two at the same time, one would lose its
+    torch counts the levels of forward mode for all threads together: if two threads used it at once, one would lose its
     derivatives when the other ends.
     """
     with one_at_a_time:
@@ -158,7 +168,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def _bilinear(product: Product, by_first: Product, by_second: Product) -> Product:
-    """`product(a, b)` at full precision, backward too (autograd would run that under the user's settings).
+    """`product(a, b)` in full precision, backward too, which autograd alone would run under the user's settings.
 
     `by_first(grad, b)` and `by_second(grad, a)` are its gradients before broadcast dimensions are summed.
     """
@@ -188,30 +198,30 @@ def _bilinear(product: Product, by_first: Product, by_second: Product) -> Produc
         @staticmethod
         def jvp(ctx: Any, tangent_a: Tensor | None, tangent_b: Tensor | None) -> Tensor:
             a, b = ctx.saved_tensors
-            moved = [(tangent_a, b), (a, tangent_b)]
-            parts = [Bilinear.apply(x, y) for x, y in moved if x is not None and y is not None]
-            return sum(parts[1:], parts[0])
+            pairs = [(tangent_a, b), (a, tangent_b)]
+            terms = [Bilinear.apply(x, y) for x, y in pairs if x is not None and y is not None]
+            return sum(terms[1:], terms[0])
 
     return Bilinear.apply
 
 
 _matmul = _bilinear(torch.matmul, lambda grad, b: matmul(grad, b.mT), lambda grad, a: matmul(a.mT, grad))
 _row_products = _bilinear(
-    lambda a, b: torch.einsum("...ij,...ij->...i", a, b),  # batched products: no temporary of the size of a and b
+    lambda a, b: torch.einsum("...ij,...ij->...i", a, b),  # batched products, without a temporary of the size of a
     lambda grad, b: grad.unsqueeze(-1) * b,
     lambda grad, a: grad.unsqueeze(-1) * a,
 )
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Matrix product of (..., i, j) and (..., j, k) without TF32, forward and backward."""
+    """The matrix product of (..., i, j) and (..., j, k) without TF32, forward and backward."""
     return _matmul(a, b)
 
 
 def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Product of (..., i, j) and (..., j), with broadcast batch dimensions.
+    """The product of (..., i, j) and (..., j), with broadcast batch dimensions.
 
-    Dimensions that only the vector has (samples, say) become columns of one product: the matrix is never copied.
+    Dimensions that only the vector has (samples, say) become columns of one product, so that the matrix is not copied.
     """
     extra = vector.dim() - (matrix.dim() - 1)
     if extra <= 0:
@@ -221,5 +231,5 @@ def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def row_products(a: Tensor, b: Tensor) -> Tensor:
-    """The scalar products of corresponding rows of (..., i, j) and (..., i, j): (..., i), the diagonal of a bᵀ."""
+    """The scalar products of corresponding rows of (..., i, j) and (..., i, j): (..., i), the diagonals of a bᵀ."""
     return _row_products(a, b)

@@ -1,4 +1,4 @@
-"""Progress of long work on a terminal: silent for the first second, and wherever nobody is watching."""
+"""Progress bars for long work: none in the first second, and none where stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from contextlib import contextmanager
 from typing import Any
 
 PATIENCE = 1.0
-_around = threading.local()
+"""Seconds after which progress is shown."""
+_this_thread = threading.local()
+"""`totals`: the numbers of steps of the bars that this thread is inside."""
 
 Show = Callable[[int], None]
-"""Told how many steps are done."""
+"""A function that is called with the number of steps that are done."""
 
 
 @contextmanager
 def progress_bar(description: str, total: int) -> Iterator[Show]:
     """`with progress_bar("sampling", total) as show: …`, in which every step begins with `show(done)`.
 
-    Draws a bar on stderr once a second has passed, if stderr is a terminal and rich is installed. Inside another one
-    that counts more than a single step it stays silent: one bar is enough.
+    A bar appears on stderr once a second has passed, if stderr is a terminal and rich is installed. Inside another bar
+    that counts more than a single step none is drawn, since one is enough.
     """
-    start, bar, totals = time.monotonic(), None, _around.__dict__.setdefault("totals", [])
-    watched = sys.stderr.isatty() and max(totals, default=0) <= 1
+    start, bar, totals = time.monotonic(), None, _this_thread.__dict__.setdefault("totals", [])
+    may_draw = sys.stderr.isatty() and max(totals, default=0) <= 1
 
     def show(done: int) -> None:
-        nonlocal bar, watched
-        if watched and bar is None and time.monotonic() - start > PATIENCE:
+        nonlocal bar, may_draw
+        if may_draw and bar is None and time.monotonic() - start > PATIENCE:
             bar = _drawn(description, total)
-            watched = bar is not None
+            may_draw = bar is not None
         if bar is not None:
             bar.update(bar.task_ids[0], completed=done)
 
@@ -44,7 +46,7 @@ def progress_bar(description: str, total: int) -> Iterator[Show]:
 
 
 def _drawn(description: str, total: int) -> Any:
-    """A bar of rich with one task; None where that is not installed."""
+    """A progress bar of rich with one task; None if rich is not installed."""
     try:
         from rich import progress
         from rich.console import Console
@@ -65,6 +67,6 @@ def _drawn(description: str, total: int) -> Any:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """No bars inside, in this thread: the progress of the whole is shown elsewhere."""
+    """Inside this block, this thread draws no bars, since the progress of the whole is shown elsewhere."""
     with progress_bar("", 2):
         yield

@@ -1,7 +1,7 @@
-"""Readings of the paper's sparse and smooth attacks: ways to pose the problem, and ways to count what came of it.
+"""Readings of the paper's sparse and smooth attacks: ways to pose the problem, and ways to count the outcome.
 
-The problem is the paper's, least ‖μ‖₁ + TV(μ) with the expected scores of the linearized network as asked, γ = 0 and no
-limits on pixels; a `Way` changes one thing in it. Every solution is counted in every way.
+The problem is the paper's: the least ‖μ‖₁ + TV(μ) for which the linearized network's expected scores are as asked, with
+γ = 0 and no limits on pixels. A `Way` changes one thing in this problem; every solution is counted in every way.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from reproduction.image_sweeps import blocks, same_bits
 
 GREY_LEVELS = 255
 RIVALS = 3
-"""Without a target: the best other classes, of which the cheapest is kept."""
+"""Without a target, so many of the best other classes are tried, and the cheapest solution is kept."""
 TARGETED, FREE = "targeted", "any other class"
 ZERO = 1e-3
-"""Grey levels up to which a pixel is left alone, as the paper says."""
+"""A pixel that changes by at most so many grey levels counts as unchanged, as the paper says."""
 NO_TARGET = -1
 
 
 @dataclass(frozen=True)
 class Way:
-    """How the problem is posed and solved; by default as the paper says, as far as it says it.
+    """How the problem is posed and solved; the defaults are those of the paper, as far as it states them.
 
     Args:
-        layer: the ReLU that is kept, from 0; the paper's l less 1.
+        layer: the ReLU that is kept, counted from 0; the paper's l minus 1.
         gamma: how far the expected scores have to be apart.
-        sigma: of the noise, in the units of the pixels.
-        white: the largest value of a pixel: 1, or 255.
-        iterations: of the solver.
-        again: how often the network is linearized again, at the last solution, and the problem solved from there.
+        sigma: standard deviation of the noise, in the units of the pixels.
+        white: the largest value of a pixel, 1 or 255.
+        iterations: steps of the solver.
+        again: how often the network is linearized again at the last solution, and the problem solved from there.
         scales: multiples βμ that samples are taken around. The norms are homogeneous: with βμ in the constraint and
             samples from N(μ, I) it is the multiple 1/β, and with samples from N(βμ, I) any β gives the same noise.
     """
@@ -61,7 +61,7 @@ class Way:
     scales: tuple[float, ...] = (1.0,)
 
     def called(self, name: str, turn: int, scale: float) -> str:
-        """The reading of a row: the way's name, and which of its solutions.
+        """The name of a row's reading: that of the way, and which of its solutions it is.
 
         >>> Way().called("l = 3", 0, 1.0), Way(again=2).called("linearized again", 2, 1.0)
         ('l = 3', 'linearized again, 2 ×')
@@ -71,18 +71,18 @@ class Way:
         return f"{name}{turns}{scales}"
 
     def is_dial(self, scale: float) -> bool:
-        """Whether the row is one value of what could be turned until any rate comes out: a multiple of μ, or γ."""
+        """Whether the row is one setting of a dial (a multiple of μ, or γ) that could be turned to give any rate."""
         return scale != 1 or self.gamma > 0
 
     @property
     def wanted(self) -> list[tuple[int, float]]:
-        """Turns and scales that are rows; the first turn is the way without `again`, so not one of them."""
+        """The turns and scales that are rows; the first turn is the way without `again`, and so is not one of them."""
         turns = range(1, self.again + 1) if self.again else (0,)
         return [(turn, scale) for turn in turns for scale in self.scales]
 
 
 class Solution(NamedTuple):
-    """Shifts of N cases, one problem each, with the problem and the linearized networks they were found with."""
+    """The shifts of N cases with one problem each, and the problem and linearized networks that gave them."""
 
     problem: Problem
     iterate: Iterate
@@ -98,7 +98,7 @@ class Solution(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Cases:
-    """Images (N, C, H, W) to be attacked, and as what: a target, or −1 for any other class than the label."""
+    """Images (N, C, H, W) to be attacked, each with a target, or −1 for any class other than the label."""
 
     network: nn.Module
     images: Tensor
@@ -115,7 +115,7 @@ class Cases:
         return torch.arange(self.model.outputs, device=self.images.device).expand(len(self.images), -1)
 
     def posed(self, way: Way, points: Tensor, pairs: ClassPairs) -> tuple[Problem, AffineReluAffine]:
-        """The problems of classes (N, R, K), linearized at points."""
+        """The problems for classes (N, R, K), linearized at some points."""
         networks = linearized_at(self.model, points, way.layer, self.everything, None)
         scores = LinearizedScores.of(networks, self.images)
         margins = Formula(self.images, self.everything, networks, scores).margins(pairs)
@@ -129,7 +129,7 @@ class Cases:
 
 
 def pairs_towards(labels: Tensor, classes: int) -> ClassPairs:
-    """Every class but the label as a target, (N, d − 1, d − 1): all others below it."""
+    """Problems with every class but the label as the target, (N, d − 1, d − 1): all other classes below it."""
     larger, smaller = [], []
     for label in labels.tolist():
         targets = [k for k in range(classes) if k != label]
@@ -139,14 +139,14 @@ def pairs_towards(labels: Tensor, classes: int) -> ClassPairs:
 
 
 def pairs_away(scores: Tensor, labels: Tensor) -> ClassPairs:
-    """The label below each of its best rivals, (N, R, 1)."""
+    """Problems that put the label below each of its best rivals, (N, R, 1)."""
     others = scores.scatter(1, labels.unsqueeze(1), -torch.inf)
     smaller = others.topk(min(RIVALS, scores.shape[1] - 1), dim=1).indices.unsqueeze(-1)
     return ClassPairs(labels.reshape(-1, 1, 1).expand_as(smaller), smaller)
 
 
 def solutions(cases: Cases, way: Way, task: str) -> Iterator[tuple[int, Cases, Solution]]:
-    """For each wanted turn the cases, one for each problem, and their solution; images come without targets."""
+    """For each wanted turn, the cases (one for each problem) and their solution; the images come without targets."""
     with torch.no_grad(), full_precision():
         scores = cases.network(cases.images)
     classes = scores.shape[1]
@@ -181,7 +181,7 @@ def _picked(iterate: Iterate, places: Tensor, chosen: Tensor) -> Iterate:
 
 
 def _one_each(problem: Problem, places: Tensor, chosen: Tensor) -> Problem:
-    """The problems (image, number) as one for each case. The networks stay shared, so its margins are not asked."""
+    """Split problems (image, number) into one per case; networks stay shared, so do not ask for the margins' own."""
     return replace(
         problem,
         margins=_Picked(problem.margins, places, chosen),  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ def _one_each(problem: Problem, places: Tensor, chosen: Tensor) -> Problem:
 
 @dataclass(frozen=True, eq=False)
 class _Picked:
-    """Margins of some problems of some images, at shifts (cases, 1, n), without a copy of the networks."""
+    """Margins of selected problems of selected images, at shifts (cases, 1, n), without copying the networks."""
 
     margins: ExpectedMargins
     places: Tensor
@@ -210,7 +210,7 @@ class _Picked:
 
 
 def counted(cases: Cases, solution: Solution, way: Way, scale: float, samples: int, seed: int) -> dict[str, np.ndarray]:
-    """What came of μ, times `scale`, counted in every way; a row for each case."""
+    """The outcome of `scale` times μ, counted in every way, with a row for each case."""
     shift = scale * solution.shift
     centres = cases.images + shift.unflatten(1, cases.images.shape[1:])
     margin = solution.problem.margins.at(shift.unsqueeze(1), solution.problem.sigma.unsqueeze(1)).amax((1, 2))
@@ -237,12 +237,12 @@ def counted(cases: Cases, solution: Solution, way: Way, scale: float, samples: i
 
 
 def _as_asked(cases: Cases, answers: Tensor) -> Tensor:
-    """Whether answers (..., N) are the target, or another class than the label where there is none."""
+    """Whether answers (..., N) are the target or, where there is none, a class other than the label."""
     return torch.where(cases.targets == NO_TARGET, answers != cases.labels, answers == cases.targets)
 
 
 def linearized_answers(solution: Solution, centres: Tensor, sigma: float, samples: int, seed: int) -> Tensor:
-    """What the linearized networks say to samples of the noise, (samples, N)."""
+    """The answers of the linearized networks to samples of the noise, (samples, N)."""
     networks, answers = solution.networks, []
     generator = torch.Generator(centres.device).manual_seed(random_seed(seed, "linearized", 0))
     for centre, number in zip(centres.flatten(1), solution.of.tolist(), strict=True):
@@ -258,10 +258,10 @@ def linearized_answers(solution: Solution, centres: Tensor, sigma: float, sample
 
 @dataclass(frozen=True, eq=False)
 class ReadingsSweep:
-    """Images by ways: an item is a block of images by one way, towards every target and towards any other class.
+    """A sweep over images and ways. An item attacks a block of images one way, towards each target and any other class.
 
-    Rows: image, task, reading, and the columns of `counted`. `few` has the ways that only the first so many images are
-    for: an early ReLU has a large Jacobian.
+    Rows: image, task, reading, and the columns of `counted`. `few` holds the ways that are tried only on so many first
+    images, because an early ReLU has a large Jacobian.
     """
 
     name: str

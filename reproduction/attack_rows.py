@@ -1,6 +1,6 @@
-"""What the figures of attacks share: the network asked again about the noise, its answers in tables and in pictures.
+"""What the figures of attacks share: ask the network about the noise again, and show its answers in words and pictures.
 
-Figures 6, 7 and 9 attack in two ways, as the paper has it and with confidence (`both_ways`).
+Figures 6, 7 and 9 attack in two ways, as in the paper and with a given confidence (`both_ways`).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FEW, MANY = 10, 1000
-"""Samples that the paper asks the network about, and that we do."""
+"""The number of samples on which the paper judges an attack, and the number that we use."""
 WANTED = 0.9
-"""The share of them that the paper wants."""
+"""The share of fooled samples that the paper requires."""
 PIXELS: Bounds = (0.0, 1.0)
 GREY_LEVELS = 255
-"""A pixel of the images, in [0, 1], has so many in the paper."""
+"""Grey levels of a pixel in the paper; in our images a pixel is in [0, 1]."""
 DIGITS = tuple(map(str, range(10)))
 ITERATIONS, POLISH = 500, 100
-"""Of sparse and smooth attacks: steps on the formula, and on the network itself where that is followed."""
+"""Steps of sparse and smooth attacks on the formula, and on the network itself where it is followed."""
 CONFIDENCE = 0.95
-"""The share of samples that an attack with confidence asks for."""
+"""The share of samples that an attack with confidence has to fool."""
 SAMPLES = 1000
-"""During the attack with confidence, and after both: with 200 the quantile aimed at errs by more than a percent."""
+"""Samples during the attack with confidence, and after both attacks; with 200 the quantile errs by over a per cent."""
 COLUMNS = (
     "", "towards", "answer", "of 10", "of many", "cut", "unchanged", "‖μ‖₁ + TV", "largest |μ|", "σ", "gap", "solved",
     "fooled",
@@ -64,15 +64,15 @@ WHAT = (
 
 @dataclass(frozen=True, eq=False)
 class Attacked:
-    """An attack's result, and what the network says to other samples of its noise than the attack's own, (N,) each."""
+    """An attack's result, and the network's answers, (N,) each, to samples of its noise other than the attack's own."""
 
     result: AttackResult
     few: Tensor
-    """Share of `FEW` samples that do what was asked."""
+    """The share of `FEW` samples that the network answers as asked."""
     many: Tensor
     clipped: Tensor
     answers: Tensor
-    """What most of the samples are taken for."""
+    """The class that most of the samples are taken for."""
     samples: int
 
     @property
@@ -81,13 +81,13 @@ class Attacked:
         return self.few >= WANTED - 1e-9
 
     def take(self, places: Sequence[int]) -> Attacked:
-        """Some of the attacked images."""
+        """A selection of the attacked images."""
         index = torch.tensor(places, dtype=torch.int64, device=self.few.device)
         few, many, clipped, answers = (part[index] for part in (self.few, self.many, self.clipped, self.answers))
         return Attacked(taken(self.result, index), few, many, clipped, answers, self.samples)
 
     def records(self) -> list[dict[str, Any]]:
-        """Plain numbers for each attacked image; lengths are in the units of the images, whose pixels are in [0, 1]."""
+        """Plain numbers for each attacked image. Lengths are in the units of the images, whose pixels are in [0, 1]."""
         found = []
         for place, record in enumerate(self.result.records()):
             more = {
@@ -102,7 +102,7 @@ class Attacked:
 
 
 def asked_again(network: nn.Module, result: AttackResult, seed: int, samples: int | None = None) -> Attacked:
-    """`samples` noisy images (`MANY` by default), as they are and cut to [0, 1]; the ten are the first of them."""
+    """Ask the network about `samples` noisy images, plain and cut to [0, 1]; the first of them are the paper's ten."""
     samples = MANY if samples is None else samples
     if not len(result):
         none = result.gap.double()
@@ -120,7 +120,7 @@ def asked_again(network: nn.Module, result: AttackResult, seed: int, samples: in
 
 
 def taken(result: AttackResult, index: Tensor) -> AttackResult:
-    """Some of the attacked images of a result."""
+    """A selection of the attacked images of a result."""
     changes: dict[str, Any] = {}
     for field in fields(AttackResult):
         value = getattr(result, field.name)
@@ -132,7 +132,7 @@ def taken(result: AttackResult, index: Tensor) -> AttackResult:
 
 
 def right_images(network: nn.Module, settings: Settings, digit: int, count: int) -> tuple[list[int], Tensor]:
-    """The first `count` MNIST test images of a digit that the network gets right, and where they are in the file."""
+    """The first `count` MNIST test images of a digit that the network gets right, and their places in the file."""
     everything = data.load("mnist", data_dir=settings.data_dir)
     assert everything.labels is not None
     places = (everything.labels == digit).nonzero().flatten()
@@ -151,11 +151,11 @@ def answers_of(network: nn.Module, images: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SparseSmoothFrom(SparseSmooth):
-    """The attack with linearizations that are there already: an image has the same ones for every target and attack.
+    """The attack with given linearizations: those of an image are the same for every target and attack.
 
     Args:
         networks: linearized at images, with all classes.
-        own: for each image that the attack is given, which of the networks is its own.
+        own: for each image that the attack is given, the number of its network.
     """
 
     networks: AffineReluAffine
@@ -173,11 +173,13 @@ class SparseSmoothFrom(SparseSmooth):
 
 Noise = TypeVar("Noise", bound=SparseSmooth)
 FEW_STEPS = 20
-"""On the network, with few images."""
+"""Steps on the network in a run with few images."""
 
 
 def in_time(attack: Noise, settings: Settings) -> Noise:
-    """The attack, with few images with fewer steps on the network: each takes a second or more on a CPU."""
+    """The attack; in a run with few images it takes fewer steps on the network, each of which takes a second or more on
+    a CPU.
+    """
     return replace(attack, polish=min(attack.polish, FEW_STEPS)) if settings.few else attack
 
 
@@ -197,19 +199,19 @@ class TwoWays:
 
     @property
     def seen(self) -> list[bool]:
-        """Of the paper's way: whether most samples get another class than the label, or the target."""
+        """For the paper's attack, whether most samples get the target or, without one, a class other than the label."""
         result = self.paper.result
         answers = self.paper.answers
         return (answers != result.labels if result.targets is None else answers == result.targets).tolist()
 
     def panels(self, classes: Sequence[str]) -> tuple[Panel, Panel]:
-        """The first without the legend, which the second has."""
+        """Both panels; only the second has the legend."""
         first = rows_panel("As the paper: γ = 0, formula alone, no bounds", self.paper, classes)
         second = rows_panel("With 95 % confidence, in [0, 1], network followed", self.confident, classes)
         return replace(first, caption=""), second
 
     def comparison_in_words(self) -> str:
-        """What came out, in numbers."""
+        """The outcome of both attacks, in numbers."""
         paper, confident = self.paper, self.confident
         if not len(paper.result):
             return "The network classifies none of the images correctly; nothing was attacked."
@@ -239,7 +241,7 @@ def both_ways(
     settings: Settings,
     samples: int | None = None,
 ) -> TwoWays:
-    """Every image attacked as the paper does, and with confidence; then sampled again, `SAMPLES` unless told."""
+    """Attack every image as in the paper and with confidence, then sample again (`SAMPLES` by default)."""
     samples = SAMPLES if samples is None else samples
     settings.require_time(name, 0, 2, "attacks")
     networks, own = two_stage(network, images), torch.arange(len(images), device=images.device)
@@ -267,7 +269,7 @@ def mean_images(settings: Settings) -> Tensor:
 
 
 def skipped_in_words(found: TwoWays, classes: Sequence[str]) -> str:
-    """Which images were left out; a sentence, or nothing."""
+    """A sentence on the images that were left out, or nothing."""
     skipped = found.paper.result.skipped
     if not skipped:
         return ""
@@ -278,7 +280,7 @@ def skipped_in_words(found: TwoWays, classes: Sequence[str]) -> str:
 def picture_rows(
     network: nn.Module, attacked: Attacked, classes: Sequence[str], seed: int, notes: Sequence[str] = ()
 ) -> list[PictureRow]:
-    """A row of pictures for each attacked image, with a sample that gets the answer of most samples."""
+    """A row of pictures for each attacked image, with a sample whose answer is that of most samples."""
     result = attacked.result
     rows = []
     for place in range(len(result)):
@@ -297,7 +299,7 @@ def a_sample(centre: Tensor, sigma: float, seed: int) -> Tensor:
 
 
 def typical_sample(network: nn.Module, attacked: Attacked, place: int, seed: int) -> Tensor:
-    """The first of `FEW` samples with the answer that most samples get; the first of all if none has it."""
+    """The first of `FEW` samples whose answer is that of most samples, or simply the first if none has it."""
     result = attacked.result
     centre, sigma = result.images[place] + result.mu[place], float(result.sigma[place])
     samples = torch.stack([a_sample(centre, sigma, seed + number) for number in range(FEW)])
@@ -316,7 +318,7 @@ class Shown:
 
 
 def draw_gallery(columns: Sequence[Shown], side: float = 1.35) -> Figure:
-    """Pictures in a row, the first framed if it is without noise; beneath them μ, where grey is 0."""
+    """Draw pictures in a row, the first framed if it is without noise, and beneath them μ, in which grey is 0."""
     figure = new_figure((side + 0.1) * len(columns), 2 * side + 0.9)
     axes = figure.subplots(2, len(columns), squeeze=False)
     for (upper, lower), column in zip(axes.T, columns, strict=True):
@@ -355,21 +357,21 @@ def row_of(attacked: Attacked, place: int, classes: Sequence[str], name: str) ->
 
 
 def rows_panel(title: str, attacked: Attacked, classes: Sequence[str]) -> Panel:
-    """A row for each attacked image, called by its class."""
+    """A panel with a row for each attacked image, named by its class."""
     called = [classes[int(label)] for label in attacked.result.labels]
     rows = [row_of(attacked, place, classes, name) for place, name in enumerate(called)]
     return panel_of(title, rows, attacked.samples)
 
 
 def panel_of(title: str, rows: Sequence[tuple[str, ...]], samples: int, breaks: tuple[int, ...] = ()) -> Panel:
-    """Rows under `COLUMNS`, with what they mean."""
+    """Rows under `COLUMNS`, with their explanation."""
     columns = tuple(f"of {samples:,}" if column == "of many" else column for column in COLUMNS)
     legend = LEGEND.replace("of many:", f"of {samples:,}:")
     return Panel(title, columns, tuple(rows), legend, emphasis=(4,), breaks=breaks)
 
 
 def share(value: Tensor | float, digits: int = 0) -> str:
-    """In percent; neither 0 nor 100 % where it is not exactly that."""
+    """A share in per cent; it is shown as 0 or 100 % only where it is exactly that."""
     percent = 100 * float(value)
     text = f"{percent:.{digits}f}"
     if float(text) in (0, 100) and abs(float(text) - percent) > 1e-9:

@@ -20,7 +20,7 @@ app = App(
     suppress_keyboard_interrupt=False,  # `run` says what becomes of the work
 )
 UNFINISHED = 3
-"""The exit status when the time was over before the work was done."""
+"""The exit status when the time ran out before the work was done."""
 
 
 @app.default

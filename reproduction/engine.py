@@ -1,4 +1,4 @@
-"""The engine at work: a random (Affine, ReLU, Affine) network, its exact moments beside sampled ones."""
+"""Show the engine at work: the exact moments of a random (Affine, ReLU, Affine) network beside sampled ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every method beside each other on LeNet, as Table 2 shows them: fewer images, a reference of many more samples.
+"""Compare all methods on LeNet as Table 2 does, on fewer images and against many more samples.
 
-The errors of the layer by layer propagation are below what Table 2's 10⁴ samples can tell, so these have their own.
+Layerwise errors are smaller than Table 2's 10⁴ samples can resolve, so this comparison has a reference of its own.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "tighter"
-"""The folder of the sweep, and what its random numbers derive from."""
+"""The folder of the sweep, and the name from which its random numbers derive."""
 MOST_IMAGES = 100
-"""Of Table 2's images, at most so many."""
+"""At most so many of Table 2's images are used."""
 ONE_IN = {"cpu": 50, "cuda": 1}
-"""And one in so many: an image takes minutes on a CPU, seconds on a GPU."""
+"""One in so many of them is used: an image takes minutes on a CPU and seconds on a GPU."""
 REFERENCE = {"cpu": 100_000, "cuda": 1_000_000}
-"""Samples of the reference, corrected by a sketch."""
+"""The number of samples of the reference, which are corrected by a sketch."""
 PLAIN, ASSISTED, PROBES = 10_000, 1_000, 64
-"""Plain samples, corrected ones, and the probes of a sketch."""
+"""The numbers of plain samples, of corrected samples, and of a sketch's probes."""
 SEEDS = 2**31
 """Seeds of methods are below this."""
 METHODS = ("two_stage", "delta", "sketch", "assisted", "layerwise", "plain")
@@ -50,7 +50,7 @@ LABELS = {
     "plain": f"{PLAIN:,} samples",
 }
 SEEN = 1.5
-"""An error of less than so many floors cannot be told from none."""
+"""An error below so many floors cannot be told from zero."""
 STYLES: dict[str, dict[str, Any]] = {
     "two_stage": {"color": GREEN, "marker": "o"},
     "delta": {"color": GREY, "marker": "o", "linestyle": "--", "linewidth": 1.1, "zorder": 3},
@@ -135,7 +135,7 @@ def averaged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tup
 
 @dataclass(frozen=True, eq=False)
 class EveryMethod:
-    """Errors against the reference, by moment and method, how far its halves are apart, and the time it took."""
+    """Errors against the reference by moment and method, the difference between its halves, and the time taken."""
 
     errors: dict[str, dict[str, Errors]]
     halves: dict[str, Errors]
@@ -147,12 +147,12 @@ class EveryMethod:
         return self.halves["mean"].images
 
     def floor(self, moment: str, level: int) -> float:
-        """The error that exact values would show: the mean of two halves is off by half of what they are apart."""
+        """The error that exact values would show: the mean of the two halves is off by half of their difference."""
         return self.halves[moment].average(level) / 2
 
 
 def sweep_of(settings: Settings, studied: StudiedImages) -> EveryMethodSweep | None:
-    """Over some of the studied images, evenly spread; None where that would be none."""
+    """The sweep over some of the studied images, evenly spread, or None if there would be none."""
     kind = settings.device.type
     count = min(MOST_IMAGES, len(studied.images) // ONE_IN[kind])
     if count == 0:
@@ -163,7 +163,7 @@ def sweep_of(settings: Settings, studied: StudiedImages) -> EveryMethodSweep | N
 
 
 def errors_of_methods(settings: Settings, sweep: EveryMethodSweep) -> EveryMethod:
-    """Run what is missing, and take the errors."""
+    """Run what is missing of the sweep, and compute the errors."""
     found = settings.run(sweep)
 
     def values(name: str, moment: str) -> np.ndarray:
@@ -178,7 +178,7 @@ def errors_of_methods(settings: Settings, sweep: EveryMethodSweep) -> EveryMetho
 
 
 def panels(found: EveryMethod) -> tuple[Panel, ...]:
-    """One for the mean, one for the variance: noise levels down, methods across."""
+    """A panel for the mean and one for the variance, with a row for each noise level and a column for each method."""
     caption = (
         f"Averages over {_images(found)} and logits, against {found.reference:,} assisted samples: unbiased, corrected "
         f"by a sketch of {PROBES} probes. The floor is what exact values would show against these."
@@ -201,7 +201,7 @@ def _row(found: EveryMethod, moment: str, level: int) -> tuple[str, ...]:
 
 
 def reading(found: EveryMethod | None) -> tuple[str, ...]:
-    """What each error is made of, and which are seen at all."""
+    """What each error is made of, and which errors can be seen at all."""
     if found is None:
         return (
             "The other methods (layer by layer, sketch, assisted sampling) are compared on a GPU, or on a CPU from "
@@ -222,7 +222,7 @@ def reading(found: EveryMethod | None) -> tuple[str, ...]:
 
 
 def _seen(found: EveryMethod) -> str:
-    """Where the error of the tightest method is, beside the floor and beside plain sampling."""
+    """How the error of the tightest method compares with the floor and with plain sampling."""
     sentences = []
     for moment in MOMENTS:
         below, better = [], []
@@ -285,7 +285,7 @@ def _number(errors: Errors, level: int) -> dict[str, Any]:
 
 
 def draw_methods(found: EveryMethod) -> Figure:
-    """Left the mean, right the variance; shaded, up to what 10⁴ samples are off."""
+    """Draw the mean on the left and the variance on the right, shaded up to the error of 10⁴ samples."""
     figure = new_figure(8.0, 4.3)
     both = figure.subplots(1, 2)
     for axes, moment in zip(both, MOMENTS, strict=True):

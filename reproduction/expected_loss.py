@@ -1,14 +1,14 @@
-"""The loss expected under Gaussian noise, for training: scores' mean and spread in one pass over a few stacked rows.
+"""The expected loss under Gaussian noise, for training: mean and spread of the scores from one pass over stacked rows.
 
-After *Analytical Moment Regularizer for Gaussian Robust Networks* (arXiv 1904.11005), with moments that go through
+The idea is from *Analytical Moment Regularizer for Gaussian Robust Networks* (arXiv 1904.11005), but moments go through
 every layer. A batch of N images goes through the network as (1 + K)·N rows, the means m and K rows m + dₖ for random
 directions of the noise. Affine layers take them as they are. At a ReLU, with s² the mean of dₖ²,
 
     m ← E relu(N(m, s²)),   dₖ ← Φ(m/s) dₖ + rest,
 
-the expected slope, and random numbers of the variance that it leaves; at a max-pool the even and odd parts of
-f(m ± dₖ). The scores m ± dₖ then have the moments of the scores under noise, but for what the rests of different units
-share, and their mean loss is the expected one.
+that is, the expected slope plus random numbers with the variance that it leaves; at a max-pool, the even and odd parts
+of f(m ± dₖ). The scores m ± dₖ then have the moments of the scores under noise, except for what the rests of different
+units share, and their mean loss is the expected one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from torch.nn.functional import avg_pool2d, cross_entropy
 from netmoments.normal import density, distribution
 
 PROBES = 1
-"""Directions of the noise that go along: a pass takes 1 + PROBES times a plain one."""
+"""Number of random directions of the noise; a pass takes 1 + PROBES times as long as a plain one."""
 NEAR = 5
-"""Side of the window over which a feature map's spread is averaged, as few directions say little of one unit."""
+"""Side of the window over which a feature map's spread is averaged, since few directions say little about one unit."""
 LEAST = 1e-6
-"""Added to the deviations, and the least share of a variance that a slope leaves, so that roots have derivatives."""
+"""Added to the deviations, and the least share of a variance that a slope leaves, so that square roots are
+differentiable.
+"""
 
 
 class ExpectedScores(NamedTuple):
@@ -38,7 +40,7 @@ class ExpectedScores(NamedTuple):
     mean: Tensor
     """(N, d)."""
     deviations: Tensor
-    """(K, N, d): random, their covariance is E Σₖdₖdₖᵀ/K."""
+    """(K, N, d), random; the covariance of the scores is E Σₖdₖdₖᵀ/K."""
 
 
 def expected_scores(network: nn.Module, images: Tensor, sigma: float, probes: int = PROBES) -> ExpectedScores:
@@ -57,10 +59,10 @@ def expected_scores(network: nn.Module, images: Tensor, sigma: float, probes: in
 def expected_cross_entropy(
     scores: ExpectedScores, labels: Tensor, weight: float, label_smoothing: float = 0.0
 ) -> Tensor:
-    """The cross-entropy L expected under noise, (): L(m) + weight · (½L(m + dₖ) + ½L(m − dₖ) − L(m)), averaged over k.
+    """The expected cross-entropy L under noise, (): L(m) + weight · (½L(m + dₖ) + ½L(m − dₖ) − L(m)), averaged over k.
 
     A weight of 1 is the expectation, 0 the loss of the expected scores. To second order in dₖ the bracket is
-    ½ dₖᵀH dₖ with H = diag(p) − ppᵀ; beyond, it also sees spread where the network is sure and H is 0.
+    ½ dₖᵀH dₖ with H = diag(p) − ppᵀ; beyond that, it also notices spread where the network is certain and H is 0.
     """
     plain = cross_entropy(scores.mean, labels, label_smoothing=label_smoothing)
     rows = torch.cat([scores.mean + scores.deviations, scores.mean - scores.deviations])
@@ -69,7 +71,7 @@ def expected_cross_entropy(
 
 
 def relu_rows(rows: Tensor, images: int, probes: int) -> Tensor:
-    """m and m + dₖ after a ReLU, from those before it."""
+    """The rows m and m + dₖ after a ReLU, from those before it."""
     mean, deviations = _parts(rows, images, probes)
     variance = deviations.square().mean(0)
     if variance.dim() == 4:
@@ -85,7 +87,7 @@ def relu_rows(rows: Tensor, images: int, probes: int) -> Tensor:
 
 
 def pool_rows(rows: Tensor, images: int, probes: int, pool: Callable[[Tensor], Tensor]) -> Tensor:
-    """The same after a max-pool: the mean is the even part of f(m ± dₖ), averaged over k, and dₖ the odd part."""
+    """The rows after a max-pool: the mean is the even part of f(m ± dₖ), averaged over k, and dₖ is the odd part."""
     mean, deviations = _parts(rows, images, probes)
     above = pool(rows[images:]).unflatten(0, (probes, images))
     below = pool((mean - deviations).flatten(0, 1)).unflatten(0, (probes, images))
@@ -94,7 +96,7 @@ def pool_rows(rows: Tensor, images: int, probes: int, pool: Callable[[Tensor], T
 
 
 def dropout_rows(rows: Tensor, images: int, probes: int, share: float) -> Tensor:
-    """The same after dropout: a unit is dropped from the mean and all rows, or from none."""
+    """The rows after dropout, which drops a unit from the mean and all rows, or from none."""
     if not share:
         return rows
     kept = (torch.rand_like(rows[:images]) >= share) / (1 - share)
@@ -110,12 +112,14 @@ def _parts(rows: Tensor, images: int, probes: int) -> tuple[Tensor, Tensor]:
 AFFINE = (
     nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.BatchNorm1d, nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Identity,
 )  # fmt: skip
-"""Layers that take rows as they are."""
+"""Layers that can be applied to the rows as they are."""
 
 
 @contextmanager
 def _with_moments(network: nn.Module, images: int, probes: int) -> Iterator[None]:
-    """The network takes rows of means and directions: its nonlinear modules give theirs in place of their own."""
+    """Let the network take rows of means and directions: its nonlinear modules return such rows in place of their own
+    outputs.
+    """
     changed = []
     try:
         for module in network.modules():

@@ -1,4 +1,4 @@
-"""What an experiment is: what it is told (`Settings`), what it found (`Outcome`), and the list of all of them."""
+"""Define an experiment: its `Settings`, its `Outcome`, and the list of all experiments."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ MODULES = {
     "frontier": "frontier",
     "moments-training": "moments_training",
 }
-"""The module of every experiment, by its name on the command line, in the order of the report."""
+"""The module of each experiment by its name on the command line, in the order of the report."""
 NAMES = tuple(MODULES)
 ENGINES = ("local", "ray")
 RUNS = "_runs.jsonl"
-"""In the folder of a sweep: a line for every run that computed any of its rows."""
+"""A file in the folder of a sweep, with a line for every run that computed any of its rows."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class BesidePaper:
 
 @dataclass(frozen=True)
 class Panel:
-    """A table of cells already in words; `emphasis` are the columns that matter most."""
+    """A table whose cells are already text; `emphasis` names the columns that matter most."""
 
     title: str
     columns: tuple[str, ...]
@@ -82,9 +82,9 @@ class Panel:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure that is drawn when it is wanted: its name is its file's, without an ending.
+    """A figure that is drawn when needed; its name is that of its file, without the suffix.
 
-    What draws it can be pickled, so that it can be drawn on another machine than the one that computed it.
+    The function that draws it can be pickled, so that another machine than the one that computed it can draw it.
     """
 
     name: str
@@ -97,28 +97,28 @@ class Outcome:
     """One table or figure of the paper, reproduced."""
 
     name: str
-    """As on the command line: figure-2, table-4."""
+    """The name on the command line, such as figure-2 or table-4."""
     title: str
     reading: tuple[str, ...]
-    """Paragraphs: what was done, which reading of the paper was chosen, what is to be seen."""
+    """Paragraphs that say what was done, which reading of the paper was chosen, and what can be seen."""
     comparisons: tuple[BesidePaper, ...]
     panels: tuple[Panel, ...]
     drawings: tuple[Drawing, ...]
     numbers: dict[str, Any]
-    """Everything for machines: plain values, lists and dictionaries."""
+    """All results in machine-readable form: plain values, lists and dictionaries."""
     seconds: float
-    """Time of the work itself, over all runs that contributed."""
+    """Time of the work itself, summed over all runs that contributed."""
     details: tuple[Panel, ...] = ()
-    """Panels for the files and the page, too long for a terminal."""
+    """Panels for the files and the page that are too long for a terminal."""
 
 
 FEW, FEW_SAMPLES = 25, 1000
-"""Images below which a run only shows that everything works, and its samples unless a number is given."""
+"""With fewer images a run only shows that everything works; and the samples that it takes unless told otherwise."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every experiment is told: how much of it, where, from which seed, and by which engine."""
+    """The settings of every experiment: how much to compute, where, from which seed, and by which engine."""
 
     out: Path
     engine: Engine
@@ -128,48 +128,48 @@ class Settings:
     seed: int = 0
     data_dir: Path | None = None
     weights: Path | None = None
-    """Weights of the network in place of the shipped ones."""
+    """Weights to use in place of the shipped ones."""
     model: str = "lenet"
-    """The network that figure-1 draws: of the zoo, an exported program, or file.py:factory."""
+    """The network that figure-1 draws: a name of the zoo, an exported program, or file.py:factory."""
     layer: int | str = -1
     """The ReLU that figure-1 keeps."""
     gallery: Path | None = None
     """A folder of networks that `frontier` measures too."""
     deadline: float | None = None
-    """When to stop, on the clock of `time.monotonic`; what is finished by then is kept."""
+    """When to stop, as a value of `time.monotonic`; whatever is finished by then is kept."""
     started: float = field(default_factory=time.monotonic)
     used: list[str] = field(default_factory=list)
-    """The sweeps that were asked for."""
+    """The names of the sweeps that were run so far."""
 
     @property
     def few(self) -> bool:
-        """Whether there are so few images that a run only shows that everything works, in minutes on a CPU."""
+        """Whether there are so few images that a run only shows, in minutes on a CPU, that everything works."""
         return self.images < FEW
 
     @property
     def here(self) -> torch.device:
-        """Where this process itself computes: a Ray cluster may have GPUs where this machine has none."""
+        """The device on which this process itself computes: a Ray cluster may have GPUs where this machine has none."""
         return self.device if self.device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
 
     def run(self, sweep: Sweep) -> Results:
-        """All results of a sweep: those kept from earlier runs, and what was missing."""
+        """All results of a sweep: load those of earlier runs, and compute what is missing."""
         left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
         self.used.append(sweep.name)
         engine = Recorded(self.engine, self.out, Machine.here(self.device))
         return run_sweep(sweep, self.out, engine, seconds=left)
 
     def check(self, *sweeps: Sweep) -> None:
-        """That what is in the output folder of these sweeps is of this configuration, before anything is computed."""
+        """Require, before computing, that results of these sweeps in the output folder are of this configuration."""
         require_same(self.out, sweeps, self.engine.device_type)
 
     def require_time(self, name: str, done: int, total: int, unit: str) -> None:
-        """Before other long work than a sweep's: that the time is not over."""
+        """Require that there is time left, before long work that is not a sweep."""
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise Unfinished(name, done, total, unit, time.monotonic() - self.started)
 
 
 def experiments_named(name: str) -> Sequence[str]:
-    """The experiments that a name on the command line stands for: one, or all."""
+    """The experiments that a name on the command line stands for: one of them, or all."""
     if name == "all":
         return NAMES
     if name not in MODULES:
@@ -178,16 +178,16 @@ def experiments_named(name: str) -> Sequence[str]:
 
 
 def reproduce(name: str, settings: Settings) -> Outcome:
-    """Run one experiment, or what is missing of it, and gather what it found."""
+    """Run one experiment, or what is missing of it, and return its outcome."""
     module = importlib.import_module(f"reproduction.{MODULES[name]}")
     outcome: Outcome = module.reproduce(settings)
     return outcome
 
 
 def engine_named(name: str, device: torch.device, address: str | None = None) -> Engine:
-    """The engine that a word on the command line means.
+    """The engine that a name on the command line stands for.
 
-    local: this process, or every GPU here where the device is `cuda` without a number. ray: a Ray cluster, whose
+    local: this process, or every GPU here if the device is `cuda` without a number. ray: a Ray cluster, whose
     machines have this checkout in the same folder, or on their PYTHONPATH.
     """
     if name not in ENGINES:
@@ -207,7 +207,7 @@ def _local_devices(device: torch.device) -> list[str]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """An engine that notes the machine in the sweep's folder before it computes anything."""
+    """An engine that records the machine in the sweep's folder before it computes anything."""
 
     engine: Engine
     out: Path
@@ -232,18 +232,18 @@ class Recorded:
 
 
 def machines(out: Path, names: Iterable[str]) -> list[Machine]:
-    """Those that computed any rows of these sweeps, each once."""
+    """The machines that computed any rows of these sweeps, each once."""
     return list(dict.fromkeys(Machine(str(run["device"]), str(run["torch"])) for run in runs(out, names)))
 
 
 def commits(out: Path, names: Iterable[str]) -> list[str]:
-    """Those of the code that computed any rows of these sweeps, each once; runs from before these were noted have
+    """The commits of the code that computed any rows of these sweeps, each once; runs without a recorded commit have
     `UNKNOWN`."""
     return list(dict.fromkeys(str(run.get("commit", UNKNOWN)) for run in runs(out, names)))
 
 
 def runs(out: Path, names: Iterable[str]) -> list[dict[str, Any]]:
-    """What was noted of the runs of these sweeps; a line cut short by a kill is passed over."""
+    """The records of the runs of these sweeps; a line that a killed process left incomplete is skipped."""
     found = []
     for name in names:
         path = out / name / RUNS
@@ -258,28 +258,30 @@ def runs(out: Path, names: Iterable[str]) -> list[dict[str, Any]]:
 
 UNKNOWN = "unknown"
 COMMIT = "NETMOMENTS_COMMIT"
-"""The variable that says which commit a copy without git is of."""
+"""The environment variable that names the commit of a copy without git."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
 class Origin(Provenance):
-    """Where the numbers of an outcome come from, with the commit of the code; results from before it have none."""
+    """The origin of an outcome's numbers, with the commit of the code; results without a recorded commit have none."""
 
     commit: str = UNKNOWN
 
     @classmethod
     def of(cls, settings: Settings, command: str) -> Self:
-        """Now, by the machines and the commits that computed the sweeps that were used, or by these here."""
+        """The origin as of now: the machines and commits that computed the sweeps used or, without sweeps, those of
+        this process.
+        """
         made = Provenance.of_this_run(settings.device, settings.seed, command, machines(settings.out, settings.used))
         return cls(**asdict(made), commit=" and ".join(commits(settings.out, settings.used) or [commit_here()]))
 
 
 @cache
 def commit_here() -> str:
-    """The commit of this checkout, "with changes" where its files are not as they were committed.
+    """The commit of this checkout, "with changes" where its files differ from what was committed.
 
-    In a copy that is no checkout what $NETMOMENTS_COMMIT says, or `UNKNOWN`.
+    In a copy that is not a checkout it is $NETMOMENTS_COMMIT, or `UNKNOWN`.
     """
     try:
         top, commit = _git("rev-parse", "--show-toplevel", "HEAD").stdout.split("\n")[:2]

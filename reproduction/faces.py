@@ -1,6 +1,6 @@
-"""The network for faces and FER2013: faces that it gets right, and targeted noise for each of them.
+"""Attack the face network on FER2013: choose faces that it gets right, and find targeted noise for each of them.
 
-Table 5 and Figure 8 are a sweep of targeted attacks; Figure 9 has one face of each emotion.
+Table 5 and Figure 8 are sweeps of targeted attacks; Figure 9 has one face for each emotion.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from reproduction.experiment import Settings
 from reproduction.image_sweeps import blocks, digest_of, same_bits
 
 EMOTIONS = ("Anger", "Disgust", "Fear", "Happiness", "Sadness", "Surprise", "Neutral")
-"""In the order of FER2013's labels, as the paper writes them."""
+"""The emotions as the paper writes them, in the order of FER2013's labels."""
 CANDIDATES = 200
-"""Faces of a class that are drawn; the first that the network gets right is taken."""
+"""Faces of a class that are drawn at random; the first that the network gets right is used."""
 SAMPLES = 100
-"""Of the noise, for each image and target."""
+"""Samples of the noise for each image and target."""
 POLISH = 200
-"""Steps on the network: its gradients change more from place to place than LeNet's."""
+"""Steps on the network: there are more than for LeNet, because its gradients change more from place to place."""
 LOOKED_AT = 32
-"""Images that the network is asked about at a time while faces are chosen."""
+"""Batch size of the network while faces are chosen."""
 SEEDS = 2**31
-"""Seeds of attacks are below this: an attack adds a little to its seed for samples of other purposes."""
+"""Seeds of attacks are below this; an attack adds small numbers to its seed for samples with other purposes."""
 CLOSE = 0.1
-"""A difference of margins, in logits, up to which they agree in words."""
+"""Margins that differ by at most so many logits are said to agree."""
 NUMBERS = (
     "success", "success_clipped", "sparsity", "l1", "tv", "linf", "ssim", "gamma", "margin", "network_margin", "gap",
 )  # fmt: skip
@@ -52,14 +52,14 @@ COUNTS = ("polished", "iterations")
 
 
 def faces_network() -> nn.Module:
-    """The shipped AlexNet for faces, float32, in eval mode; --weights are LeNet's."""
+    """The shipped AlexNet for faces in float32 and eval mode (--weights would be LeNet's)."""
     return zoo.pretrained("faces").float()
 
 
 def one_face_a_class(network: nn.Module, settings: Settings) -> tuple[list[int], Tensor, Tensor]:
-    """Places in the private test split, images and labels: one a class, correctly classified, by the seed.
+    """Places in the private test split, images and labels: one correctly classified face per class, chosen by the seed.
 
-    Of the first classes where fewer images are asked for.
+    If fewer images are asked for, those of the first classes.
     """
     everything = data.load("fer2013", split="test", data_dir=settings.data_dir)
     assert everything.labels is not None
@@ -95,7 +95,7 @@ class Faces:
     seed: int
 
     def description(self) -> dict[str, Any]:
-        """What changes results, in plain values."""
+        """Everything that affects results, as plain values."""
         return {
             "network": digest_of(*self.network.state_dict().values()),
             "images": len(self.images),
@@ -108,7 +108,7 @@ class Faces:
         return Faces(network, self.images.to(device), self.labels.to(device), self.numbers, self.classes, self.seed)
 
     def kept_relu(self, layer: int | str) -> str:
-        """The ReLU that a linearization keeps, in words: its place from 1, its name and its size."""
+        """Describe the ReLU that a linearization keeps: its number from 1, its name and its size."""
         model = NetworkModel.of(self.network, self.images[:1], "faces")
         kept = model.relu(layer)
         return f"ReLU {kept.index + 1} of {len(model.relus)}, {kept.name}, {kept.size:,} units"
@@ -122,9 +122,9 @@ def network_and_faces(settings: Settings) -> tuple[nn.Module, LabelledImages]:
 def chosen_faces(
     network: nn.Module, everything: LabelledImages, wanted: Mapping[int, int], seed: int, purpose: str
 ) -> Faces:
-    """So many images of each class, of those that the network gets right, at random; all of them where there are fewer.
+    """So many random images of each class among those that the network gets right, or all of them if there are fewer.
 
-    The network is asked on a CPU: the choice does not depend on the device of the experiment.
+    The network runs on a CPU for this, so that the choice does not depend on the device of the experiment.
     """
     if everything.labels is None:
         raise ValueError("the faces need labels: which of them the network gets right is not known without")
@@ -160,7 +160,7 @@ def _first_right(network: nn.Module, images: Tensor, places: Tensor, label: int,
 
 @dataclass(frozen=True, eq=False)
 class TargetedSweep:
-    """Every image towards its targets, by each of some attacks. An item is a block of images, each linearized once.
+    """A sweep of attacks on every image towards its targets. An item is a block of images, each linearized once.
 
     Rows: image, source, target, variant (the attack's name here), asked (its γ, or NaN), answer, outside (share of the
     pixels of M + μ beyond [0, 1]), and the columns of `AttackResult.records` that are listed above.
@@ -215,7 +215,7 @@ class TargetedSweep:
 
 
 def _plain(attack: SparseSmooth) -> dict[str, Any]:
-    """The settings that change results."""
+    """The settings that affect results."""
     values = asdict(attack)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
             if name not in ("seed", "preprocessing", "memory_budget")}  # fmt: skip
@@ -254,19 +254,19 @@ def most_fooled(columns: Columns) -> np.ndarray:
 
 
 def mean_of(values: np.ndarray) -> float | None:
-    """Of the values that are numbers; None where there are none."""
+    """The mean of the values that are numbers, or None if there are none."""
     kept = values[np.isfinite(values)]
     return float(kept.mean()) if len(kept) else None
 
 
 def error_over_images(columns: Columns, values: np.ndarray) -> float | None:
-    """Standard error of a mean over rows, from how much images differ; None for one image."""
+    """Standard error of a mean over rows, from the spread between images; None for a single image."""
     means = [float(values[columns["image"] == image].mean()) for image in np.unique(columns["image"])]
     return float(np.std(means, ddof=1) / len(means) ** 0.5) if len(means) > 1 else None
 
 
 def summarized(columns: Columns) -> dict[str, Any]:
-    """Averages over the rows of one attack, for machines: plain values, None where there is no number."""
+    """Averages over the rows of one attack as plain values, None where there is no number."""
     most = most_fooled(columns)
     return {
         "attacks": len(most),
@@ -300,7 +300,7 @@ def _median(values: np.ndarray) -> float | None:
 
 
 def on_linearization(one: Mapping[str, Any]) -> str:
-    """A sentence on what the network's own margin is, where the formula's problem was solved."""
+    """A sentence on the network's own margin where the formula's problem was solved."""
     error = one["formula_error_where_feasible"]
     if error is None:
         return "It was solved nowhere, so nothing can be said of the linearization."

@@ -1,4 +1,4 @@
-"""The paper's Figure 1: a network cut at one ReLU and made affine before and after it, drawn for any network."""
+"""The paper's Figure 1: draw how any network is cut at one ReLU and made affine before and after it."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ if TYPE_CHECKING:
 NAME = "figure-1"
 MNIST_SHAPE = (1, 28, 28)
 MOST = 5
-"""ReLUs that are drawn; of more, the middle is left out."""
+"""At most so many ReLUs are drawn; of more, those in the middle are left out."""
 INCH = 1 / 15.5
-"""Inches of a unit: all lengths below are in these."""
+"""The size of a unit in inches; all lengths below are in these units."""
 BAR, BOX, DOTS, GAP, EDGE = 1.6, 15.0, 4.0, 1.8, 1.8
 LEAST = 23.0
-"""The width of a part of the network, at least."""
+"""The least width of a part of the network."""
 ENDS, KEPT = 14.0, 17.0
 TOP, BOTTOM, HEIGHT = 25.0, 3.0, 11.0
 LETTERS = 13
-"""Of a name, on one line of a box."""
+"""The most letters of a name on one line of a box."""
 WASH = {BLUE: "#E4F0F8", ORANGE: "#FBE9DD"}
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What there is to draw of a network."""
+    """What is drawn of a network."""
 
     model: str
     relus: tuple[Relu, ...]
     kept: int
     shape: tuple[int, ...]
-    """Of one input."""
+    """The shape of one input."""
     outputs: int
     around: bool
-    """Whether the scores depend on the input by a path around the kept ReLU."""
+    """Whether the scores depend on the input through a path around the kept ReLU."""
 
     @property
     def inputs(self) -> int:
@@ -100,7 +100,7 @@ def reproduce(settings: Settings) -> Outcome:
 
 
 def network_to_draw(model: str, weights: Path | None) -> nn.Module:
-    """The network; one of the zoo that comes without weights is drawn untrained, as only its shapes matter."""
+    """The network to draw. One of the zoo's without weights is left untrained, as only its shapes matter."""
     if weights is None and model in zoo.ZOO and zoo.entry(model).shipped is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -109,7 +109,7 @@ def network_to_draw(model: str, weights: Path | None) -> nn.Module:
 
 
 def input_shape(model: str, network: nn.Module) -> tuple[int, ...]:
-    """What one input looks like: known of the zoo and of exported programs; of others MNIST's shape is supposed."""
+    """The shape of one input: known for the zoo and for exported programs, and otherwise assumed to be MNIST's."""
     if model in zoo.ZOO:
         return zoo.entry(model).input_shape
     if isinstance(network, ExportedNetwork):
@@ -198,7 +198,7 @@ class Span(NamedTuple):
 def shown_relus(count: int, kept: int) -> tuple[list[int | None], list[int | None]]:
     """The ReLUs drawn before the kept one and after it; None where some are left out.
 
-    Of many, the kept one's neighbours; at an end of the network, its neighbour and the other end.
+    If there are many, they are the kept one's neighbours or, at an end of the network, its neighbour and the other end.
     """
     chosen = set(range(count))
     if count > MOST:
@@ -210,7 +210,7 @@ def shown_relus(count: int, kept: int) -> tuple[list[int | None], list[int | Non
 
 
 def draw_anatomy(anatomy: Anatomy) -> Figure:
-    """Two rows, the network above, the (Affine, ReLU, Affine) below, each part under the one it comes from."""
+    """Draw the network above and the (Affine, ReLU, Affine) below, each part under the one it comes from."""
     before, after = shown_relus(len(anatomy.relus), anatomy.kept)
     source = Span(0, ENDS)
     first = _next(source, max(LEAST, _width(before)))
@@ -284,7 +284,7 @@ def _linearized_row(axes: Axes, anatomy: Anatomy, spans: tuple[Span, ...]) -> No
 
 
 def _chain(axes: Axes, anatomy: Anatomy, part: Span, shown: list[int | None]) -> None:
-    """Grey bars are affine layers and pooling; boxes are ReLUs."""
+    """Draw affine layers and pooling as grey bars, and ReLUs as boxes."""
     place = part.middle - _width(shown) / 2 + EDGE
     centre = TOP + HEIGHT / 2
     ends: list[float] = []
@@ -338,7 +338,7 @@ def _relus(count: int) -> str:
 
 
 def _name(name: str) -> tuple[str, ...]:
-    """A dotted name on one line if it fits, else on two, each without its beginning if need be."""
+    """A dotted name on one line if it fits, else on two, each shortened at its beginning if necessary."""
     whole = (name,) if len(name) <= LETTERS or "." not in name else tuple(name.rsplit(".", 1))
     return tuple(part if len(part) <= LETTERS else "…" + part[-LETTERS + 1 :] for part in whole)
 

@@ -1,4 +1,4 @@
-"""The paper's Figure 2: how far Lemma 4, cut to a few terms, is from E[max(x₁,0) max(x₂,0)] over a grid."""
+"""The paper's Figure 2: the error of Lemma 4, truncated to a few terms, for E[max(x₁,0) max(x₂,0)] over a grid."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 
 NAME = "figure-2"
 TERMS = FIGURE_2_TERMS
-"""How many terms of Lemma 4 are taken."""
+"""Numbers of terms at which Lemma 4 is truncated."""
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""How many nodes our quadrature has."""
+"""Numbers of nodes of our quadrature."""
 MEANS = (-2.0, 2.0)
 DEVIATIONS = (0.2, 2.0)
 SPACING = 0.2
-"""The paper's grid, in both variables: means and deviations from and to, and the step of either."""
+"""The paper's grid for both variables: the ranges of means and deviations, and the step of either."""
 PAPER_CORRELATIONS = (-0.7, -0.5, -0.3, -0.1, 0.0, 0.1, 0.3, 0.5, 0.7, 0.999)
 SEAM = 1 / math.sqrt(2)
-"""Where Lemma 4 changes its series, and neither converges."""
+"""The |ρ| at which Lemma 4 changes from one series to the other, and neither converges."""
 MODERATE = 0.5
 """Errors are also given for |ρ| up to this."""
 REFERENCE = graded(160, 1.0, steepness=6.0)
-"""What the quadrature is compared with."""
+"""The rule with which the quadrature is compared."""
 CHUNK = 4096
-"""Samples at a time: 7 MB for each of the two matrices."""
+"""Samples processed at a time; each of the two matrices takes 7 MB."""
 ROUNDING = 1e-17
-"""Where an error of exactly zero is drawn."""
+"""The value at which an error of exactly zero is drawn."""
 SHADES = (AMBER, ORANGE, PURPLE, SKY, BLUE)
 MARKERS = "osD^v"
 Place = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -100,7 +100,7 @@ def reproduce(settings: Settings) -> Outcome:
 
 
 def every_correlation() -> tuple[float, ...]:
-    """The paper's, and more of them for curves over ρ: every 0.05, and closer at ±1 and around ±1/√2."""
+    """The paper's correlations, and more for curves over ρ: every 0.05, and closer near ±1 and ±1/√2."""
     steps = [i / 20 for i in range(20)]
     ends = [0.97, 0.98, 0.99, 0.995, 0.999]
     apart = [0.0001, 0.001, 0.003, 0.01, 0.017, 0.025, 0.035]
@@ -109,7 +109,7 @@ def every_correlation() -> tuple[float, ...]:
 
 
 def places() -> tuple[Tensor, Tensor]:
-    """Every combination of the grid's mean and deviation of one variable, 210 of them."""
+    """All 210 combinations of mean and deviation of one variable on the grid."""
     means, deviations = torch.meshgrid(_steps(*MEANS), _steps(*DEVIATIONS), indexing="ij")
     return means.flatten(), deviations.flatten()
 
@@ -130,7 +130,7 @@ def cross_moment(mu1: Tensor, mu2: Tensor, sigma1: Tensor, sigma2: Tensor, rho: 
 
 
 def truncated_cross_moments(place: Place) -> Iterator[tuple[int, Tensor]]:
-    """Lemma 4 with each of the numbers of terms of the figure."""
+    """Lemma 4, truncated at each of the figure's numbers of terms."""
     sums = enumerate(relu_cross_moment_partial_sums(*place, terms=max(TERMS)), start=1)
     return ((terms, value) for terms, value in sums if terms in TERMS)
 
@@ -166,7 +166,9 @@ def largest(error: Tensor) -> float:
 
 @dataclass(frozen=True)
 class GridErrorSweep:
-    """One item a correlation, one row an item; Monte Carlo at the paper's correlations only, NaN at the others."""
+    """A sweep with one item and row per correlation; Monte Carlo runs only at the paper's correlations, and is NaN
+    elsewhere.
+    """
 
     samples: int
     seed: int
@@ -220,7 +222,7 @@ def _steps(low: float, high: float) -> Tensor:
 
 @dataclass(frozen=True)
 class SeriesError:
-    """The largest absolute error of one truncation over the grid, where it is, and what it is for |ρ| ≤ 0.5."""
+    """The largest absolute error of one truncation over the grid, its place, and the largest for |ρ| ≤ 0.5."""
 
     terms: int
     largest: float
@@ -233,11 +235,11 @@ class Figure2:
     points: int
     series: tuple[SeriesError, ...]
     kernel: float
-    """The same for the exact kernel, against one with many times its nodes."""
+    """The largest error of the exact kernel, against one with many times its nodes."""
 
 
 def run() -> Figure2:
-    """All truncations over the paper's grid, a correlation at a time; without Monte Carlo."""
+    """Compute all truncations over the paper's grid, one correlation at a time, without Monte Carlo."""
     points, kernel = 0, 0.0
     columns: dict[str, list[float]] = {f"series_{terms}": [] for terms in TERMS}
     for rho in PAPER_CORRELATIONS:
@@ -270,7 +272,7 @@ def draw(result: Figure2) -> Table:
 
 
 def _series(kind: str, columns: Mapping[str, Sequence[float]], rho: Sequence[float]) -> tuple[SeriesError, ...]:
-    """The worst of every truncation, by the error at each correlation."""
+    """The worst error of every truncation, from its errors at each correlation."""
     found = []
     for terms in TERMS:
         errors = list(zip(columns[f"{kind}_{terms}"], rho, strict=True))
@@ -347,7 +349,9 @@ def _words(
 
 
 def draw_errors(columns: Columns, samples: int) -> Figure:
-    """Left: over the number of terms, or of nodes, the worst of the paper's grid. Right: over ρ."""
+    """Draw, on the left, the worst error on the paper's grid over the number of terms or nodes; on the right, errors
+    over ρ.
+    """
     figure = new_figure(6.0, 3.9)
     left, right = figure.subplots(1, 2, sharey=True)
     _over_terms(left, columns, samples)

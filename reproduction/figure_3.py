@@ -1,4 +1,4 @@
-"""The paper's Figure 3: noise of at most 30 grey levels that has a 9 taken for a class that was chosen."""
+"""The paper's Figure 3: noise of at most 30 grey levels that turns a 9 into a chosen class."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ NAME = "figure-3"
 DIGIT = 9
 TARGETS = (2, 3, 4, 7, 8)
 BETA = 30
-"""Grey levels."""
+"""The bound β of the shift, in grey levels."""
 NINES = 20
-"""How many are tried, the first that the network gets right."""
+"""How many nines are tried: the first that the network gets right."""
 SURVEYED = 100
-"""Samples for each of all nines; the one that is shown has more."""
+"""Samples for each nine; the one that is shown has more."""
 ITERATIONS, POLISH = 200, 100
 
 
 @dataclass(frozen=True, eq=False)
 class Try:
-    """All nines towards one target: by the formula alone, and with the network followed where that was not enough."""
+    """All nines towards one target, by the formula alone and, where that was not enough, with the network followed."""
 
     target: int
     alone: Attacked
@@ -56,7 +56,7 @@ class Try:
     followed: Attacked | None
 
     def best(self, nine: int) -> tuple[Attacked, int, bool]:
-        """What there is of a nine in the end: the attack, its place there, and whether the network was followed."""
+        """The final result for a nine: the attack, the nine's place in it, and whether the network was followed."""
         if self.followed is None or nine not in self.failed:
             return self.alone, nine, False
         return self.followed, self.failed.index(nine), True
@@ -65,7 +65,7 @@ class Try:
         return self.alone.reached.tolist()
 
     def reached(self) -> list[bool]:
-        """With the network followed where need be."""
+        """Which nines were fooled in the end, with the network followed where necessary."""
         found = self.alone_reached()
         for place, nine in enumerate(self.failed):
             found[nine] = self.followed is not None and bool(self.followed.reached[place])
@@ -123,7 +123,7 @@ def reproduce(settings: Settings) -> Outcome:
 
 
 def towards(network: nn.Module, images: Tensor, target: int, seed: int) -> Try:
-    """Every image towards one target, twice where the first is not enough."""
+    """Attack every image towards one target, and a second time where the first attack is not enough."""
 
     def attacked(images: Tensor, polish: int) -> Attacked:
         attack = Targeted(beta=BETA / GREY_LEVELS, polish=polish, samples=SURVEYED, seed=seed, iterations=ITERATIONS)
@@ -135,14 +135,14 @@ def towards(network: nn.Module, images: Tensor, target: int, seed: int) -> Try:
 
 
 def most_reached(tries: list[Try]) -> int:
-    """The nine with the most targets by the formula alone, then with the network followed; the first of equals."""
+    """The nine that reaches most targets by the formula alone, then with the network followed; the first of equals."""
     alone = torch.tensor([one.alone_reached() for one in tries]).sum(0)
     followed = torch.tensor([one.reached() for one in tries]).sum(0)
     return int((alone * (len(tries) + 1) + followed).argmax())
 
 
 def _sampled_more(network: nn.Module, one: Try, nine: int, seed: int) -> list[Attacked]:
-    """Of the nine that is shown: the formula alone and, where it was tried, with the network followed."""
+    """More samples for the nine that is shown, by the formula alone and, where tried, with the network followed."""
     versions = [one.alone.take([nine])]
     best, place, followed = one.best(nine)
     if followed:
@@ -151,7 +151,7 @@ def _sampled_more(network: nn.Module, one: Try, nine: int, seed: int) -> list[At
 
 
 def draw(network: nn.Module, image: Tensor, shown: list[list[Attacked]], seed: int) -> Figure:
-    """The image and a noisy sample for each target."""
+    """Draw the image and a noisy sample for each target."""
     columns = [Shown(image.cpu(), str(DIGIT), "without noise")]
     for versions in shown:
         attacked = versions[-1]

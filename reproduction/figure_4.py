@@ -1,4 +1,4 @@
-"""The paper's Figure 4: a 9 that four sets of 4 % of its pixels, chosen at random, turn into other digits."""
+"""The paper's Figure 4: four random sets of 4 % of the pixels of a 9, each of which turns it into another digit."""
 
 from __future__ import annotations
 
@@ -38,26 +38,28 @@ NAME = "figure-4"
 DIGIT = 9
 PERCENT = 4
 BETA = 550
-"""Grey levels: more than there are."""
+"""The bound β of the shift, in grey levels; it is more than there are."""
 PAPER_ANSWERS = (2, 4, 2, 2)
-"""What the paper's 9 is taken for, by choice of pixels."""
+"""The digits that the paper's 9 becomes, for each choice of pixels."""
 NINES = 20
-"""How many are tried, the first that the network gets right."""
+"""How many nines are tried: the first that the network gets right."""
 SURVEYED = 100
-"""Samples for each of all nines; the one that is shown has more."""
+"""Samples for each nine; the one that is shown has more."""
 ITERATIONS, POLISH = 200, 100
 WAYS: dict[str, dict[str, Any]] = {
     "formula alone": {"bounds": None, "polish": 0},
     "network followed": {"bounds": None, "polish": POLISH},
     "within [0, 1]": {"bounds": PIXELS, "polish": POLISH},
 }
-"""The paper's attack; with the network followed where that is not enough; that, and M + μ stays a picture."""
+"""The paper's attack; the attack with the network followed where that is not enough; and the latter with M + μ kept a
+picture.
+"""
 PAPER, FOLLOWED, INSIDE = WAYS
 
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """All nines with one random choice of pixels each, in all ways."""
+    """All nines with one random choice of pixels each, attacked in all ways."""
 
     seed: int
     ways: dict[str, Attacked]
@@ -109,7 +111,7 @@ def reproduce(settings: Settings) -> Outcome:
 
 
 def with_support(network: nn.Module, images: Tensor, seed: int) -> Support:
-    """Every image with pixels of its own, chosen by the seed."""
+    """Attack every image on pixels of its own, chosen by the seed."""
     ways = {}
     for way, changes in WAYS.items():
         attack = PixelSupport(
@@ -120,12 +122,12 @@ def with_support(network: nn.Module, images: Tensor, seed: int) -> Support:
 
 
 def most_fooled(supports: list[Support]) -> int:
-    """The nine for which most choices of pixels do by the formula alone; the first of equals."""
+    """The nine that the formula alone fools with the most choices of pixels; the first of equals."""
     return int(torch.stack([support.ways[PAPER].reached for support in supports]).sum(0).argmax())
 
 
 def draw(network: nn.Module, image: Tensor, shown: list[Attacked], seed: int) -> Figure:
-    """The image, and one noisy sample for each choice of pixels."""
+    """Draw the image and one noisy sample for each choice of pixels."""
     columns = [Shown(image.cpu(), str(DIGIT), "without noise")]
     for attacked in shown:
         result = attacked.result
@@ -141,7 +143,7 @@ def _fooled(shown: list[dict[str, Attacked]], way: str) -> int:
 
 
 def _rate(supports: list[Support], way: str) -> float:
-    """Of all nines and choices of pixels, the share that passes the paper's check."""
+    """The share of all nines and choices of pixels that pass the paper's check."""
     return float(torch.stack([support.ways[way].reached for support in supports]).double().mean())
 
 

@@ -1,7 +1,7 @@
-"""The paper's Figure 5: natural images with 2 % of their pixels changed, and a network for ImageNet that is fooled.
+"""The paper's Figure 5: fool an ImageNet network by changing 2 % of the pixels of natural images.
 
-The paper has AlexNet, whose weights have no licence that lets us ship them. By default it is SqueezeNet, whose weights
-are free; with `model="alexnet"` and its weights it is AlexNet at the paper's l = 7, the last ReLU.
+The paper uses AlexNet, whose weights have no licence that lets us ship them. The default here is SqueezeNet, whose
+weights are free; with `model="alexnet"` and its weights, AlexNet is used at the paper's l = 7, the last ReLU.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ if TYPE_CHECKING:
 
 NAME = "figure-5"
 SWEEP = "few-pixels"
-"""The folder of the sweep, and what its random numbers derive from."""
+"""The folder of the sweep, and the name from which its random numbers derive."""
 PERCENT = 2
 BETA = 75
-"""Grey levels."""
+"""The bound β of the shift, in grey levels."""
 ITERATIONS, POLISH = 200, 100
 IMAGES = {"cpu": 2, "cuda": 6}
-"""At most."""
+"""The most images that are attacked on each kind of device."""
 SAMPLES = {"cpu": 50, "cuda": 1000}
-"""A network for ImageNet takes about 0.1 s for an image on one core."""
+"""Samples for each image; a network for ImageNet takes about 0.1 s per image on one core."""
 LAYER = -1
 TITLE = 24
-"""Letters above a picture."""
+"""The most letters of a picture's title."""
 SQUEEZENET = "squeezenet_v1.0_deepcompressed.npz"
 WORDS = "imagenet_synset_words.txt"
 SUMMARY = (
     "label", "towards", "answer", "sigma", "margin", "network_margin", "success_10", "success_samples",
     "success_samples_clipped", "sparsity", "l1", "tv", "linf", "ssim", "gap", "feasible", "fooled", "polished",
 )  # fmt: skip
-"""What is kept of an image, as in `Attacked.records`."""
+"""The fields of `Attacked.records` that are kept of an image."""
 
 
 @dataclass(frozen=True, eq=False)
 class PhotographNetwork:
-    """A network for ImageNet, the side of its images, and its classes' names (none if they are not known)."""
+    """A network for ImageNet, the side of its images, and the names of its classes (none if they are unknown)."""
 
     name: str
     network: nn.Module
@@ -130,7 +130,7 @@ def reproduce(settings: Settings) -> Outcome:
 
 
 def chosen_model(settings: Settings) -> PhotographNetwork:
-    """AlexNet where its weights are given, else SqueezeNet."""
+    """AlexNet if its weights are given, else SqueezeNet."""
     words = _of_squeezenet(settings, WORDS)
     classes = () if words is None else tuple(map(_short, words.read_text(encoding="utf-8").splitlines()))
     if settings.model == "alexnet":
@@ -175,7 +175,7 @@ def _listed(folders: Sequence[Path]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class FewPixelsSweep(BlocksOfImages):
-    """A row for each value that may change, with what is known of the image repeated in every row of it."""
+    """A sweep with a row for each value that may change; the facts about an image are repeated in all of its rows."""
 
     samples: int
     layer: int | str = -1
@@ -240,7 +240,7 @@ def rows_from(columns: Columns, studied: StudiedImages, names: Sequence[str]) ->
 
 
 def draw(model: PhotographNetwork, found: Sequence[AttackedPhotograph], settings: Settings) -> Figure:
-    """The noisy images above, the noise below."""
+    """Draw the noisy images above and the noise below."""
     network = model.network.to("cpu")
     columns = []
     for row in found:

@@ -1,4 +1,4 @@
-"""The paper's Figure 6: sparse and smooth noise that has the mean image of a digit taken for another digit."""
+"""The paper's Figure 6: sparse and smooth noise that turns the mean image of a digit into another digit."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 NAME = "figure-6"
 ROWS = 5
 NAMED = 3
-"""The only one of the five digits that the paper's text names: a 3 that becomes a 9."""
+"""The only one of the five digits that the paper's text names: a 3, which becomes a 9."""
 PAPER_ANSWERS = (6, 8, 9, 9, 9)
-"""What the paper's five rows end as."""
+"""The digits that the paper's five rows become."""
 
 
 def reproduce(settings: Settings) -> Outcome:

@@ -1,4 +1,4 @@
-"""The paper's Figure 7: sparse and smooth noise that has the mean 4 taken for a digit that was chosen."""
+"""The paper's Figure 7: sparse and smooth noise that turns the mean 4 into a chosen digit."""
 
 from __future__ import annotations
 

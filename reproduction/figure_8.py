@@ -1,4 +1,4 @@
-"""The paper's Figure 8: how misclassification and sparsity change with γ, faces of surprise taken for sadness."""
+"""The paper's Figure 8: how misclassification and sparsity change with γ, for faces of surprise turned into sadness."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 NAME = "figure-8"
 SOURCE, TARGET = 5, 4
-"""Surprise, to be taken for sadness."""
+"""The classes surprise and sadness."""
 MOST = 30
 BLOCK = {"cpu": 1, "cuda": 30}
-"""Images that make one item, each with all γ by two kinds of attack."""
+"""Images per item, each attacked with every γ by two kinds of attack."""
 GAMMAS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
-"""In logits."""
+"""The values of γ, in logits."""
 FEW_GAMMAS = (0.0, 4.0)
 FORMULA, FOLLOWED = "formula", "followed"
 KINDS = {
@@ -50,15 +50,15 @@ KINDS = {
 }
 WORDS = {FORMULA: "formula alone, as the paper", FOLLOWED: "network followed, pixels in [0, 1]"}
 FLAT = 0.01
-"""A change of a share up to this is no change in words."""
+"""A share that changes by at most this is described as unchanged."""
 Curve = Sequence[Mapping[str, Any]]
-"""Summaries of the attacks of one kind, γ rising."""
+"""Summaries of the attacks of one kind, in order of increasing γ."""
 STYLES = (
     ("as the paper: formula alone", BLUE, "o", "separation_by_formula"),
     ("network followed", ORANGE, "s", "separation_sampled"),
 )
 FULL = 1.02
-"""Where an axis of shares ends."""
+"""The upper end of an axis of shares."""
 
 
 def reproduce(settings: Settings) -> Outcome:
@@ -72,7 +72,7 @@ def reproduce(settings: Settings) -> Outcome:
 def study(
     settings: Settings, faces: Faces, kinds: Mapping[str, SparseSmooth], gammas: Sequence[float], target: int
 ) -> Outcome:
-    """The curves for these faces, all of one class, by two kinds of attack called `FORMULA` and `FOLLOWED`."""
+    """The curves for faces of one class, by the two kinds of attack called `FORMULA` and `FOLLOWED`."""
     (source,) = set(faces.labels.tolist())
     attacks = {attack_name(kind, gamma): replace(kinds[kind], gamma=gamma) for kind in kinds for gamma in gammas}
     results = settings.run(TargetedSweep(NAME, faces, {source: [target]}, attacks, BLOCK[settings.device.type]))
@@ -119,7 +119,7 @@ def study(
 
 
 def attack_name(kind: str, gamma: float) -> str:
-    """What the rows of a γ are called.
+    """The name of the rows of one γ.
 
     >>> attack_name("formula", 0.5)
     'formula, γ = 0.5'
@@ -128,7 +128,7 @@ def attack_name(kind: str, gamma: float) -> str:
 
 
 def _point(columns: Columns, kind: str, gamma: float) -> dict[str, Any]:
-    """Averages over the images for which the problem was solved, or over all where it was for none."""
+    """Averages over the images for which the problem was solved, or over all images if it was solved for none."""
     rows = chosen_rows(columns, columns["variant"] == attack_name(kind, gamma))
     held = rows["feasible"] if rows["feasible"].any() else np.ones_like(rows["feasible"])
     return {"gamma": gamma, **summarized(chosen_rows(rows, held)), "attacks": len(held)}
@@ -198,14 +198,14 @@ def _reading(
 
 
 def _held(curve: Sequence[Mapping[str, Any]]) -> str:
-    """For how many images, over all γ, a problem was solved."""
+    """The range, over all γ, of the number of images for which the problem was solved."""
     least, most = (choose(one["feasible"] for one in curve) for choose in (min, max))
     counted = f"{least}" if least == most else f"{least} to {most}, depending on γ,"
     return f"for {counted} of {curve[0]['attacks']} images"
 
 
 def _course(what: str, first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> str:
-    """How a share changes from one end of the curve to the other, in words."""
+    """Describe how a share changes from one end of the curve to the other."""
     change = last[key] - first[key]
     if abs(change) <= FLAT:
         return f"{what} stays at {percent(first[key])}"
@@ -213,7 +213,9 @@ def _course(what: str, first: Mapping[str, Any], last: Mapping[str, Any], key: s
 
 
 def draw_curves(formula: Curve, followed: Curve, paper_sparsity: float) -> Figure:
-    """Left the rate, right the sparsity; filled: samples, hollow: images of which most samples are fooled."""
+    """Draw the rate on the left, the sparsity on the right; filled marks count samples, hollow ones images mostly
+    fooled.
+    """
     figure = new_figure(8.0, 3.9)
     left, right = figure.subplots(1, 2)
     for curve, (label, colour, marker, place) in zip((formula, followed), STYLES, strict=True):

@@ -1,7 +1,7 @@
-"""The paper's Figure 9: sparse and smooth noise that has a face's emotion taken for another one.
+"""The paper's Figure 9: sparse and smooth noise that turns a face's emotion into another one.
 
 FER2013's photographs have no stated licence. The drawing "figure-9" shows the noise alone and may be passed on;
-"figure-9-faces" has the photographs in it and is for whoever made it, on their own machine.
+"figure-9-faces" contains the photographs and is meant only for whoever made it, on their own machine.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 NAME = "figure-9"
 PAPER_ANSWERS = ("Neutral", "Fear", "Neutral", "Sadness", "Neutral", "Fear", "Sadness")
-"""From each of `EMOTIONS`."""
+"""The paper's answer for each of `EMOTIONS`."""
 SAMPLES = {"cpu": 200, "cuda": 1000}
-"""Of the noise of each face: on one core the network takes some 10 ms for an image."""
+"""Samples of each face's noise; on one core the network takes some 10 ms per image."""
 PARTS = ("|μ|", "μ⁺", "μ⁻")
 
 
@@ -75,12 +75,14 @@ def reproduce(settings: Settings) -> Outcome:
 
 
 def draw(network: nn.Module, attacked: Attacked, seed: int) -> Figure:
-    """With the photographs."""
+    """Draw the figure with the photographs."""
     return draw_rows(picture_rows(network, attacked, EMOTIONS, seed))
 
 
 def draw_noise(network: nn.Module, attacked: Attacked, seed: int) -> Figure:
-    """Three pictures of μ a column, one column a face: nothing of the photographs but where the noise is."""
+    """Draw three pictures of μ for each face, one face per column; of the photographs they show only where the noise
+    is.
+    """
     rows = picture_rows(network, attacked, EMOTIONS, seed)
     figure = new_figure(1.3 * len(rows) + 0.3, 5.0)
     axes = figure.subplots(len(PARTS), len(rows), squeeze=False)

@@ -1,4 +1,4 @@
-"""Error against time for every method on three networks: which to take. Not in the paper."""
+"""Error against time for every method on three networks, to help choose a method. This is not in the paper."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LABELS = {
     "sampling": "{:,} samples",
 }
 SEEN = 1.5
-"""An error of less than so many floors is only bounded."""
+"""For an error below so many floors only a bound is known."""
 STYLES = {
     "linear": ("delta method", GREY, "o"), "two-stage": ("two-stage", GREEN, "o"),
     "diagonal": ("diagonal (ADF)", SKY, "X"), "unscented": ("unscented", SKY, "P"),
@@ -62,7 +62,7 @@ STYLES = {
     "assisted": ("assisted samples", PURPLE, "v"),
 }  # fmt: skip
 BEYOND = 10.0
-"""How far the line of sampling goes on in time beyond what was taken, or beyond the slowest method."""
+"""Factor of time by which the line of sampling extends beyond the samples taken, or beyond the slowest method."""
 
 
 def reproduce(settings: Settings) -> Outcome:
@@ -90,7 +90,7 @@ def reproduce(settings: Settings) -> Outcome:
 
 
 def panel(one: Frontier) -> Panel:
-    """A row for each method."""
+    """A panel with a row for each method."""
     size = one.case.size
     count = len(one.case.studied.images)
     return Panel(
@@ -106,11 +106,11 @@ def panel(one: Frontier) -> Panel:
 
 
 MANY = (Way("linear"), Way("two-stage"), Way("layerwise"), Way("sketch", PROBES), Way("assisted", 1_000))
-"""Ways that the table of many networks has."""
+"""The ways in the table of many networks."""
 
 
 def every_case(found: Sequence[Frontier]) -> Panel:
-    """All networks at all noise levels, a line each: the error of the variance, and the time by 10⁴ samples."""
+    """A line for each network and noise level: the error of the variance, and the time relative to 10⁴ samples."""
     ordered = sorted(found, key=lambda one: ([other.case.network for other in found].index(one.case.network),
                                              one.case.sigma))  # fmt: skip
     names = [one.case.network for one in ordered]
@@ -151,12 +151,12 @@ def _row(one: Frontier, point: Point) -> tuple[str, ...]:
 
 
 def name_of(point: Point) -> str:
-    """The method as the tables call it."""
+    """The name of the method in the tables."""
     return LABELS[point.way.method].format(point.way.size)
 
 
 def _samples(count: float) -> str:
-    """To two digits."""
+    """A number of samples, to two digits."""
     digits = 10 ** max(0, math.floor(math.log10(max(count, 1))) - 1)
     return f"{round(count / digits) * digits:,.0f}"
 
@@ -166,7 +166,7 @@ def _bounded(one: Frontier, point: Point) -> bool:
 
 
 def reading(found: Sequence[Frontier], device: str) -> tuple[str, ...]:
-    """What was measured, what each error is made of, and which methods nothing beats."""
+    """What was measured, what each error is made of, and which methods are unbeaten."""
     return (
         f"Noise of σ = {SIGMA} on pixels in [0, 1]. Errors are 2|x−y|/(|x|+|y|) against a reference of plain samples, "
         "averaged over images and scores; its floor, from two independent halves, is what exact values would show. "
@@ -227,7 +227,7 @@ def _numbers(one: Frontier, point: Point) -> dict[str, Any]:
 
 
 def draw_frontiers(found: Sequence[Frontier]) -> Figure:
-    """Small multiples; to the lower left is better."""
+    """Draw one chart per network; lower left is better."""
     figure = new_figure(3.4 * max(2, len(found)), 3.9)
     every = figure.subplots(1, len(found), squeeze=False)[0]
     handles: dict[str, Artist] = {}
@@ -265,7 +265,7 @@ def _draw_panel(axes: Axes, one: Frontier) -> None:
 
 
 def _draw_sampling(axes: Axes, one: Frontier, times: Sequence[float]) -> None:
-    """What was taken as points, the law c/√N as a line."""
+    """Draw the samples taken as points, and the law c/√N as a line."""
     taken = one.plain
     start = min((point.seconds for point in taken), default=100 * one.sample_seconds)
     stop = max((*times, start * BEYOND))
@@ -281,7 +281,7 @@ def _draw_sampling(axes: Axes, one: Frontier, times: Sequence[float]) -> None:
 
 
 def _label_size(axes: Axes, point: Point, colour: str) -> None:
-    """The probes or samples, beside the point."""
+    """Write the number of probes or samples beside the point."""
     if point.way.size:
         axes.annotate(
             _short_number(point.way.size), (point.seconds, point.variance_error), xytext=(5, 4),

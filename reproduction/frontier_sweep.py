@@ -1,7 +1,7 @@
-"""The sweep of the frontier: every method on an image of a network, its moments, its time, and what these amount to.
+"""The sweep of the frontier: run every method on images of networks, and summarize its moments and times.
 
-`Case` is a network with its images and noise, `Way` a method with its probes or samples, `FrontierSweep` the work, and
-`Frontier` what was found, averaged: errors, times, and how many samples would do as well.
+A `Case` is a network with its images and noise, a `Way` a method with its probes or samples, `FrontierSweep` the work,
+and `Frontier` the averaged results: errors, times, and how many samples would be as accurate.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ from reproduction.image_sweeps import StudiedImages
 from reproduction.lenet_on_mnist import chosen_network, pooled, spread_over_test
 
 NAME = "error-and-time"
-"""The folder: the outcome has its own, `frontier`."""
+"""The folder of the sweep; the outcome has its own, `frontier`."""
 SIGMA = 0.05
-"""Of pixels in [0, 1]."""
+"""The noise level, for pixels in [0, 1]."""
 LEVELS = {"cpu": (SIGMA,), "cuda": (SIGMA, 0.005, 0.02, 0.1, 0.3)}
-"""All noise levels; others than `SIGMA` with a quarter of the images."""
+"""All noise levels; those other than `SIGMA` use a quarter of the images."""
 MOST_SCORES = 10
-"""Of a network of a gallery."""
+"""The most scores of a gallery's network that are measured."""
 LARGEST = 5
-"""Scores of SqueezeNet that are looked at, of 1000."""
+"""How many of SqueezeNet's 1000 scores are measured."""
 LONG = {"cpu": 1.0, "cuda": 5.0}
-"""Seconds: what takes longer is not run again to be timed."""
+"""A call that takes more seconds is not repeated to be timed."""
 REPEATS = 3
 PROBES = 64
-"""Of the sketch that assists sampling."""
+"""Probes of the sketch that assists sampling."""
 SEEDS = 2**31
 DONE, NO_ROOM, TOO_LONG, REFUSED = "", "does not fit", "left out", "not for this network"
 BESIDE = 10_000
-"""Samples whose time others are measured by."""
+"""The number of plain samples whose time is the unit of the others'."""
 LEAST = 1e-12
-"""Of an error: what is exact is as good as very many samples, not infinitely many."""
+"""The least error: an exact method counts as very many samples, not infinitely many."""
 RIVALS = {"diagonal": adf, "unscented": unscented}
-"""Methods of the field."""
+"""Methods from the literature."""
 Moments = tuple[Tensor, Tensor]
 """Means and variances, (k,)."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is done with a network on a kind of device."""
+    """How much is computed for a network on a kind of device."""
 
     images: int
     reference: int
-    """Samples, in two halves."""
+    """Samples of the reference, in two halves."""
     probes: tuple[int, ...] = (16, 64, 256)
     assisted: tuple[int, ...] = (1_000, 10_000)
     left_out: tuple[str, ...] = ()
@@ -87,20 +87,20 @@ SIZES = {
     ("faces", "cuda"): Size(4, 200_000),
     ("SqueezeNet", "cuda"): Size(2, 100_000, left_out=("unscented",)),
 }
-"""On one busy CPU core a sample took LeNet 1.3 ms, the network for faces 19 ms, SqueezeNet 150 ms."""
+"""On one busy CPU core a sample took 1.3 ms for LeNet, 19 ms for the face network and 150 ms for SqueezeNet."""
 FEW_SIZES = {
     "LeNet": Size(2, 10_000, (16, 64), (1_000,)),
     "faces": Size(1, 500, (16,), (100,), ("unscented", "layerwise")),
     "SqueezeNet": Size(1, 100, (16,), (100,), ("two-stage", "diagonal", "unscented", "layerwise")),
 }
-"""With few images."""
+"""Sizes of a run with few images."""
 GALLERY = {"cpu": Size(1, 10_000, (16, 64), (1_000,)), "cuda": Size(2, 200_000)}
-"""The same for each network of a gallery."""
+"""Sizes for each network of a gallery."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One network with its images, and how much of what is done with it."""
+    """One network with its images, and how much of each method is run on it."""
 
     network: str
     studied: StudiedImages
@@ -108,10 +108,10 @@ class Case:
     random: bool
     """Whether each image has a random covariance, as in Table 2, or independent pixels."""
     largest: int | None = None
-    """How many of the largest scores; None for all."""
+    """How many of the largest scores are measured; None for all."""
     sigma: float = SIGMA
     in_full: bool = True
-    """Whether it has a table of its own; one line of the table of many else."""
+    """Whether it has a table of its own, or else one line in the table of many networks."""
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ class Case:
         return replace(self, studied=self.studied.on(device))
 
     def noise(self, place: int) -> Gaussian:
-        """At one image, as a batch of one."""
+        """The noise at one image, as a batch of one."""
         image = self.studied.images[place : place + 1]
         if not self.random:
             return Gaussian(image, std=self.sigma, event_ndim=image.dim() - 1)
@@ -143,14 +143,14 @@ class Case:
 
     @torch.no_grad()
     def outputs(self, place: int) -> Tensor:
-        """Indices of the scores that are looked at, (k,)."""
+        """Indices of the scores that are measured, (k,)."""
         with full_precision():
             scores = self.studied.network(self.studied.images[place : place + 1]).flatten()
         every = torch.arange(len(scores), device=scores.device)
         return every if self.largest is None else scores.topk(self.largest).indices
 
     def at(self, sigma: float) -> Case:
-        """At another noise level, with a quarter of the images."""
+        """The case at another noise level, with a quarter of the images."""
         few = max(1, self.size.images // 4)
         studied = replace(self.studied, images=self.studied.images[:few], numbers=self.studied.numbers[:few])
         return replace(self, studied=studied, size=replace(self.size, images=few), sigma=sigma, in_full=False)
@@ -224,13 +224,13 @@ def _size(name: str, settings: Settings) -> Size:
 
 
 class Way(NamedTuple):
-    """A method with its probes or samples, 0 for those that have neither."""
+    """A method with its number of probes or samples, which is 0 if it has neither."""
 
     method: str
     size: int = 0
 
     def of_the_library(self, seed: int) -> Method:
-        """As `output_moments` takes it; the random ones with this seed."""
+        """The method as `output_moments` takes it, with this seed if it is random."""
         if self.method == "sketch":
             return Sketch(self.size, seed)
         if self.method == "sampling":
@@ -241,7 +241,7 @@ class Way(NamedTuple):
 
 
 def ways(case: Case) -> list[Way]:
-    """All methods, and plain sampling up to a tenth of the reference."""
+    """All methods, with plain sampling up to a tenth of the reference's samples."""
     plain = [10**power for power in range(2, 7) if 10 ** (power + 1) <= case.size.reference]
     return [
         *map(Way, ("linear", "two-stage", "diagonal", "unscented", "layerwise")),
@@ -255,8 +255,8 @@ def ways(case: Case) -> list[Way]:
 class FrontierSweep:
     """Rows: network, image, method, size, logit, mean, variance, seconds and status, and the reference's two halves.
 
-    Methods that do not fit the memory, or were left out, have NaN. `sample_seconds` is what one plain sample takes,
-    from the reference of the same image.
+    Methods that do not fit into memory, or were left out, have NaN. `sample_seconds` is the time of one plain sample,
+    measured while sampling the reference of the same image.
     """
 
     name: str
@@ -289,7 +289,7 @@ class FrontierSweep:
 
 @dataclass(frozen=True, eq=False)
 class _Image:
-    """One image with its noise, and the scores that are looked at."""
+    """One image with its noise, and the scores that are measured."""
 
     case: Case
     place: int
@@ -305,7 +305,7 @@ class _Image:
         return random_seed(studied.seed, f"{NAME}, {purpose}", int(studied.numbers[self.place])) % SEEDS
 
     def moments(self, way: Way, purpose: str = "") -> Moments:
-        """By one of the ways."""
+        """The moments by one of the ways."""
         network = self.case.studied.network
         if way.method in RIVALS:
             mean, variance = RIVALS[way.method](network, self.noise, self.outputs.unsqueeze(0))
@@ -316,7 +316,7 @@ class _Image:
         return mean.squeeze(0), variance.squeeze(0)
 
     def fits(self, way: Way) -> bool:
-        """Layer by layer needs memory that is known beforehand."""
+        """Whether a way fits into memory; layerwise knows its need in advance."""
         if way.method != "layerwise":
             return True
         need = need_of(self.plan(), self.noise.covariance.rank, self.noise.dtype.itemsize)
@@ -328,7 +328,7 @@ class _Image:
 
 @dataclass(frozen=True, eq=False)
 class _Timed:
-    """What one call gave and how long it took, or why it was not made."""
+    """The result of one call and how long it took, or why it was not made."""
 
     moments: Moments
     seconds: float
@@ -389,7 +389,7 @@ def _finished(device: torch.device) -> None:
 
 @torch.no_grad()
 def _warmed(image: _Image) -> None:
-    """A network is looked into, and libraries are loaded, before anything is timed."""
+    """Examine the network and load libraries before anything is timed."""
     with silence(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image.plan()
@@ -426,7 +426,7 @@ class Point:
     seconds: float
     """The median over images."""
     ratio: float
-    """To the time of 10⁴ plain samples of the same image, the median."""
+    """The median of the ratio to the time of 10⁴ plain samples of the same image."""
 
     @property
     def done(self) -> bool:
@@ -454,9 +454,9 @@ class Frontier:
 
     @property
     def of_one_sample(self) -> float:
-        """c of the law c/√N of plain sampling's error of the variance: the median of what each run of it says.
+        """The c in the law c/√N of plain sampling's error of the variance: the median over its runs.
 
-        The reference is one of them, with its floor.
+        The reference counts as one of them, with its floor.
         """
         runs = [(point.variance_error, point.way.size) for point in self.plain]
         runs.append((self.variance_floor, self.case.size.reference))
@@ -467,11 +467,11 @@ class Frontier:
         return (self.of_one_sample / max(point.variance_error, LEAST)) ** 2
 
     def gain(self, point: Point) -> float:
-        """The time of as many samples, in times of the method."""
+        """The time of equally accurate plain samples, as a multiple of the method's."""
         return self.as_good_samples(point) * self.sample_seconds / point.seconds
 
     def best(self) -> list[Point]:
-        """Methods that none, nor plain sampling, beats in time and error at once; the fastest first."""
+        """Methods that neither another method nor plain sampling beats in time and error at once; the fastest first."""
         done = sorted((point for point in self.methods if point.done), key=lambda point: point.seconds)
         kept: list[Point] = []
         for point in done:

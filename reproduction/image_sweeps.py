@@ -1,4 +1,4 @@
-"""Sweeps over images: a network and its images, random covariances, blocks of images as items, rows as cubes.
+"""Sweeps over images: a network with its images, random covariances, blocks of images as items, and rows as cubes.
 
 Every item is a block of images, every row one (image, noise level, logit).
 """
@@ -32,11 +32,11 @@ class StudiedImages:
     images: Tensor
     """(N, C, H, W)."""
     numbers: Tensor
-    """Their places in the dataset, (N,): what an image's random numbers derive from."""
+    """Their places in the dataset, (N,), from which an image's random numbers derive."""
     seed: int
 
     def description(self) -> dict[str, Any]:
-        """What changes results, in plain values."""
+        """Everything that affects results, as plain values."""
         return {
             "network": digest_of(*self.network.state_dict().values()),
             "images": len(self.images),
@@ -50,12 +50,14 @@ class StudiedImages:
         return StudiedImages(network, self.images.to(device), self.numbers, self.seed)
 
     def factor(self, place: int) -> Tensor:
-        """F of the random covariance FFᵀ of one image, at noise level 1, on its device, in the images' dtype."""
+        """The factor F of the random covariance FFᵀ of one image, at noise level 1, on its device and in the images'
+        dtype.
+        """
         generator = self.generator("covariance", place)
         return random_factor(self.images[0].numel(), generator).to(self.images.dtype)
 
     def generator(self, purpose: str, place: int) -> torch.Generator:
-        """Random numbers that depend on the seed, the purpose and the image only."""
+        """A generator whose random numbers depend only on the seed, the purpose and the image."""
         value = random_seed(self.seed, purpose, int(self.numbers[place]))
         return torch.Generator(self.images.device).manual_seed(value)
 
@@ -79,9 +81,9 @@ def random_factor(size: int, generator: Generator) -> Tensor:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Q of the QR decomposition with a positive diagonal of R, by two rounds of Cholesky: many times faster on a GPU.
+    """The Q of the QR decomposition with a positive diagonal of R, by two rounds of Cholesky: much faster on a GPU.
 
-    One round is orthogonal to eps·cond², two to rounding as long as that is below 1; beyond, Householder's QR.
+    One round is orthogonal to eps·cond², two to rounding while that is below 1; beyond it, Householder's QR is used.
     """
     once, failed = _cholesky_round(matrix)
     twice, failed_again = _cholesky_round(once)
@@ -108,7 +110,7 @@ def digest_of(*tensors: Tensor) -> str:
 
 @contextmanager
 def same_bits() -> Iterator[None]:
-    """Convolutions and their derivatives by algorithms that give the same bits every time on a GPU."""
+    """Use algorithms for convolutions and their derivatives that give the same bits every time on a GPU."""
     cudnn = torch.backends.cudnn
     before = cudnn.deterministic, cudnn.benchmark
     cudnn.deterministic, cudnn.benchmark = True, False
@@ -146,7 +148,9 @@ def blocks(count: int, size: int) -> list[range]:
 
 
 def rows(numbers: Sequence[int], values: Mapping[str, Tensor]) -> Columns:
-    """Values (images, noise levels, logits) as rows with the columns image, sigma, logit and one for each value."""
+    """Turn values (images, noise levels, logits) into rows with the columns image, sigma, logit, and one for each
+    value.
+    """
     first = next(iter(values.values()))
     images, levels, logits = first.shape
     assert (images, levels) == (len(numbers), len(SIGMAS))

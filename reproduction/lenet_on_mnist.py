@@ -1,6 +1,6 @@
-"""LeNet on MNIST's test images, which Tables 2, 3 and 4 share: sampled moments, computed ones, and their errors.
+"""What Tables 2, 3 and 4 share: sampled and computed moments of LeNet on MNIST's test images, and their errors.
 
-Both are sweeps, made once in an output folder: `monte-carlo`, `monte-carlo-again` and `tightness`.
+They are sweeps that are run once in an output folder: `monte-carlo`, `monte-carlo-again` and `tightness`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from reproduction.experiment import Settings
 from reproduction.image_sweeps import SIGMAS, BlocksOfImages, StudiedImages, cube, rows, same_bits
 
 BLOCK = {"cpu": 1, "cuda": 25}
-"""Images that make one item: a second of work or more."""
+"""Images per item: a second of work or more."""
 LEAST_AGAIN = 5
-"""Images that are sampled twice: every tenth, but at least so many."""
+"""Every tenth image is sampled twice, but at least so many."""
 SAMPLED, SAMPLED_AGAIN, COMPUTED = "monte-carlo", "monte-carlo-again", "tightness"
 """The folders of the sweeps."""
 CHUNK = {"cpu": 334, "cuda": 10_000}
-"""Samples that go through the network at a time: what keeps a CPU's cache or a GPU busy with MNIST's images."""
+"""Samples that go through the network at a time, enough to fill a CPU's cache or keep a GPU busy with MNIST's images.
+"""
 TERMS = 5
-"""Of the series, as the authors ran it."""
+"""Terms of the series, as the authors ran it."""
 VARIANCES = ("variance", "series", "theorem_2", "authors_old", "delta_variance")
 MEANS = ("mean", "delta_mean")
 
 
 def chosen_network(settings: Settings) -> nn.Module:
-    """The paper's LeNet in eval mode and float32: with the weights that are shipped, or those of the settings."""
+    """The paper's LeNet in eval mode and float32, with the shipped weights or those of the settings."""
     return zoo.pretrained("lenet", settings.weights).float()
 
 
@@ -69,7 +70,9 @@ def studied_images(settings: Settings) -> StudiedImages:
 
 
 def shared_images(settings: Settings) -> StudiedImages:
-    """The same for the tables that share their sweeps, of which all that are in the folder must be theirs."""
+    """The same for the tables that share sweeps; any of these sweeps already in the folder must be of their
+    configuration.
+    """
     studied = studied_images(settings)
     everywhere, few = torch.arange(len(studied.images)), _every_tenth(studied)
     settings.check(
@@ -81,7 +84,7 @@ def shared_images(settings: Settings) -> StudiedImages:
 
 
 def block(settings: Settings) -> int:
-    """How many images make one item."""
+    """The number of images per item."""
     return BLOCK[settings.device.type]
 
 
@@ -95,7 +98,7 @@ class Errors:
 
     @classmethod
     def between(cls, computed: np.ndarray, sampled: np.ndarray) -> Errors:
-        """The sampled values must all be there."""
+        """The errors of computed values; every sampled value must be present."""
         if not np.isfinite(sampled).all():
             raise ValueError(f"{int((~np.isfinite(sampled)).sum())} sampled values are missing or not finite")
         finite = np.isfinite(computed)
@@ -104,7 +107,7 @@ class Errors:
         return cls(np.where(finite, error, 2.0), finite)
 
     def beyond(self, level: int) -> int:
-        """How many computed values at a noise level were NaN or infinite."""
+        """How many computed values at a noise level are NaN or infinite."""
         return int((~self.finite[:, level]).sum())
 
     @property
@@ -123,24 +126,24 @@ class Errors:
         return float(self.each[:, level].mean())
 
     def average_spread(self, level: int) -> float:
-        """The paper's average row gives the mean over logits of the standard deviations over images."""
+        """The mean over logits of the standard deviations over images, as in the paper's average row."""
         return float(self.each[:, level].std(axis=0, ddof=1).mean())
 
     def standard_error(self, level: int) -> float:
-        """Of `average`, from the images."""
+        """The standard error of `average`, from the spread between images."""
         return float(self.each[:, level].mean(axis=1).std(ddof=1) / self.images**0.5)
 
     def resolution(self, level: int) -> float:
-        """For the differences of two runs of a sampling: the error that exact values would show against one of them.
+        """For differences between two sampling runs: the error that exact values would show against one of them.
 
-        Two runs differ by √2 times as much as either differs from the truth.
+        Two runs differ by √2 times as much as either differs from the true values.
         """
         return self.average(level) / 2**0.5
 
 
 @dataclass(frozen=True, eq=False)
 class MonteCarloSweep(BlocksOfImages):
-    """Rows: image, sigma, logit, mean, variance. Samples derive from the name too: another one, an independent run."""
+    """Rows: image, sigma, logit, mean, variance. Samples also depend on the name: another one is an independent run."""
 
     samples: int
 
@@ -166,7 +169,7 @@ def sampled_moments(
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance of the scores under N(image, σ²FFᵀ) for every noise level, (levels, scores), in float64.
 
-    The levels share their normal draws, as they share the covariance. Sums are about the scores of the image itself.
+    The levels share their normal draws, as they share the covariance. Sums are centred at the image's own scores.
     """
     with full_precision(), same_bits():
         centre = network(image[None]).double()
@@ -185,7 +188,7 @@ def sampled_moments(
 
 
 def pooled(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], samples: int) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of two runs of `samples` each, taken as one: Σ(x − m)² = Σ₁ + Σ₂ + n (m₁ − m₂)²/2."""
+    """Mean and unbiased variance of two runs of `samples` each, pooled: Σ(x − m)² = Σ₁ + Σ₂ + n (m₁ − m₂)²/2."""
     squares = (samples - 1) * (first[1] + second[1]) + samples * (first[0] - second[0]).square() / 2
     return (first[0] + second[0]) / 2, squares / (2 * samples - 1)
 
@@ -207,7 +210,7 @@ def sampled_scores(settings: Settings, studied: StudiedImages, name: str = SAMPL
 
 
 def sampled_again(settings: Settings, studied: StudiedImages, name: str = SAMPLED_AGAIN) -> SampledScores:
-    """A second, independent run on every tenth image: how far sampling is from itself."""
+    """A second, independent run on every tenth image, which shows how far two runs are apart."""
     return _sampled(settings, studied, _every_tenth(studied), name)
 
 
@@ -228,7 +231,7 @@ def _sampled(settings: Settings, studied: StudiedImages, places: Tensor, name: s
 
 
 def floor(first: SampledScores, again: SampledScores) -> dict[str, Errors]:
-    """How far two runs of the sampling are from each other, for mean and variance."""
+    """The differences between two sampling runs, for mean and variance."""
     return {
         "mean": Errors.between(first.mean[again.places], again.mean),
         "variance": Errors.between(first.variance[again.places], again.variance),
@@ -256,7 +259,7 @@ class TightnessSweep(BlocksOfImages):
 
 @torch.no_grad()
 def moments_at(network: AffineReluAffine, images: Tensor, factors: Tensor) -> dict[str, Tensor]:
-    """All variances of the comparison, and the mean, (images, levels, outputs), for covariances σ²FFᵀ.
+    """The mean and all variances that are compared, (images, levels, outputs), for covariances σ²FFᵀ.
 
     `mean` and `variance` are exact for the linearized network; `series` is Lemma 4 with 5 terms as the authors ran it,
     `theorem_2` the old variance to the letter, `authors_old` as the authors ran it.
@@ -294,7 +297,7 @@ def delta_method(network: AffineReluAffine, images: Tensor, factors: Tensor) -> 
 
 
 def own_variance(network: AffineReluAffine, noise: Gaussian) -> Tensor:
-    """What the units' own variances add to those of the outputs: Σ b² Var relu(z)."""
+    """The contribution of the units' own variances to those of the outputs: Σ b² Var relu(z)."""
     mean = network.pre_activation(noise.mean)
     deviation = noise.covariance.push_diagonal(network.A).sqrt()
     return (network.B**2 * relu_variance(mean, deviation).unsqueeze(-2)).sum(-1)
@@ -305,7 +308,7 @@ def _by_level(quantity: Callable[[Gaussian], Tensor], levels: Sequence[Gaussian]
 
 
 def _scaled(at_one: Tensor) -> Tensor:
-    """A variance that grows as σ²: (images, outputs) at σ = 1 to (images, levels, outputs)."""
+    """Scale a variance that grows as σ², from (images, outputs) at σ = 1 to (images, levels, outputs)."""
     squares = torch.tensor([sigma**2 for sigma in SIGMAS], dtype=at_one.dtype, device=at_one.device)
     return at_one.unsqueeze(1) * squares.unsqueeze(-1)
 
@@ -322,7 +325,7 @@ class ComputedScores:
 def computed_scores(
     settings: Settings, studied: StudiedImages, against: SampledScores, name: str = COMPUTED
 ) -> ComputedScores:
-    """Two-stage linearization at each image, l = 3, and everything the tables compare."""
+    """Run the two-stage linearization at each image, l = 3, and everything else that the tables compare."""
     found = settings.run(TightnessSweep(name, studied, block(settings)))
     values = {column: cube(found.columns, column, studied.numbers) for column in (*MEANS, *VARIANCES)}
     errors = {column: Errors.between(values[column], against.mean) for column in MEANS}

@@ -1,6 +1,6 @@
-"""Training on the expected loss beside training on noisy copies: accuracy with and without noise, and time a step.
+"""Compare training on the expected loss with training on noisy copies: accuracy under noise, and time per step.
 
-The authors' companion, *Analytical Moment Regularizer for Gaussian Robust Networks* (arXiv 1904.11005), finds its
+The authors' companion paper, *Analytical Moment Regularizer for Gaussian Robust Networks* (arXiv 1904.11005), finds its
 regulariser worth 3 to 21 folds of noisy copies. Here the expected loss goes through every layer (`expected_loss`).
 """
 
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 NAME = "moments-training"
 FOLDS = (1, 3, 21)
 WEIGHT = 1.0
-"""λ: the expected loss itself."""
+"""The λ for which the loss is the expected loss itself."""
 PLAIN, MOMENTS = "plain", "expected loss"
 STEPS, WARM = {"cpu": 3, "cuda": 20}, 1
-"""That are timed, and before."""
+"""Steps that are timed, and warm-up steps before them."""
 BLOCK = 500
-"""Test images that make one item."""
+"""Test images per item."""
 DRAWS = 5
 """Noisy versions of each test image."""
 LEAST_TEST = 1000
-"""Test images, however few are asked for."""
+"""The fewest test images, however few are asked for."""
 FACES_FROM = 1000
-"""Images from which on the face network is trained too: it takes minutes on a GPU, and a day on a CPU."""
+"""From so many images on, the face network is trained too: it takes minutes on a GPU, and a day on a CPU."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A network to be trained, against noise of one level, and the levels it is asked at."""
+    """A network to be trained against noise of one level, and the levels at which it is tested."""
 
     title: str
     recipe: Recipe
@@ -59,7 +59,7 @@ class Subject:
     seeds: tuple[int, ...] = (0, 1, 2)
 
     def kinds(self) -> dict[str, Recipe]:
-        """The recipe plain, with copies, and with the expected loss."""
+        """The recipe in three kinds: plain, with noisy copies, and with the expected loss."""
         copies = {f"{count} fold{'s' if count > 1 else ''}": replace(self.recipe, sigma=self.sigma, folds=count)
                   for count in FOLDS}  # fmt: skip
         moments = replace(self.recipe, sigma=self.sigma, moments=WEIGHT)
@@ -74,7 +74,7 @@ SUBJECTS = (
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A trained network: the share of test images that it gets right, by noise level, 0 first."""
+    """A trained network: the share of test images that it gets right at each noise level, 0 first."""
 
     kind: str
     seed: int
@@ -84,7 +84,7 @@ class Trial:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """All of a subject, and what a step takes, as a multiple of a plain one."""
+    """All trials of a subject, and the time of a step as a multiple of a plain one."""
 
     subject: Subject
     trials: Sequence[Trial]
@@ -103,7 +103,7 @@ class Trained:
 
     @property
     def at_sigma(self) -> int:
-        """The place of the noise that was trained against."""
+        """The index of the noise level that was trained against."""
         return 1 + self.subject.levels.index(self.subject.sigma)
 
 
@@ -127,7 +127,7 @@ def reproduce(settings: Settings) -> Outcome:
 
 
 def study(settings: Settings, subject: Subject) -> Trained:
-    """Train by every kind and seed, then ask under noise."""
+    """Train with every kind and seed, then test under noise."""
     images = splits(settings, subject.recipe.data)
     test = images[1].take(evenly_spread(len(images[1]), min(len(images[1]), max(LEAST_TEST, settings.images))))
     trials = []
@@ -148,7 +148,7 @@ def study(settings: Settings, subject: Subject) -> Trained:
 
 @dataclass(frozen=True, eq=False)
 class UnderNoise:
-    """Whether test images are right with noise added. Rows: image, sigma, draw, right; without noise one draw."""
+    """Whether noisy test images are answered right. Rows: image, sigma, draw, right; one draw without noise."""
 
     name: str
     network: nn.Module
@@ -201,7 +201,7 @@ class UnderNoise:
 def relative_times(
     kinds: Mapping[str, Recipe], training: LabelledImages, device: torch.device, steps: int
 ) -> dict[str, float]:
-    """What a step of each kind takes, as a multiple of a plain one: medians of interleaved steps on one batch."""
+    """The time of a step of each kind as a multiple of a plain one: medians of interleaved steps on one batch."""
     assert training.labels is not None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         states = {kind: fresh_state(recipe, 0, device) for kind, recipe in kinds.items()}
@@ -259,7 +259,7 @@ def _panel(one: Trained) -> Panel:
 
 
 def worth(one: Trained) -> str:
-    """How many folds the expected loss is worth at the noise trained against, in words, within the spread of seeds."""
+    """Describe how many folds the expected loss is worth at the noise trained against, within the seeds' spread."""
     place = one.at_sigma
     own = one.mean(MOMENTS, place)
 

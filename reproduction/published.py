@@ -1,4 +1,4 @@
-"""The paper's published numbers that ours are compared with, copied as facts; each says which table or figure it is of.
+"""The paper's published numbers with which ours are compared, copied as facts, each with its table or figure.
 
 Table 2 (LeNet on MNIST, by class) and Table 4 (linearized at the nearest of k images) give relative differences
 2|x−y|/(|x|+|y|) of mean and variance from 10⁴ Monte Carlo samples."""
@@ -21,19 +21,19 @@ class Published(NamedTuple):
     mean_error: MeanAndDeviation
     """Theorem 1."""
     variance_error_old: MeanAndDeviation
-    """Theorem 2, for zero means."""
+    """By Theorem 2, for zero means."""
     variance_error_new: MeanAndDeviation
-    """Lemma 4 with 5 terms."""
+    """By Lemma 4 with 5 terms."""
 
 
 FIGURE_2_TERMS = (1, 5, 10, 20, 50)
-"""Truncations of Figure 2."""
+"""The numbers of terms in Figure 2."""
 
 FIGURE_2_ERROR_20_TERMS = 10**-2.5
-"""The largest absolute error over the grid of Figure 2 with 20 terms, against Monte Carlo, as the text says."""
+"""The largest absolute error over the grid of Figure 2 with 20 terms, against Monte Carlo, according to the text."""
 
 FIGURE_2_ERROR_5_TERMS = 1e-4
-"""The order of the error with 5 terms away from ρ = ±1/√2, as the text says."""
+"""The order of the error with 5 terms away from ρ = ±1/√2, according to the text."""
 
 TABLE_1_NOISE = (0.5, 0.75, 1.0, 1.5, 2.0)
 """Noise levels of Table 1, each with its ±."""
@@ -99,7 +99,7 @@ TABLE_2: dict[tuple[float, str], Published] = {
     (0.1, "9"): _row(0.231, 0.355, 0.195, 0.143, 0.167, 0.083),
     (0.1, "avg"): _row(0.205, 0.313, 0.196, 0.146, 0.153, 0.082),
 }
-"""Table 2 by (σ, class), the class "avg" being all of them."""
+"""Table 2 by (σ, class), where the class "avg" is the average over all."""
 
 TABLE_4: dict[tuple[float, int, bool], Published] = {
     (0.001, 250, False): _row(0.524, 0.594, 0.282, 0.207, 0.205, 0.170),
@@ -152,10 +152,10 @@ TABLE_5: tuple[tuple[float | None, ...], ...] = (
     (0.9, 1.0, 0.8, 1.0, 1.0, 0.9, None),
 )
 # fmt: on
-"""Table 5: misclassification rate by source (rows) and target (columns), 10 images a pair."""
+"""Table 5: misclassification rate by source (rows) and target (columns), with 10 images per pair."""
 
 TABLE_5_AVERAGE = 0.914
 """The mean of its 42 entries, rounded."""
 
 FIGURE_8_SPARSITY = 0.9
-"""Where the sparsity of Figure 8 starts, "around 90 %", as the text says."""
+"""The sparsity at which Figure 8 starts, "around 90 %" according to the text."""

@@ -1,4 +1,4 @@
-"""Readings of Table 2: LeNets by training recipe, and the old variance under every reading of it."""
+"""Readings of Table 2: LeNets trained by several recipes, and the old variance under every reading of it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 NAME = "readings-2"
 SEEDS = (0, 1, 2)
 MOST_IMAGES = 100
-"""Of each network: 54 of them are studied."""
+"""The most images for each network; 54 networks are studied."""
 GREY_LEVELS = 255
 PAPER = Recipe("lenet", "mnist", epochs=3, batch=500, rate=1e-3)
-"""Adam, 3 epochs, batches of 500, as the paper says; the rate, which it does not give, is Adam's usual one."""
+"""The paper's recipe: Adam, 3 epochs, batches of 500; the rate, which it does not give, is Adam's usual one."""
 TRAINED = {
     "as the paper": PAPER,
     "decay 1": replace(PAPER, weight_decay=1.0),
@@ -73,7 +73,7 @@ OLD = {
 own variances exact and pairs as if of mean zero. Which of them made the table it does not say."""
 OLD_FOR = ("as the paper", "decay 1", "20 epochs", "dropout", "pixels in [−127.5, 127.5]")
 NEAR = 0.25
-"""A published error is met by one within this share of it."""
+"""An error within this share of the published one counts as matching it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,8 @@ class Trial:
     errors: dict[str, Errors]
     seconds: float
     learned: bool = True
-    """Whether its accuracy is at least half of the best network's: others are listed, and left out of averages."""
+    """Whether its accuracy is at least half of the best network's. Other networks are listed but left out of averages.
+    """
 
 
 def reproduce(settings: Settings) -> Outcome:
@@ -100,7 +101,7 @@ def reproduce(settings: Settings) -> Outcome:
 
 
 def outcome_of(trials: Sequence[Trial], training: int, samples: int) -> Outcome:
-    """The tables and the chart of these networks. Averages leave out the networks that did not learn."""
+    """The tables and the chart of these networks. Averages leave out networks that did not learn."""
     best = max(one.accuracy for one in trials)
     trials = [replace(one, learned=one.accuracy >= best / 2) for one in trials]
     groups = {recipe: [one for one in trials if one.recipe == recipe and one.learned] for recipe in TRAINED}
@@ -135,7 +136,7 @@ def outcome_of(trials: Sequence[Trial], training: int, samples: int) -> Outcome:
 
 
 def _trial(settings: Settings, recipe: str, seed: int, images: tuple[LabelledImages, LabelledImages]) -> Trial:
-    """Train if that was not done before, then sample, compute, and, for some, the readings of the old variance."""
+    """Train unless done before, then sample, compute and, for some, evaluate the readings of the old variance."""
     words = f"lenet-{list(TRAINED).index(recipe)}"
     weights, seconds = trained_once(settings, words, TRAINED[recipe], seed, images)
     own = replace(settings, images=min(settings.images, MOST_IMAGES))
@@ -195,10 +196,10 @@ def readings_at(network: AffineReluAffine, images: Tensor, factors: Tensor) -> d
 
 
 def without_dead_units(network: AffineReluAffine) -> AffineReluAffine:
-    """The same function, its units that see no input (a dead layer before them) read by no output.
+    """The same function, changed so that no output reads a unit without input (with a dead layer before it).
 
-    The paper's expressions divide by the standard deviation of every unit. What such a unit adds is a constant, which
-    goes to c₂; in its place comes a unit with weights 1 that no output reads.
+    The paper's expressions divide by the standard deviation of every unit. Such a unit adds a constant, which
+    moves to c₂; a unit with weights 1 that no output reads takes its place.
     """
     dead = (network.A == 0).all(-1)
     constant = matvec(network.B, torch.where(dead, network.c1.relu(), 0))
@@ -292,7 +293,7 @@ def _every(trials: Sequence[Trial]) -> Panel:
 
 
 def met(groups: Mapping[str, Sequence[Trial]], name: str, column: str) -> list[str]:
-    """Recipes whose errors, averaged over seeds, are near the published ones at the two largest noise levels."""
+    """The recipes whose errors, averaged over seeds, match the published ones at the two largest noise levels."""
     return [
         recipe
         for recipe, trials in groups.items()
@@ -338,7 +339,7 @@ def _listed(near: Sequence[str]) -> str:
 
 
 def draw_recipes(groups: Mapping[str, Sequence[Trial]]) -> Figure:
-    """Left the mean, right the new variance: a line for each recipe, a colour for each noise level."""
+    """Draw the mean on the left, the new variance on the right, with a line per recipe and a colour per noise level."""
     figure = new_figure(8.0, 1.4 + 0.26 * len(groups))
     colours = (GREY, GREEN, BLUE, ORANGE)
     for axes, (name, (what, column)) in zip(figure.subplots(1, 2, sharey=True), MEAN_AND_NEW.items(), strict=True):

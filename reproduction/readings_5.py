@@ -1,4 +1,4 @@
-"""Readings of Table 5 and Figures 6 to 9: what the sparse and smooth attack gives under every reading of the text."""
+"""Readings of Table 5 and Figures 6 to 9: results of the sparse and smooth attack under every reading of the text."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 NAME = "readings-5"
 TABLE_5_FACES = "table-5"
-"""What Table 5's choice of faces derives from: these are the same."""
+"""The name from which Table 5's choice of faces derives; the faces here are the same."""
 BLOCK = {"cpu": 1, "cuda": 10}
-"""Images that make one item with one way."""
+"""Images per item, attacked one way."""
 EARLY = {"cpu": 1, "cuda": 10**6}
-"""Images for ways that take minutes each on a CPU."""
+"""The most images for ways that take minutes each on a CPU."""
 SAMPLES = 100
 SCALES = (1.0, 1.25, 1.5, 2.0, 3.0)
 LAST = "last ReLU"
@@ -60,13 +60,13 @@ DIGIT_WAYS = {
     "pixels in [0, 1], σ = 1": Way(sigma=1.0),
 }
 PLAIN_WAYS = {name: FACE_WAYS[name] for name in (LAST, "l = 3", "linearized again")}
-"""For face networks trained as in 2019."""
+"""The ways for face networks trained as in 2019."""
 PLAIN_SEEDS = (0, 1, 2)
 PLAIN_FROM = 1000
-"""Images from which on these are trained: each takes half a minute on a GPU, and hours on a CPU."""
+"""From so many images on these are trained: each takes half a minute on a GPU, and hours on a CPU."""
 TEST_DIGITS = 100
 MEANS_FROM = 10_000
-"""The mean of digit d is called by this number + d: MNIST's test images are below."""
+"""The mean image of digit d has this number + d; MNIST's test images have smaller ones."""
 COUNTED = {
     "expected": "problem solved",
     "linearized": "linearized, most samples",
@@ -75,19 +75,19 @@ COUNTED = {
     "share": "share of samples",
     "other": "most samples, not the label",
 }
-"""Ways to count: what the expected scores of the linearized network say, which is what the solver was asked for;
-samples through it; the network without noise; and samples through the network, by images or by samples."""
+"""Ways to count: by the expected scores of the linearized network, which is what the solver was asked for;
+by samples through it; by the network without noise; and by samples through the network, per image or per sample."""
 MARKS = {"expected": (BLUE, "o"), "linearized": (PURPLE, "v"), "still": (GREEN, "s"), "most": (ORANGE, "D"),
          "other": (AMBER, "^")}  # fmt: skip
 SHOWN = 4
-"""Readings near the published rate that a sentence names."""
+"""The most readings near the published rate that a sentence names."""
 NEAR = 0.03
-"""A rate so near to the published one reproduces it: twice the standard error of a rate of 0.9 over 420 attacks."""
+"""A rate within this of the published one reproduces it: twice the standard error of a rate of 0.9 over 420 attacks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Studied:
-    """The rows of one network, and what they are about."""
+    """The rows of one network, with what they describe."""
 
     title: str
     columns: Columns
@@ -117,7 +117,7 @@ def reproduce(settings: Settings) -> Outcome:
 
 
 def digits(settings: Settings) -> Studied:
-    """LeNet on the mean digits, as the figures show, and on test images, as the text says; those that it gets right."""
+    """LeNet on the mean digits, as the figures show, and on test images, as the text says, if it gets them right."""
     chosen = chosen_digits(replace(settings, weights=None))
     sweep = ReadingsSweep(f"{NAME}-digits", chosen, DIGIT_WAYS, {}, BLOCK[settings.device.type], SAMPLES)
     results = settings.run(sweep)
@@ -127,7 +127,7 @@ def digits(settings: Settings) -> Studied:
 
 
 def chosen_digits(settings: Settings) -> Faces:
-    """Half as many mean digits as images, ten at most; from ten images on, test images too, a tenth for each digit."""
+    """Half as many mean digits as images, at most ten; from ten images on also test images, a tenth for each digit."""
     network = zoo.pretrained("lenet").float().to(settings.here)
     test = data.load("mnist", data_dir=settings.data_dir)
     assert test.labels is not None
@@ -146,7 +146,7 @@ def chosen_digits(settings: Settings) -> Faces:
 
 
 def faces(settings: Settings) -> list[Studied]:
-    """The face network, or the one of --weights, and some trained as in 2019; from seven images on: one an emotion."""
+    """The face network, or that of --weights, and some trained as in 2019; from seven images on, one per emotion."""
     everything = None
     found = []
     for title, weights, ways in face_networks(settings):
@@ -156,7 +156,7 @@ def faces(settings: Settings) -> list[Studied]:
 
 
 def face_networks(settings: Settings) -> list[tuple[str, Path | None, Mapping[str, Way]]]:
-    """Title, weights and ways of each face network; none where there are too few images."""
+    """Title, weights and ways of each face network; none if there are too few images."""
     if settings.images < len(TABLE_5):
         return []
     if settings.weights is not None:
@@ -187,12 +187,12 @@ def _of_faces(
 
 
 def readings_of(one: Studied) -> list[str]:
-    """All readings of its ways, in order."""
+    """All readings of the ways, in order."""
     return [way.called(name, turn, scale) for name, way in one.ways.items() for turn, scale in way.wanted]
 
 
 def dials(one: Studied) -> set[str]:
-    """Those of them that could be turned until any rate comes out: no evidence for a reading."""
+    """The readings with a dial that could be turned until any rate comes out; they are no evidence for a reading."""
     return {
         way.called(name, turn, scale)
         for name, way in one.ways.items()
@@ -202,7 +202,7 @@ def dials(one: Studied) -> set[str]:
 
 
 def rates(columns: Columns) -> dict[str, float]:
-    """Every count of some rows, as a share."""
+    """Every count of these rows, as a share."""
     return {
         "expected": float(columns["expected"].mean()),
         "linearized": float((columns["linearized"] > 0.5).mean()),
@@ -219,9 +219,9 @@ def rows_of(one: Studied, task: str, reading: str) -> dict[str, np.ndarray]:
 
 
 def agreement(columns: Columns) -> float | None:
-    """Correlation over the 42 pairs of the share that is solved in expectation with the published rates.
+    """The correlation, over the 42 pairs, of the share solved in expectation with the published rates.
 
-    None where a pair is missing, or all are the same.
+    None if a pair is missing, or if all are the same.
     """
     classes = len(TABLE_5)
     if columns["source"].max(initial=0) >= classes:
@@ -272,7 +272,7 @@ def _published_sparsity(one: Studied) -> str:
 
 
 def near_published(one: Studied, task: str) -> list[str]:
-    """Readings and counts with a rate within `NEAR` of the published one; dials left out."""
+    """Readings and counts with a rate within `NEAR` of the published one, without dials."""
     paper = one.paper[task]
     found = []
     for reading in (name for name in readings_of(one) if name not in dials(one)):
@@ -326,7 +326,7 @@ def _reading(found: Sequence[Studied]) -> list[str]:
 
 
 def _agreement_in_words(one: Studied) -> str:
-    """Whether the pairs that are solved are those that the paper has high rates for."""
+    """Describe whether the pairs that are solved are those with high rates in the paper."""
     found = agreement(rows_of(one, TARGETED, LAST))
     if found is None:
         return "Too few faces to compare the 42 pairs one by one."
@@ -341,7 +341,7 @@ def _caption(one: Studied) -> str:
 
 
 def draw_rates(one: Studied, task: str) -> Figure:
-    """A line for each reading, with a mark for each way to count."""
+    """Draw a line for each reading, with a mark for each way to count."""
     readings = readings_of(one)
     figure = new_figure(8.0, 1.2 + 0.24 * len(readings))
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Table 2's averages for LeNets trained from several seeds, by our recipe and by the paper's: how much is luck."""
+"""Table 2's averages for LeNets trained from several seeds, by our recipe and the paper's, to show how much is luck."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from reproduction.training import RECIPES, Recipe, accuracy
 
 SEEDS = (0, 1, 2)
 MOST_IMAGES = 1000
-"""Of each network: six of them are studied."""
+"""The most images for each network; six networks are studied."""
 AS_THE_PAPER = Recipe("lenet", "mnist", epochs=3, batch=500, rate=1e-3)
-"""Adam, 3 epochs, batches of 500; the rate, which the paper does not give, is Adam's usual one."""
+"""The paper's recipe: Adam, 3 epochs, batches of 500; the rate, which it does not give, is Adam's usual one."""
 TRAINED = {"the shipped recipe": RECIPES["lenet"], "the paper's recipe": AS_THE_PAPER}
 QUANTITIES = {
     "mean": ("mean", "mean_error"),
@@ -89,7 +89,7 @@ def reproduce(settings: Settings) -> Outcome:
 
 
 def _trial(settings: Settings, recipe: str, seed: int, images: tuple[LabelledImages, LabelledImages]) -> Trial:
-    """Train if that was not done before, then Table 2's sweeps, all under a name of their own."""
+    """Train unless done before, then run Table 2's sweeps, all under a name of their own."""
     words = recipe.replace(" ", "-").replace("'", "")
     label = f"{words}-{seed}"
     weights, training_seconds = trained_once(settings, words, TRAINED[recipe], seed, images)

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 NAME = "table-1"
 LEVELS = TABLE_1_NOISE
-"""Of the noise, in grey levels."""
+"""Levels of the noise, in grey levels."""
 LAYERS = (1, 2, 3)
 """The paper's l: ReLUs counted from 1."""
 GREY_LEVEL = 1 / 255
 SCORES = ("logits", "softmax")
 BLOCK = 100
-"""Images of an item."""
+"""Images per item."""
 
 
 class Reading(NamedTuple):
-    """What the paper's text may mean: the law of the noise, and which image is linearized at; the other is compared."""
+    """A possible meaning of the text: the noise distribution, and the image to linearize at; the other is compared."""
 
     law: str
     at: str
@@ -48,9 +48,9 @@ CHOSEN = (Reading("gaussian", "clean"), "logits")
 CONVERSE = (Reading("gaussian", "noisy"), "logits")
 LAWS = {"gaussian": "Gaussian, std a/255", "uniform": "uniform, ±a/255"}
 UNIT = LEVELS.index(1.0)
-"""The place of the level ±1."""
+"""The index of the level ±1."""
 Table = dict[int, list[tuple[float, float]]]
-"""By layer: mean and standard deviation over the images at each level."""
+"""For each layer, the mean and standard deviation over the images at each level."""
 Tables = Mapping[tuple[Reading, str], Table]
 PRINTED: Table = {layer: [(value, 0.0) for value in TABLE_1[layer]] for layer in LAYERS}
 
@@ -84,7 +84,7 @@ def reproduce(settings: Settings) -> Outcome:
 
 @dataclass(frozen=True, eq=False)
 class LinearizationErrorSweep(BlocksOfImages):
-    """Every reading at every ReLU and noise level: the rows of `differences`."""
+    """A sweep over every reading at every ReLU and noise level, with the rows of `differences`."""
 
     @property
     def configuration(self) -> Mapping[str, Any]:
@@ -107,7 +107,7 @@ def differences(
 ) -> Columns:
     """‖network − linearization‖₂ of the scores, and of their softmax: a row for each image, reading, level and layer.
 
-    All levels of an image scale one draw of the noise.
+    All levels of an image scale the same draw of the noise.
     """
     fields = noise_fields(numbers, images.shape[1:], seed)
     parts: list[dict[str, np.ndarray]] = []
@@ -146,7 +146,7 @@ def _distance(a: Tensor, b: Tensor) -> np.ndarray:
 
 
 def table_of(columns: Columns, reading: Reading, scores: str) -> Table:
-    """The mean ± standard deviation over images, in the form of the paper's table."""
+    """The mean ± standard deviation over images, arranged as in the paper's table."""
     mine = columns["reading"] == READINGS.index(reading)
     cells: Table = {}
     for layer in LAYERS:
@@ -156,17 +156,17 @@ def table_of(columns: Columns, reading: Reading, scores: str) -> Table:
 
 
 def growth(table: Table) -> float:
-    """The power of the noise level that the error grows with: the slope of the logarithms, averaged over layers."""
+    """The power of the noise level with which the error grows: the slope of the logarithms, averaged over layers."""
     return float(np.polyfit(np.log(LEVELS), np.log(_means(table)).T, 1)[0].mean())
 
 
 def magnitude(table: Table) -> float:
-    """Ours divided by the paper's, in geometric mean over the table."""
+    """The geometric mean over the table of our numbers divided by the paper's."""
     return float(np.exp(np.log(_means(table) / _means(PRINTED)).mean()))
 
 
 def draw(table: Table) -> Figure:
-    """Error over noise, a line for each ReLU; the paper's values hollow."""
+    """Draw the error over the noise, with a line for each ReLU and hollow marks for the paper's values."""
     figure = new_figure(3.6, 3.1)
     axes = figure.add_subplot()
     ours, printed = [], []
@@ -246,7 +246,7 @@ def _readings_panel(tables: Tables) -> Panel:
 
 
 def _structure(table: Table) -> tuple[str, ...]:
-    """What can be checked of a reading: values at ±1, their order, the growth with noise, the magnitude."""
+    """What can be checked of a reading: its values at ±1, their order, the growth with noise, and the magnitude."""
     first, second, third = (table[layer][UNIT][0] for layer in LAYERS)
     values = f"{first:.2g}", f"{second:.2g}", f"{third:.2g}"
     return *values, f"{second / first:.2f}", f"{third / second:.2f}", f"{growth(table):.2f}", f"{magnitude(table):.2g}"

@@ -23,7 +23,7 @@ PAPER_COLUMN = {
     "series": "variance_error_new",
     "authors_old": "variance_error_old",
 }
-"""Which published column each of ours stands beside."""
+"""The published column that stands beside each of ours."""
 NAMES = {
     "mean": "mean",
     "delta_mean": "mean, delta method",
@@ -94,7 +94,7 @@ def _drawing(found: every_method.EveryMethod) -> Drawing:
 
 
 def comparisons(errors: Mapping[str, Errors]) -> list[BesidePaper]:
-    """The average row of the paper's table, all noise levels."""
+    """Comparisons with the average row of the paper's table, at all noise levels."""
     return [
         BesidePaper(f"{NAMES[name]}, σ = {sigma}", errors[name].average(level), _published(sigma, "avg", column)[0])
         for name, column in PAPER_COLUMN.items()
@@ -157,7 +157,7 @@ def _by_logit(errors: Mapping[str, Errors], floor: Mapping[str, Errors]) -> Pane
 
 
 def level_numbers(level: int, errors: Mapping[str, Errors], floor: Mapping[str, Errors]) -> dict[str, Any]:
-    """All averages at one noise level, for machines."""
+    """All averages at one noise level, as plain numbers."""
     return {
         "sigma": SIGMAS[level],
         "sampling_floor": {name: floor[name].resolution(level) for name in ("mean", "variance")},
@@ -205,7 +205,7 @@ def _with_spread(errors: Errors, level: int) -> str:
 
 
 def draw_errors(errors: Mapping[str, Errors], floor: Mapping[str, Errors]) -> Figure:
-    """Left the mean, right the variance."""
+    """Draw the mean on the left and the variance on the right."""
     figure = new_figure(8.0, 4.3)
     left, right = figure.subplots(1, 2)
     _lines(left, errors, ("mean", "delta_mean"), ("mean_error",), floor["mean"])

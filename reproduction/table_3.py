@@ -44,7 +44,7 @@ def reproduce(settings: Settings) -> Outcome:
 
 
 def _comparisons(found: ComputedScores) -> list[BesidePaper]:
-    """The legends are the errors of Table 2, which gives the paper's."""
+    """Comparisons of the legends, which are errors of Table 2; that table has the paper's values."""
     return [
         BesidePaper(
             f"{words}, averaged over logits, σ = {sigma}",
@@ -84,7 +84,7 @@ def _edges(sampled: SampledScores, found: ComputedScores, level: int, logit: int
 
 
 def _histograms(sampled: SampledScores, found: ComputedScores) -> list[dict[str, object]]:
-    """The counts that are drawn."""
+    """The counts of the histograms that are drawn."""
     made: list[dict[str, object]] = []
     for level, sigma in enumerate(SIGMAS):
         for logit in range(sampled.variance.shape[2]):
@@ -105,7 +105,7 @@ def _drawing(level: int, sampled: SampledScores, found: ComputedScores) -> Drawi
 
 
 def draw(level: int, sampled: SampledScores, found: ComputedScores) -> Figure:
-    """Ten histograms in a row of two."""
+    """Draw ten histograms in two rows."""
     logits = sampled.variance.shape[2]
     columns = min(5, logits)
     lines = -(-logits // columns)

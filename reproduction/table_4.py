@@ -1,4 +1,4 @@
-"""The paper's Table 4: k points of linearization for all images instead of one for each."""
+"""The paper's Table 4: k points of linearization for all images instead of one point for each."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COUNTS = (250, 500, 1000, 2500, 5000)
-"""The paper's numbers of points; with one for each image it is Table 2."""
+"""The paper's numbers of points; with one point for each image the result is Table 2."""
 FARTHEST = (250, 500)
-"""Those for which the paper also linearizes at the member of each cluster farthest from its centre."""
+"""The numbers for which the paper also linearizes at the member of each cluster farthest from its centre."""
 TOGETHER = 25
 """Images of a cluster whose moments are computed at once; the largest clusters have a hundred."""
 EVERY = 10_000
-"""What the paper calls the number of points when each image has its own."""
+"""The number of points that the paper names when each image has its own."""
 QUANTITIES = {"mean": "mean_error", "authors_old": "variance_error_old", "variance": "variance_error_new"}
-"""Our columns, and the paper's beside them."""
+"""Our columns, and the paper's column beside each."""
 WORDS = {"mean": "mean", "authors_old": "old variance, as run", "variance": "new variance, exact"}
 
 
 @dataclass(frozen=True)
 class Points:
-    """A number of points, and whether they are the farthest members instead of the centres."""
+    """A number of points, and whether they are the farthest members of the clusters instead of the centres."""
 
     count: int
     farthest: bool
@@ -57,7 +57,7 @@ class Points:
 
 Found = dict[Points, dict[str, Errors]]
 Lookup = Callable[[float, Points, str], float]
-"""The average error at a noise level, for points, of a quantity."""
+"""A function that gives the average error at a noise level, for points, of a quantity."""
 
 
 def reproduce(settings: Settings) -> Outcome:
@@ -112,11 +112,11 @@ class ClusterPoints:
     points: Tensor
     """(count, *event)."""
     cluster: Tensor
-    """Of each studied image, (N,)."""
+    """The cluster of each studied image, (N,)."""
 
 
 def banks(images: Tensor, labels: Tensor, studied: Tensor, seed: int, cache: Path) -> list[ClusterPoints]:
-    """The clusters of all `images`, and the cluster of each one studied. The centres are kept in the file `cache`.
+    """The clusters of all `images`, and the cluster of each studied image. The centres are kept in the file `cache`.
 
     As in the paper: k-means from images taken round-robin over the labels, and two weak baselines.
     """
@@ -132,7 +132,7 @@ def banks(images: Tensor, labels: Tensor, studied: Tensor, seed: int, cache: Pat
 
 
 def round_robin(labels: Tensor) -> Tensor:
-    """All indices: the first image of each label in turn, then the second of each, and so on."""
+    """All indices in this order: the first image of each label in turn, then the second of each, and so on."""
     turn = torch.zeros_like(labels)
     for label in labels.unique():
         own = labels == label
@@ -160,13 +160,13 @@ def _centres(images: Tensor, labels: Tensor, seed: int, cache: Path) -> dict[str
 
 
 class Piece(NamedTuple):
-    """Some clusters of a bank: their points, and the images that use them."""
+    """Some clusters of a bank, with their points and the images that use them."""
 
     bank: ClusterPoints
     points: Tensor
     """Numbers of points of the bank."""
     places: Tensor
-    """Images, as places among those studied."""
+    """Indices of images among those studied."""
     point_of: Tensor
     """For each of these images, which of `points` it uses."""
 
@@ -225,14 +225,14 @@ class PointsSweep:
 
 
 def _moments(studied: StudiedImages, network: AffineReluAffine, places: Tensor, point_of: Tensor) -> dict[str, Tensor]:
-    """Of some images, each by the linearization at its point."""
+    """Moments of some images, each by the linearization at its point."""
     device = studied.images.device
     factors = torch.stack([studied.factor(int(place)) for place in places])
     return core_moments_at(network.entries(point_of.to(device)), studied.images[places.to(device)], factors)
 
 
 def pieces(bank: ClusterPoints, block: int) -> list[Piece]:
-    """The clusters that hold any studied image, whole ones together until they hold at least `block` images."""
+    """The clusters with any studied image, grouped whole until a group holds at least `block` images."""
     order = torch.argsort(bank.cluster, stable=True)
     sizes = torch.bincount(bank.cluster, minlength=bank.count)
     found, held = [], 0
@@ -325,7 +325,7 @@ def orderings(average: Lookup) -> list[tuple[str, str, bool]]:
 
 
 def published_orderings() -> list[tuple[str, str, bool]]:
-    """The same questions of the published table."""
+    """The same questions asked of the published table."""
     return orderings(lambda sigma, place, name: _paper(sigma, place, name)[0])
 
 
@@ -350,7 +350,7 @@ def _reading(settings: Settings, clustered: int, studied: int) -> tuple[str, ...
 
 
 def draw(found: Found) -> Figure:
-    """Mean, old and new variance over k, one line a noise level."""
+    """Draw mean, old and new variance over k, with one line for each noise level."""
     figure = new_figure(9.0, 4.2)
     axes = figure.subplots(1, 3)
     counts = (*COUNTS, EVERY)

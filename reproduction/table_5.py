@@ -1,4 +1,4 @@
-"""The paper's Table 5: targeted sparse and smooth noise on faces, from every class to every other."""
+"""The paper's Table 5: targeted sparse and smooth noise on faces, from every class to every other class."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 NAME = "table-5"
 PER_CLASS = 10
 BLOCK = {"cpu": 1, "cuda": 35}
-"""Images that make one item, each with six targets and two attacks."""
+"""Images per item, each with six targets and two attacks."""
 CONFIDENCE = 0.95
 PAPER, CONFIDENT = "paper", "confident"
 ATTACKS = {
@@ -48,7 +48,7 @@ ATTACKS = {
 WORDS = {PAPER: "γ = 0, as the paper", CONFIDENT: f"{CONFIDENCE:.0%} of samples, network followed"}
 COLOURS = "Blues"
 PALE_BELOW = 0.6
-"""Cells up to this have dark letters."""
+"""Cells up to this value have dark letters."""
 
 
 def reproduce(settings: Settings) -> Outcome:
@@ -61,7 +61,7 @@ def reproduce(settings: Settings) -> Outcome:
 
 
 def study(settings: Settings, faces: Faces, attacks: Mapping[str, SparseSmooth]) -> Outcome:
-    """The table for these faces, by two attacks called `PAPER` and `CONFIDENT`, between the classes that they have."""
+    """The table for these faces and their classes, by two attacks called `PAPER` and `CONFIDENT`."""
     classes, there = range(len(faces.classes)), sorted(set(faces.labels.tolist()))
     among = there if len(there) > 1 else classes
     targets = {source: [target for target in among if target != source] for source in there}
@@ -120,7 +120,7 @@ def matrix(columns: Columns, values: np.ndarray, classes: int) -> np.ndarray:
 
 
 def published(classes: int) -> np.ndarray:
-    """Table 5 as a matrix, NaN on the diagonal; for other numbers of classes there is nothing in it."""
+    """Table 5 as a matrix with NaN on the diagonal; for any other number of classes it is all NaN."""
     if classes != len(TABLE_5):
         return np.full((classes, classes), np.nan)
     return np.array([[math.nan if rate is None else rate for rate in row] for row in TABLE_5])
@@ -264,7 +264,7 @@ def _nothing_found(one: Mapping[str, Any]) -> str:
 
 
 def lowest_published_pair() -> tuple[int, int, float]:
-    """Source, target and rate of the least entry of the paper's table.
+    """Source, target and rate of the smallest entry in the paper's table.
 
     >>> lowest_published_pair()
     (5, 4, 0.6)
@@ -287,7 +287,7 @@ def average_published() -> float | None:
 def draw_matrices(
     classes: Sequence[str], paper: np.ndarray, at_zero: np.ndarray, confident: np.ndarray, sparsity: np.ndarray
 ) -> Figure:
-    """Above the paper's rates and ours at γ = 0; below ours at 95 %, and the sparsity of that noise."""
+    """Draw the paper's rates and ours at γ = 0 above; below, ours at 95 % and the sparsity of that noise."""
     figure = new_figure(8.0, 7.4)
     axes = figure.subplots(2, 2)
     panels = (

@@ -1,4 +1,4 @@
-"""Networks that an experiment trains itself: once in an output folder, epoch by epoch, going on where it stopped."""
+"""Networks that an experiment trains itself, once in an output folder, resuming after the last finished epoch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from reproduction.experiment import Settings
 from reproduction.training import Epoch, Recipe, train, training_facts
 
 TRAINED = "trained"
-"""The folder in the output folder."""
+"""The name of their folder in the output folder."""
 
 
 EACH = 100
-"""Images that networks are trained on for each that is studied, where these are few."""
+"""Training images for each image that is studied, in a run with few images."""
 
 
 def splits(settings: Settings, name: str) -> tuple[LabelledImages, LabelledImages]:
-    """The training and the test images of a dataset; only some of both where few images are studied."""
+    """The training and test images of a dataset; only some of both in a run with few images."""
     training, held_out = (data.load(name, split=split, data_dir=settings.data_dir) for split in ("train", "test"))
     if not settings.few:
         return training, held_out
@@ -34,10 +34,10 @@ def splits(settings: Settings, name: str) -> tuple[LabelledImages, LabelledImage
 def trained_once(
     settings: Settings, label: str, recipe: Recipe, seed: int, images: tuple[LabelledImages, LabelledImages]
 ) -> tuple[Path, float]:
-    """The weights of a recipe and seed, `trained/<label>-<seed>.safetensors`, and the seconds that they took.
+    """The weights of a recipe and seed, `trained/<label>-<seed>.safetensors`, and the seconds that training took.
 
-    Weights from an earlier run are taken if they are of this recipe, seed and number of images. They are written whole
-    at the end; an interrupted training goes on from its last epoch. Where the time is over it stops after an epoch.
+    Weights from an earlier run are used if they have this recipe, seed and number of images. They are written whole at
+    the end; an interrupted training continues from its last epoch. When the time is over it stops after an epoch.
     """
     training, held_out = images
     weights = settings.out / TRAINED / f"{label}-{seed}.safetensors"
@@ -65,5 +65,5 @@ def trained_once(
 
 
 def network_as_trained(recipe: Recipe, weights: Path) -> nn.Module:
-    """The network of images in [0, 1], in eval mode and float32: what the recipe has it see comes first."""
+    """The network for images in [0, 1], in eval mode and float32, with the recipe's scaling of images in front."""
     return recipe.of_images(zoo.pretrained(recipe.network, weights).float())

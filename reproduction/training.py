@@ -1,4 +1,4 @@
-"""Training the networks of the zoo, so that their shipped weights can be made again."""
+"""Train the networks of the zoo, so that their shipped weights can be made again."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def unchanged(images: Tensor, generator: Generator) -> Tensor:
 
 
 def random_mirror(images: Tensor, generator: Generator) -> Tensor:
-    """Every other image left to right."""
+    """Mirror every other image left to right."""
     mirrored = _uniform(images, generator) < 0.5
     return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
 
 
 def random_affine(images: Tensor, generator: Generator, *, degrees: float, shift: float, scale: float) -> Tensor:
-    """Rotated by up to ±degrees, moved by up to ±shift of the side, scaled by up to 1 ± scale; borders are repeated."""
+    """Rotate by up to ±degrees, move by up to ±shift of the side, scale by up to 1 ± scale; borders are repeated."""
     angle, by_x, by_y, size = (2 * _uniform(images, generator) - 1 for _ in range(4))
     angle, size = torch.deg2rad(degrees * angle), 1 + scale * size
     cos, sin = size * angle.cos(), size * angle.sin()
@@ -49,7 +49,7 @@ def random_affine(images: Tensor, generator: Generator, *, degrees: float, shift
 
 
 def random_erasing(images: Tensor, generator: Generator, *, share: float) -> Tensor:
-    """In half of the images a square of `share` of the side is set to the image's mean."""
+    """Set a square with `share` of the side to the image's mean, in half of the images."""
     side = images.shape[-1]
     corner = [(_uniform(images, generator) * (1 - share) * side)[:, None, None] for _ in range(2)]
     rows = torch.arange(side, device=images.device)[None, :, None] - corner[0]
@@ -70,7 +70,7 @@ def varied_faces(images: Tensor, generator: Generator) -> Tensor:
 
 
 def _uniform(images: Tensor, generator: Generator) -> Tensor:
-    """One number in [0, 1) an image, drawn on the CPU so that every device sees the same."""
+    """One number in [0, 1) per image, drawn on the CPU so that every device sees the same."""
     return torch.rand(len(images), generator=generator).to(images.device)
 
 
@@ -82,18 +82,20 @@ def constant(done: float) -> float:
 
 
 def one_cycle(done: float) -> float:
-    """Up from 0.05 to 1 over the first fifth, then down to 0 along a cosine."""
+    """A schedule that rises from 0.05 to 1 over the first fifth, then falls to 0 along a cosine."""
     return 0.05 + 0.95 * done / 0.2 if done < 0.2 else 0.5 * (1 + math.cos(math.pi * (done - 0.2) / 0.8))
 
 
 def three_steps(done: float) -> float:
-    """Divided by ten after half of the run and again after three quarters."""
+    """A schedule that divides the rate by ten after half of the run and again after three quarters."""
     return 1.0 if done < 0.5 else 0.1 if done < 0.75 else 0.01
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Adam with decoupled weight decay, or SGD with momentum; a scheduled rate, and an average of the weights."""
+    """How to train: Adam with decoupled weight decay or SGD with momentum, a scheduled rate, and an average of the
+    weights.
+    """
 
     network: str
     data: str
@@ -108,18 +110,18 @@ class Recipe:
     """Decay of the exponential average of the weights, which is what is kept; 0 keeps the last weights."""
     augmentation: Augmentation = unchanged
     optimizer: str = "adam"
-    """adam, or sgd: with a momentum of 0.9, and weight decay in the gradient."""
+    """adam, or sgd with a momentum of 0.9 and weight decay in the gradient."""
     dropout: float = 0.0
-    """Share of the inputs of the last layer that are dropped while training, beside what the network drops itself."""
+    """Share of the last layer's inputs dropped in training, in addition to the network's own dropout."""
     centre: float = 0.0
     spread: float = 1.0
     """The network sees (x − centre)/spread; the weights that are kept expect that."""
     sigma: float = 0.0
-    """Of the noise that is trained against, by `folds` or by `moments`."""
+    """Standard deviation of the noise that is trained against, by `folds` or by `moments`."""
     folds: int = 0
     """Noisy copies of each image in a step, beside the image itself."""
     moments: float | None = None
-    """λ: instead of copies the loss expected under the noise, with λ times its second-order term."""
+    """λ: use, instead of copies, the loss expected under the noise, with λ times its second-order term."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -139,7 +141,7 @@ class Recipe:
         return (images - self.centre) / self.spread if self.changes_images else images
 
     def of_images(self, network: nn.Module) -> nn.Module:
-        """A network that sees images so, as one of images in [0, 1], in eval mode."""
+        """Such a network as one for images in [0, 1], in eval mode."""
         if not self.changes_images:
             return network.eval()
         channels = zoo.entry(self.network).input_shape[0]
@@ -172,13 +174,13 @@ RECIPES = {
         "faces", "fer2013", epochs=30, batch=128, rate=1e-2, weight_decay=5e-4, schedule=three_steps, optimizer="sgd",
     ),
 }  # fmt: skip
-"""Those of the shipped weights, by the network's name, and others of the same networks. `faces-plain` is how a network
-of 2019 was trained: SGD with momentum, a rate that is divided by ten twice, images as they are."""
+"""The recipes of the shipped weights by the network's name, and others for the same networks. `faces-plain` is how a
+network of 2019 was trained: SGD with momentum, a rate that is divided by ten twice, and unmodified images."""
 
 
 @dataclass
 class TrainingState:
-    """A network in training: its optimizer, the average of its weights, and the epochs done."""
+    """A network in training, with its optimizer, the average of its weights, and the epochs done."""
 
     network: nn.Module
     average: nn.Module
@@ -187,7 +189,7 @@ class TrainingState:
     history: list[dict[str, float]] = field(default_factory=list)
 
     def save(self, path: Path, run: dict[str, str]) -> None:
-        """`run` says which run this is (recipe, seed), so that another one never continues it."""
+        """Save the state; `run` says which run this is (recipe, seed), so that no other run continues from it."""
         tensors = {f"network.{name}": x for name, x in self.network.state_dict().items()}
         tensors |= {f"average.{name}": x for name, x in self.average.state_dict().items()}
         for number, entries in self.optimizer.state_dict()["state"].items():
@@ -196,7 +198,7 @@ class TrainingState:
         write_tensors(path, {name: x.clone() for name, x in tensors.items()}, run | progress)
 
     def resume(self, path: Path, run: dict[str, str]) -> None:
-        """Go on from a saved state of the same run."""
+        """Continue from a saved state of the same run."""
         tensors, saved = read_tensors(path)
         changed = {key: value for key, value in run.items() if saved.get(key) != value}
         different = [f"{key} {saved.get(key)!r} there, {value!r} now" for key, value in changed.items()]
@@ -221,7 +223,7 @@ def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch did."""
+    """The result of one epoch."""
 
     number: int
     loss: float
@@ -240,10 +242,10 @@ def train(
     device: torch.device | str = "cpu",
     on_epoch: Callable[[Epoch], None] = lambda epoch: None,
 ) -> nn.Module:
-    """Train a network of the zoo and write its weights, in float16, to `weights`; the network is returned as written.
+    """Train a network of the zoo, write its weights in float16 to `weights`, and return the network as written.
 
-    After every epoch the whole state goes to a file beside `weights`, from which a run of the same recipe and seed goes
-    on as if it had never stopped; the file is removed at the end. The same seed on the same device gives the same bits.
+    After every epoch the whole state is saved to a file beside `weights`, from which a run of the same recipe and seed
+    goes on as if it had never stopped; the file is removed at the end. The same seed and device give the same bits.
     """
     checkpoint = checkpoint_of(weights)
     run = training_facts(recipe, training, seed)
@@ -270,12 +272,12 @@ def train(
 
 
 def training_facts(recipe: Recipe, training: data.LabelledImages, seed: int) -> dict[str, str]:
-    """What a run of training is told by; written into the checkpoint and the weights."""
+    """The facts that identify a training run; they are written into the checkpoint and the weights."""
     return {"recipe": repr(_described(recipe)), "seed": str(seed), "images": str(len(training))}
 
 
 def checkpoint_of(weights: Path) -> Path:
-    """Where the state of a run that writes these weights is kept until it is done."""
+    """The file in which the state of a run that writes these weights is kept until it is done."""
     return weights.with_name(f"{weights.stem}.checkpoint.safetensors")
 
 
@@ -298,7 +300,7 @@ def fresh_state(recipe: Recipe, seed: int, device: torch.device) -> TrainingStat
 
 
 def _one_epoch(recipe: Recipe, state: TrainingState, images: Tensor, labels: Tensor, seed: int) -> float:
-    """One pass over the images in a random order that depends on seed and epoch only; the mean loss."""
+    """Make one pass over the images, in a random order that depends only on seed and epoch; return the mean loss."""
     torch.manual_seed(_mixed(seed, state.epoch))  # dropout
     generator = Generator().manual_seed(_mixed(seed, state.epoch))
     order = torch.randperm(len(images), generator=generator).to(images.device)
@@ -322,7 +324,7 @@ def _one_epoch(recipe: Recipe, state: TrainingState, images: Tensor, labels: Ten
 
 
 def one_step(recipe: Recipe, state: TrainingState, images: Tensor, labels: Tensor) -> Tensor:
-    """A step on one batch; the loss before it."""
+    """Take a step on one batch; return the loss before it."""
     loss = loss_of(recipe, state.network, images, labels)
     state.optimizer.zero_grad()
     loss.backward()
@@ -332,7 +334,7 @@ def one_step(recipe: Recipe, state: TrainingState, images: Tensor, labels: Tenso
 
 
 def loss_of(recipe: Recipe, network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross-entropy: of the images, of them and noisy copies, or expected under the noise."""
+    """The mean cross-entropy of the images, of the images and noisy copies, or expected under the noise."""
     sigma = recipe.sigma / recipe.spread
     if recipe.moments is not None:
         scores = expected_scores(network, images, sigma)
@@ -346,7 +348,7 @@ def loss_of(recipe: Recipe, network: nn.Module, images: Tensor, labels: Tensor) 
 
 @torch.no_grad()
 def _average(state: TrainingState, decay: float) -> None:
-    """Move the averaged weights towards the current ones; counts and statistics too."""
+    """Move the averaged weights towards the current ones, including counts and statistics."""
     for kept, current in zip(state.average.state_dict().values(), state.network.state_dict().values(), strict=True):
         if kept.is_floating_point() and decay > 0:
             kept.lerp_(current, 1 - decay)
@@ -356,7 +358,7 @@ def _average(state: TrainingState, decay: float) -> None:
 
 @contextmanager
 def _reproducible(device: torch.device | str) -> Iterator[None]:
-    """Deterministic kernels, and the caller's random state left as it was."""
+    """Use deterministic kernels, and leave the caller's random state as it was."""
     before = torch.are_deterministic_algorithms_enabled()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
@@ -385,5 +387,5 @@ def _device_name(device: torch.device | str) -> str:
 
 
 def _mixed(seed: int, epoch: int) -> int:
-    """A seed for one epoch, unrelated to that of the next."""
+    """A seed for one epoch that is unrelated to that of the next."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:7], "big")

@@ -1,4 +1,4 @@
-"""The value of a two-stage linearization without its matrices, for Table 1: four forward passes a point."""
+"""The value of a two-stage linearization without its matrices, for Table 1, by four forward passes per point."""
 
 from __future__ import annotations
 

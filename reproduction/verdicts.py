@@ -1,4 +1,4 @@
-"""Published beside ours for every table and figure, with a verdict, and which run made it: pages from the summaries.
+"""Make pages from the summaries: published beside ours for every table and figure, a verdict, and which run made it.
 
 `readme` is README.md here, `runs_page` that of the results.
 """
@@ -26,7 +26,7 @@ class Pair(NamedTuple):
     paper: float
 
     def near(self, tolerance: float) -> bool:
-        """Whether ours is within this share of the published one; with 0 not below it."""
+        """Whether ours is within this share of the published value; with a share of 0, whether it is not below."""
         return abs(self.ours - self.paper) <= tolerance * abs(self.paper) if tolerance else self.ours >= self.paper
 
 
@@ -38,7 +38,7 @@ class Tried(NamedTuple):
 
 
 Readings = Callable[[Mapping[str, Record], float], list[Tried]]
-"""All readings of a claim, from the summaries of other experiments, judged by a tolerance."""
+"""A function that finds all readings of a claim in the summaries of other experiments, judged by a tolerance."""
 
 
 def no_readings(records: Mapping[str, Record], tolerance: float) -> list[Tried]:
@@ -52,10 +52,10 @@ class Claim:
     Args:
         name: of the experiment.
         what: the table or figure, and which part.
-        shows: what is to be seen in it, a line.
-        pattern: of the comparisons that it is about; empty where the paper has no number.
+        shows: what it shows, in one line.
+        pattern: matches the comparisons that the claim is about; empty where the paper has no number.
         tolerance: the share of the published number within which ours reproduces it; 0 for counts.
-        readings: under which it may hold, from the experiments `made_by`.
+        readings: under which the claim may hold, from the experiments `made_by`.
     """
 
     name: str
@@ -77,9 +77,9 @@ def pairs_of(record: Record, pattern: str) -> list[Pair]:
 
 
 def verdict(claim: Claim, records: Mapping[str, Record]) -> str:
-    """reproduces, reproduces under a reading, or does not, and then how far it is off.
+    """ "reproduces", "reproduces under a reading", or "does not" with how far it is off.
 
-    Of readings it says how many were tried: of many, some come near by chance.
+    For readings it says how many were tried, since of many some come near by chance.
     """
     pairs = pairs_of(records[claim.name], claim.pattern)
     if not pairs:
@@ -100,13 +100,15 @@ def verdict(claim: Claim, records: Mapping[str, Record]) -> str:
 
 
 MOST = 3
-"""Readings and numbers that a line has."""
+"""The most readings and numbers in a line."""
 
 
 def by_recipe(
     quantity: str, column: str, words: str = "", made_by: Sequence[str] = ("seeds", "readings-2"), above: float = 0
 ) -> Readings:
-    """Training recipes: errors averaged over seeds, beside the published ones at every noise level above one."""
+    """Readings by training recipe: errors averaged over seeds beside the published ones, at every noise level above
+    one.
+    """
 
     def found(records: Mapping[str, Record], tolerance: float) -> list[Tried]:
         from reproduction.image_sweeps import SIGMAS
@@ -132,7 +134,7 @@ def by_recipe(
 
 
 def old_variances(records: Mapping[str, Record], tolerance: float) -> list[Tried]:
-    """Readings of the old variance, by every recipe of `readings-2`."""
+    """Readings of the old variance, for every recipe of `readings-2`."""
     from reproduction.readings_2 import OLD
 
     readings = [by_recipe(name, "variance_error_old", f"{words}, ", ["readings-2"]) for name, words in OLD.items()]
@@ -209,11 +211,11 @@ BEYOND = {
     "frontier": "Error against time, every method.",
     "moments-training": "Training on the expected loss beside noisy copies (arXiv 1904.11005).",
 }
-"""What the paper does not have."""
+"""Experiments that the paper does not have."""
 
 
 def in_short(values: Sequence[float]) -> str:
-    """Numbers on a line: all of a few, else the least and the largest.
+    """Numbers on one line: all of them if they are few, else the least and the largest.
 
     >>> in_short([0.0023, 0.018]), in_short([1, 2, 3, 4, 5, 6])
     ('0.0023, 0.018', '1 to 6')
@@ -239,11 +241,11 @@ def read_records(results: Path) -> dict[str, Record]:
 
 
 RESULTS = "../results"
-"""As the page has it."""
+"""The folder of results, relative to the page."""
 
 
 def readme(records: Mapping[str, Record]) -> str:
-    """The page: a line for each claim whose experiment was run, then what goes beyond the paper."""
+    """The page: a line for each claim whose experiment was run, then the experiments beyond the paper."""
     lines = [
         "# The paper's tables and figures, reproduced",
         "",
@@ -285,7 +287,7 @@ def _line(claim: Claim, records: Mapping[str, Record]) -> str:
 
 
 def runs_page(records: Mapping[str, Record]) -> str:
-    """The page of the folder of results: a line for each, with the run that made it."""
+    """The page of the results folder: a line for each result, with the run that made it."""
     lines = [
         "# Results",
         "",

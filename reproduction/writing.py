@@ -1,4 +1,4 @@
-"""Outcomes as files, on a page and in a terminal."""
+"""Write outcomes as files, show them on a page and in a terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from reproduction.experiment import NAMES, BesidePaper, Drawing, Origin, Outcome
 SUMMARY = "summary.json"
 COMPARISON_COLUMNS = ("what", "ours", "paper", "difference")
 NOTHING = "—"
-"""Where there is no number."""
+"""Shown where there is no number."""
 
 _NUMBER = r"(?>[(\[]?[<>≤≥≈~±+−-]?\s?(?:\d[\d,.]*(?:e[+−-]?\d+)?|nan|inf|∞)(?:\s?(?:%|×|[a-zµμ]{1,2}\b))?[)\]]?)"
 _CELL = re.compile(rf"(?:[—-]|{_NUMBER}(?:\s*[±/–;]?\s*{_NUMBER})*+)?", re.IGNORECASE)
@@ -56,7 +56,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is written about an outcome, and read again for the page."""
+    """What is written about an outcome, and read back for the page."""
 
     name: str
     title: str
@@ -93,13 +93,13 @@ def summary_of(outcome: Outcome, provenance: Origin) -> Summary:
 
 
 def comparison_cells(item: BesidePaper) -> tuple[str, ...]:
-    """In words, for `COMPARISON_COLUMNS`."""
+    """The cells of a comparison, for `COMPARISON_COLUMNS`."""
     paper = NOTHING if item.paper is None else in_words(item.paper)
     return item.what, in_words(item.ours), paper, difference_in_words(item.difference)
 
 
 def difference_in_words(value: float | None) -> str:
-    """With its sign.
+    """A difference in words, with its sign.
 
     >>> [difference_in_words(value) for value in (0.0123, -2.0, 0.0, None)]
     ['+0.0123', '-2', '0', '—']
@@ -122,7 +122,7 @@ def number_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tup
 
 
 def as_json(summary: Summary) -> str:
-    """The summary for machines; a number that is not finite is an error, JSON has none."""
+    """The summary as JSON; a number that is not finite is an error, since JSON has none."""
     record = {
         "name": summary.name,
         "title": summary.title,
@@ -156,7 +156,7 @@ def _pretty(value: Any, depth: int = 0) -> str:
 
 
 def read_summary(path: Path) -> Summary:
-    """A summary from its file; anything amiss is an error that names the file."""
+    """Read a summary from its file; anything wrong is an error that names the file."""
     text = path.read_bytes()
     try:
         summary = _summary_from(json.loads(text))
@@ -227,7 +227,7 @@ def as_markdown(summary: Summary) -> str:
 
 
 def plain(text: str) -> str:
-    """Text on one line that Markdown, also inside a table, shows as it is.
+    """Escape text, on one line, so that Markdown shows it as it is, also inside a table.
 
     >>> print(plain("P(a|b) of *x* in <b>, < 1e-6"))
     P(a\\|b) of \\*x\\* in &lt;b>, < 1e-6
@@ -287,13 +287,13 @@ def _code(text: str) -> str:
 
 TEMPLATE = Path(__file__).parent / "templates" / "reproduction.html"
 SHOWN = 8
-"""Comparisons of one experiment in the overview; its section has them all."""
+"""The most comparisons of one experiment in the overview; its section has them all."""
 SHOWN_WHOLE = 50
-"""Rows of a panel; one with more scrolls under its heading."""
+"""The most rows of a panel that are shown whole; one with more scrolls under its heading."""
 
 
 def render_page(found: Sequence[tuple[Summary, Path]]) -> str:
-    """The page as text, from summaries and the folders with their pictures."""
+    """The page as HTML text, from summaries and the folders with their pictures."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
@@ -329,7 +329,7 @@ def _experiment(summary: Summary, folder: Path) -> dict[str, Any]:
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
-    """Each cell with its classes: numbers to the right, emphasis bold."""
+    """A panel as HTML, each cell with its classes: numbers to the right, emphasis bold."""
     kinds = [
         " ".join(["number"] * number + ["strong"] * (place in panel.emphasis))
         for place, number in enumerate(number_columns(panel.columns, panel.rows))
@@ -343,7 +343,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
 
 
 def _picture(picture: Picture, folder: Path) -> dict[str, Any]:
-    """The PNG as a data URI, with the size the figure has on paper."""
+    """The PNG as a data URI, with the figure's size on paper."""
     path = folder / picture.png
     content = path.read_bytes()
     if content[:8] != b"\x89PNG\r\n\x1a\n" or content[-8:-4] != b"IEND":
@@ -373,8 +373,8 @@ PAGE = "report.html"
 def write_outcome(outcome: Outcome, provenance: Origin, folder: Path) -> list[Path]:
     """The pictures, `table.md` and `summary.json` in `folder/<name>/`, which is made if need be.
 
-    Everything is made before anything is written, and on the disk before anything takes its name, the summary last:
-    where it is, the rest is. A disk that is full leaves what was there.
+    Everything is made before anything is written, and on disk before anything takes its final name, the summary last:
+    if the summary is there, so is the rest. A full disk leaves what was there before.
     """
     summary = summary_of(outcome, provenance)
     record, text = as_json(summary), as_markdown(summary)
@@ -400,7 +400,7 @@ MOST_COMPARISONS = 16
 
 
 def draw(outcome: Outcome) -> RenderableType:
-    """The reading, the numbers beside the paper's, and the panels."""
+    """Print the reading, the numbers beside the paper's, and the panels."""
     parts: list[RenderableType] = [Text(outcome.title, style="bold")]
     parts += [Group(Text(), _terminal_paragraph(text)) for text in outcome.reading]
     if outcome.comparisons:
@@ -427,7 +427,9 @@ def _comparisons(comparisons: Sequence[BesidePaper]) -> _Fitted:
 
 @dataclass(frozen=True)
 class _Fitted:
-    """A panel that loses no cell: in a narrow terminal headings are broken, then it becomes several tables."""
+    """A panel that never cuts a cell: in a narrow terminal headings are broken, and then the panel becomes several
+    tables.
+    """
 
     panel: Panel
 
@@ -455,7 +457,7 @@ class _Fitted:
             yield [[*keys, *others[start:end]] for start, end in pairwise(ends)]
 
     def _narrowest(self) -> dict[int, int]:
-        """The least widths of columns of numbers: no number is broken, nor a word of a heading."""
+        """The least widths of columns of numbers at which neither a number nor a word of a heading is broken."""
         numbers = number_columns(self.panel.columns, self.panel.rows)
         return {
             place: max(map(cell_len, [*name.split(), *(row[place] for row in self.panel.rows)]))
@@ -486,7 +488,7 @@ def reproduce_and_write(
     *,
     show: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Path:
-    """Each experiment's files in its folder, as soon as it is done, and `report.html`, whose path is returned.
+    """Write each experiment's files as soon as it is done, and `report.html`, whose path is returned.
 
     What is finished stays when a later one is stopped: by the deadline of the settings (`netmoments.sweep.Unfinished`),
     by the user, or by an error.
@@ -508,7 +510,7 @@ def command_line() -> str:
 
 
 def require_installed(names: Sequence[str]) -> None:
-    """What is needed at the end is asked for at the start."""
+    """Require at the start what is needed at the end."""
     needed = {"matplotlib": "report", "jinja2": "report"}
     if set(names) - {"figure-1"}:
         needed["pyarrow"] = "sweeps"
@@ -520,7 +522,7 @@ def require_installed(names: Sequence[str]) -> None:
 
 
 def figure_files(drawing: Drawing) -> dict[str, bytes]:
-    """The drawing, drawn once: `<name>.png` for screens and `<name>.pdf` for paper."""
+    """Draw the figure once and save it as `<name>.png` for screens and `<name>.pdf` for paper."""
     from matplotlib.backends.backend_pdf import FigureCanvasPdf
 
     figure = drawing.draw()

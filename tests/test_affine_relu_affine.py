@@ -327,7 +327,7 @@ def test_inference_mode_leaves_nothing_behind():
     expected = network.variance(noise)
     from netmoments.relu import bivariate as scratch
 
-    scratch._kept.__dict__.clear()
+    scratch._kept_scratch.__dict__.clear()
     with torch.inference_mode():
         assert_close(network.variance(noise).clone(), expected, rtol=1e-13)
     assert_close(network.variance(noise), expected, rtol=1e-13)

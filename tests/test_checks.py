@@ -90,7 +90,7 @@ def test_bad_values_are_explained(case):
 
 
 def test_values_that_cannot_be_read_are_taken_to_hold():
-    """Inside vmap there are none; other errors are errors."""
+    """Inside vmap, values cannot be read; other errors are raised."""
 
     def checked(x: torch.Tensor) -> torch.Tensor:
         require_finite("f", "x", x)
@@ -122,7 +122,7 @@ UNLIKE = {
 @pytest.mark.filterwarnings("ignore:.*(nested|Nested|[Ss]parse|quantiz)")
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_tensors_that_are_no_block_of_real_numbers(kind):
-    """Wherever one may be passed; what is said is what to do about it."""
+    """Wherever such a tensor is passed, the error says what to do about it."""
     make, words = UNLIKE[kind]
     value, x = make(), torch.zeros(3)
     calls = [

@@ -1,5 +1,4 @@
-"""Files are written whole or not at all, a folder that cannot be written to is named before the work, and what is read
-is regular and fits."""
+"""Files: written whole or not at all, into folders that are checked before the work, and read if regular and small."""
 
 from __future__ import annotations
 
@@ -104,7 +103,7 @@ def test_files_are_written_together(tmp_path):
 
 
 def test_a_full_disk_leaves_all_files_as_they_were(tmp_path, monkeypatch):
-    """The second of three does not fit: not even the first is new."""
+    """The second of three files does not fit, so not even the first is replaced."""
     write_files_whole(tmp_path, OLD)
     plain = Path.write_bytes
 
@@ -144,7 +143,7 @@ except OSError as error:
 
 
 def test_a_limit_of_the_system_is_as_a_full_disk(tmp_path):
-    """A real one, in a process of its own."""
+    """A limit on the size of files, in a process of its own."""
     write_files_whole(tmp_path, OLD)
     said = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True,
@@ -155,7 +154,7 @@ def test_a_limit_of_the_system_is_as_a_full_disk(tmp_path):
 
 
 def test_two_writers_leave_the_files_of_one(tmp_path):
-    """Many times at once, in threads, which share a process number."""
+    """Eight threads, which share a process number, write many times at once."""
     sets = [{name: f"{name} of {number}".encode() * 500 for name in OLD} for number in range(8)]
 
     def write(number: int) -> None:
@@ -232,7 +231,7 @@ def test_only_regular_files_are_opened(tmp_path):
 
 
 def test_a_file_that_becomes_another_on_the_way(tmp_path, monkeypatch):
-    """Between the look and the opening: what is open is looked at again."""
+    """A file that is replaced between the check and the opening is checked again."""
     os.mkfifo(tmp_path / "fifo")
     monkeypatch.setattr(files, "require_regular", lambda path: None)
     with pytest.raises(OSError, match="is a FIFO"):
@@ -261,7 +260,7 @@ def test_arrays_that_are_not_plain(tmp_path):
 
 @pytest.mark.parametrize("header", [b"(" * 100, b"1" * 100, b"{'descr': '|u1'" + b" " * 85, b"\xff" * 100])
 def test_a_header_that_is_no_header(tmp_path, header):
-    """Numpy reads it as Python, and lets through whatever goes wrong there."""
+    """Numpy reads the header as a Python expression, and lets through any error of that."""
     path = tmp_path / "a.npy"
     path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header) + 1) + header + b"\n")
     with path.open("rb") as file, pytest.raises(ValueError, match="a has a header that is none of numpy's"):

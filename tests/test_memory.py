@@ -1,18 +1,11 @@
-"""How much is worked on at a time."""
+"""Sizes of pieces of work, and budgets."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from netmoments.memory import (
-    PIECE,
-    elements_together,
-    gigabytes,
-    matrices_together,
-    memory_limit,
-    scratch_budget,
-)
+from netmoments.memory import PIECE, elements_together, gigabytes, matrices_together, memory_limit, scratch_budget
 
 CPU = torch.device("cpu")
 

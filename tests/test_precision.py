@@ -1,4 +1,4 @@
-"""TF32 and other reduced float32 precisions are off inside, and as the user left them outside."""
+"""Inside `full_precision`, TF32 and other reduced float32 precisions are off; outside they are as the user set them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ import torch
 from torch.autograd import gradcheck
 
 import netmoments as nm
-from netmoments.precision import (
-    full_precision,
-    matmul,
-    matvec,
-    quietly,
-    row_products,
-    value_and_slope,
-    without_cudnn,
-)
+from netmoments.precision import full_precision, matmul, matvec, quietly, row_products, value_and_slope, without_cudnn
 from tests.closeness import assert_close
 
 BACKENDS = [torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn]
@@ -34,7 +26,7 @@ def settings() -> list[str]:
 
 @pytest.fixture
 def reduced():
-    """The user allows reduced precision in every backend that is there."""
+    """Allows reduced precision in every backend that is there, as a user may."""
     before = settings()
     for backend in BACKENDS:
         backend.fp32_precision = "tf32"
@@ -86,7 +78,7 @@ def test_full_precision_across_threads(reduced):
 
 
 def interleaved(block: Callable[[], AbstractContextManager[None]]) -> None:
-    """Two threads: the second enters, if it can, while the first is inside, and leaves after it has left."""
+    """Have a second thread enter a block, if it can, while the first is inside, and leave after the first."""
     entered, left = threading.Event(), threading.Event()
 
     def second() -> None:
@@ -128,7 +120,7 @@ def test_warnings_that_begin_otherwise_are_shown():
 
 
 def test_forward_derivatives_in_two_threads():
-    """One ends while the other is inside its function: torch drops the derivatives of both then."""
+    """Without the lock, torch would drop the derivatives of both when one ends while the other is at work."""
     ended, inside = threading.Event(), threading.Event()
     slopes: dict[str, float] = {}
 

@@ -22,7 +22,7 @@ def impatient(monkeypatch):
 
 
 def watched(monkeypatch) -> Terminal:
-    """A terminal in place of stderr, from inside of a test: between fixtures and tests pytest puts back its own."""
+    """Put a terminal in place of stderr; a fixture could not, since pytest replaces stderr before the test."""
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     return terminal
 

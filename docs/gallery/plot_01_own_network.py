@@ -2,8 +2,9 @@
 A network of your own
 =====================
 
-Train a small convolutional network, and ask what noise does to it: scores with their errors, who wins, and which method
-is worth its time. Nothing about the network is special; any ``nn.Module`` in eval mode goes the same way.
+Train a small convolutional network and ask what noise does to it: what the scores are and how exactly they are known,
+which class wins, and which method is worth its time. Nothing about the network is special; any ``nn.Module`` in eval
+mode works the same way.
 """
 
 import matplotlib.pyplot as plt
@@ -42,7 +43,7 @@ print(f"accuracy without noise: {(network(test.images).argmax(1) == test.labels)
 # ``output_moments`` samples until the means are within 0.01 standard deviations, and says what it reached.
 
 margins = network(test.images).softmax(1).detach()[torch.arange(len(test.images)), test.labels]
-image = test.images[(margins - 0.9).abs().argmin()]  # right without noise, but not by far
+image = test.images[(margins - 0.9).abs().argmin()]  # right without noise, but not by a wide margin
 moments = nm.output_moments(network, nm.Gaussian(image, std=0.1))
 print(moments)
 
@@ -50,7 +51,7 @@ print(moments)
 # More noise
 # ----------
 #
-# Means bend and deviations grow; the class of the picture loses its lead.
+# As the noise grows, the means shift, the deviations increase, and the class of the picture loses its lead.
 
 levels = torch.linspace(0.01, 0.5, 8)
 noises = [nm.Gaussian(image, std=float(level)) for level in levels]
@@ -74,6 +75,6 @@ plt.show()
 # Which method?
 # -------------
 #
-# ``tightness`` puts all of them beside plain samples, on this network and this noise.
+# ``tightness`` compares all methods with plain samples, on this network and this noise.
 
 print(nm.tightness(network, nm.Gaussian(image, std=0.1), samples=10_000))

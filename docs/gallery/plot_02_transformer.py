@@ -2,8 +2,8 @@
 A vision transformer
 ====================
 
-Attention and layer norms need no special treatment: the default runs the network, with fewer and faster samples than a
-loop, until the answer is as exact as asked.
+Attention and layer norms need no special treatment: the default method runs the network, with fewer and faster samples
+than a plain loop, until the answer is as exact as asked.
 """
 
 import matplotlib.pyplot as plt
@@ -16,7 +16,7 @@ torch.manual_seed(0)
 
 
 class TinyViT(nn.Module):
-    """Patches of 2×2, two transformer blocks, the mean token decides."""
+    """Patches of 2×2 and two transformer blocks; the mean token decides."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ print("largest error of a mean, in deviations:", f"{(moments.error.mean / moment
 # Against plain samples
 # ---------------------
 #
-# Ten thousand of them, the reference that everyone understands.
+# Ten thousand plain samples are the reference that everyone understands.
 
 sampled = nm.monte_carlo(network, nm.Gaussian(images, std=0.1), samples=10_000, seed=1)
 print(moments.compare(sampled))
@@ -65,7 +65,7 @@ print(moments.compare(sampled))
 # Which digits are settled
 # ------------------------
 #
-# Rows are images, columns classes: the probability of each to win under noise of σ = 0.3.
+# Rows are images and columns are classes; the colour is the probability that a class wins under noise of σ = 0.3.
 
 winners = nm.class_probabilities(network, nm.Gaussian(images, std=0.3), absolute_error=0.02)
 figure, (pictures, chances) = plt.subplots(1, 2, figsize=(8, 4), width_ratios=[1, 5])

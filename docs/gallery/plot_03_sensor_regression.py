@@ -2,8 +2,8 @@
 Regression behind a noisy sensor
 ================================
 
-A network predicts a force from two measured angles. The sensor has its own error; what does that do to the prediction?
-Not only a spread: where the function bends, the *mean* prediction is shifted, and no amount of averaging removes it.
+A network predicts a force from two measured angles. What does the sensor's error do to the prediction? It does not only
+spread it: where the function bends, the *mean* prediction is shifted as well, and no amount of averaging removes that.
 """
 
 import matplotlib.pyplot as plt
@@ -31,7 +31,8 @@ network.eval()
 print(f"root mean square error of the network: {loss.sqrt():.3f}")
 
 # %%
-# The sensor's data sheet says: deviations of 0.15 and 0.1, correlated, because both angles share a reference.
+# According to its data sheet, the sensor has deviations of 0.15 and 0.1, correlated because both angles share a
+# reference.
 
 sensor = torch.tensor([[0.15**2, 0.6 * 0.15 * 0.1], [0.6 * 0.15 * 0.1, 0.1**2]])
 sweep = torch.stack([torch.linspace(-2, 2, 60), torch.full((60,), 0.4)], 1)
@@ -45,7 +46,7 @@ print(f"error bars by the delta method: {(linear.variance[:, 0].sqrt() / deviati
 print(f"{(linear.variance[:, 0].sqrt() / deviation).max():.2f} times the right ones")
 
 # %%
-# The delta method takes the slope at the measured point. At a bend it is sure of itself where it should not be.
+# The delta method uses the slope at the measured point. Near a bend it is therefore more confident than it should be.
 
 figure, (curve, bars) = plt.subplots(1, 2, figsize=(9, 3.4))
 curve.plot(sweep[:, 0], prediction, "--", label="prediction without noise")
@@ -61,6 +62,6 @@ bars.legend(fontsize=8)
 plt.show()
 
 # %%
-# How far to trust it: a formula's answer is compared with a few hundred runs of the network.
+# To say how far it can be trusted, a formula's answer is compared with a few hundred runs of the network.
 
 print(f"stated error of the means: at most {moments.error.mean.max():.4f}, of {deviation.median():.3f} deviation")

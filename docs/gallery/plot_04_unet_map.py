@@ -2,7 +2,7 @@
 An uncertainty map from a U-Net
 ===============================
 
-A network that returns an image has an uncertainty for every pixel: where does noise on the input change the
+A network that returns an image has an uncertainty for every pixel. Where does noise on the input change the
 segmentation?
 """
 
@@ -55,8 +55,8 @@ network.eval()
 print(f"loss {loss:.3f}")
 
 # %%
-# Outputs keep their shape: means, variances and errors are maps. Of 576 outputs all covariances would be too many,
-# and are left out unless asked for.
+# Outputs keep their shape: means, variances and errors are maps. For 576 outputs a full covariance would be too large,
+# and it is left out unless asked for.
 
 images, masks = discs(1)
 moments = nm.output_moments(network, nm.Gaussian(images[0], std=0.2), tolerance=0.03)
@@ -64,8 +64,8 @@ deviation = moments.variance[0].sqrt()
 print(tuple(moments.mean.shape), f"largest deviation of a logit: {deviation.max():.2f}, by {moments.method}")
 
 # %%
-# How sure each pixel is, in its own deviations: near zero it changes sides. The rims are in doubt, most of all the dim
-# disc's. The background's logits vary most, but they are far from zero.
+# How certain each pixel is, in units of its own deviation: near zero it may change sides. The rims are in doubt, most
+# of all that of the dim disc. The logits of the background vary most, but they are far from zero.
 
 sure = moments.mean[0] / deviation
 figure, panels = plt.subplots(1, 4, figsize=(10, 2.8))

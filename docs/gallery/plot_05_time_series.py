@@ -2,8 +2,8 @@
 A time series
 =============
 
-A recurrent network forecasts a series from its last values. Sensor noise is rarely white: a slow drift has the same
-size at every moment, and does something else to the forecast. Any covariance over time is allowed.
+A recurrent network forecasts a series from its last values. Sensor noise is rarely white. A slow drift may be just as
+large at every moment, yet it affects the forecast differently. Any covariance over time is allowed.
 """
 
 import matplotlib.pyplot as plt
@@ -17,7 +17,7 @@ LENGTH, AHEAD = 24, 8
 
 
 class Forecast(nn.Module):
-    """From (batch, time) to the next values, by a GRU."""
+    """A GRU that maps (batch, time) to the next values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,8 @@ network.eval()
 print(f"root mean square error without noise: {loss.sqrt():.3f}")
 
 # %%
-# Two kinds of noise, both of deviation 0.2 at every moment: white, and a drift whose correlation falls by 5 % a step.
+# Two kinds of noise, both with a deviation of 0.2 at every moment: white noise, and a drift whose correlation falls by
+# 5 % per step.
 
 series = waves(1)[0]
 steps = torch.arange(LENGTH)
@@ -56,7 +57,7 @@ for name, moments in {"white": white, "drift": slow}.items():
     print(f"{name}: deviations {[round(float(each), 3) for each in moments.variance.sqrt()]}, {moments.method}")
 
 # %%
-# The forecast with both bands.
+# The forecast, with an uncertainty band for each kind of noise.
 
 ahead = torch.arange(LENGTH, LENGTH + AHEAD)
 figure, panel = plt.subplots()
@@ -72,8 +73,8 @@ panel.legend(fontsize=8)
 plt.show()
 
 # %%
-# Errors of neighbouring forecasts go together, which matters to whoever adds them up: the deviation of the sum of all
-# eight, with their covariance and as if they were independent.
+# The errors of neighbouring forecasts are correlated, which matters to anyone who adds the forecasts up. Here is the
+# deviation of the sum of all eight, with their covariance and as if they were independent.
 
 for name, moments in {"white": white, "drift": slow}.items():
     print(f"{name}: {moments.covariance.sum().sqrt():.2f}, as if independent {moments.variance.sum().sqrt():.2f}")

@@ -2,9 +2,9 @@
 Correlated noise and ``LowRank``
 ================================
 
-White noise of every pixel is one thing; a flickering lamp, which brightens the whole picture, and a shadow that moves
-across it are another. Such noise has a few directions: ``nm.LowRank(factor, diagonal)`` is F Fᵀ + diag(d), and is
-never made dense.
+White noise on every pixel is one thing; a flickering lamp that brightens the whole picture, or a shadow that moves
+across it, is another. Such noise has only a few directions. ``nm.LowRank(factor, diagonal)`` stands for the covariance
+F Fᵀ + diag(d), which is never formed as a dense matrix.
 """
 
 import matplotlib.pyplot as plt
@@ -18,8 +18,8 @@ image = data.images[392]
 pixels = image.numel()
 
 # %%
-# Two directions, a lamp and a gradient from left to right, with a little white noise on top; and white noise of the
-# same total variance.
+# The first noise has two directions, a lamp and a gradient from left to right, with a little white noise on top. The
+# second is white noise of the same total variance.
 
 x = torch.linspace(-1, 1, 8).expand(8, 8).flatten()
 factor = torch.stack([0.25 * torch.ones(pixels), 0.25 * x], 1)  # (pixels, directions)
@@ -34,7 +34,7 @@ for name, noise in {"white": white, "lighting": lit}.items():
     print(f"the answer flips with probability {flip.probability:.3f}")
 
 # %%
-# What it looks like: draws of both.
+# Draws of both, white noise in the first row and lighting in the second.
 
 figure, panels = plt.subplots(2, 6, figsize=(8, 2.9))
 for row, noise in zip(panels, (white, lit), strict=True):

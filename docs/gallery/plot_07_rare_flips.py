@@ -2,9 +2,9 @@
 Rare flips
 ==========
 
-How often does noise make the network answer something else, when that is one time in a million or less? Samples never
-see it, and a Gaussian fitted to the scores can be wrong by orders. ``nm.flip_probability`` finds out, with an interval,
-in a few thousand runs.
+How often does noise change the network's answer, when that happens one time in a million or less? Plain sampling never
+sees it, and a Gaussian fitted to the scores can be wrong by orders of magnitude. ``nm.flip_probability`` estimates it,
+with an interval, in a few thousand runs.
 """
 
 import matplotlib.pyplot as plt
@@ -25,7 +25,8 @@ for level, flip in zip(levels, flips, strict=True):
     print(f"σ = {level}: {flip.probability:.1e}, 95 % between {low:.1e} and {high:.1e}, {int(flip.runs):,} runs")
 
 # %%
-# Beside it: the Gaussian with the right moments. Close where flips are common, an extrapolation where they are rare.
+# For comparison, a Gaussian with the right moments. It is close where flips are common, and an extrapolation where they
+# are rare.
 
 answer = int(network(image.unsqueeze(0)).argmax())
 fitted = [
@@ -44,7 +45,7 @@ panel.legend(fontsize=8)
 plt.show()
 
 # %%
-# An interval is not a certificate: it speaks of the flips that two independent searches and the samples met. What a
-# second estimate says is there, too.
+# An interval is not a certificate: it covers the flips that two independent searches and the samples met. The result
+# also has what a second estimate says.
 
 print(flips[-1])

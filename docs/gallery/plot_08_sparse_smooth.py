@@ -2,8 +2,8 @@
 Noise that fools: sparse and smooth
 ===================================
 
-The other way round: the least Gaussian noise, on few pixels and without rough edges, that makes the network call a
-digit something else in 95 % of the draws.
+The other way round: find the least Gaussian noise, on few pixels and without rough edges, that makes the network
+misclassify a digit in 95 % of the draws.
 """
 
 import matplotlib.pyplot as plt
@@ -18,7 +18,7 @@ result = attack(network, images, labels)
 print(result)
 
 # %%
-# What was reached: on the network itself, with an interval.
+# The success rate that was reached on the network itself, with an interval.
 
 for place in range(len(result)):
     rate, low, high = (each[place] for each in (result.success.rate, result.success.low, result.success.high))

@@ -2,9 +2,9 @@
 Expected scores in a training loop
 ==================================
 
-What a network says under noise *on average*, by formula and with derivatives in its weights: put it between network and
-loss, and the network learns to be right under noise, without drawing any. With the deviations of the scores, too, it
-learns to be sure.
+A formula gives what a network says under noise *on average*, with derivatives in the network's weights. Put it between
+the network and the loss, and the network learns to be right under noise without any noise being drawn. With the
+deviations of the scores as well, it learns to be certain.
 """
 
 import matplotlib.pyplot as plt
@@ -18,7 +18,7 @@ SIGMA = 0.3
 
 
 class Network(nn.Module):
-    """One hidden layer of ReLUs, for which moments are exact."""
+    """One hidden layer of ReLUs, for which the moments are exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +33,9 @@ class Network(nn.Module):
 
 
 # %%
-# Three losses, the same in all else: cross entropy of the scores; of the expected scores; and of the expected scores
-# shrunk where they are uncertain, mean/√(1 + π/8 variance), the usual approximation of an expected softmax.
+# Three trainings that differ only in the loss: the cross entropy of the scores; of the expected scores; and of the
+# expected scores shrunk where they are uncertain, mean/√(1 + π/8 variance), the usual approximation of an expected
+# softmax.
 
 
 def plain(network: Network, images: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,7 @@ def trained(scores) -> Network:
 
 
 # %%
-# Accuracy under noise, over its level.
+# Accuracy over the level of the noise.
 
 
 def accuracy(network: nn.Module, level: float) -> float:
@@ -85,5 +86,5 @@ panel.legend()
 plt.show()
 
 # %%
-# For a deeper network ``nm.ExpectedLogits(network, sigma, method=nm.Layerwise())`` is the same module, by formulas at
-# every layer, at the price of many runs of the network.
+# For a deeper network, ``nm.ExpectedLogits(network, sigma, method=nm.Layerwise())`` is the same module with formulas at
+# every layer, at the cost of many runs of the network.

@@ -2,8 +2,8 @@
 A validation callback in ten lines
 ==================================
 
-A number beside the accuracy, after every epoch: how often would noise flip the answers that are right? A class with one
-method that frameworks such as Lightning call; nothing of theirs is needed here.
+A number to watch beside the accuracy after every epoch: how often would noise flip the network's answers? The callback
+is a class with one method, which frameworks such as Lightning call; nothing of theirs is needed here.
 """
 
 import matplotlib.pyplot as plt
@@ -27,8 +27,8 @@ class NoiseCheck:
 
 
 # %%
-# With Lightning, derive it from ``lightning.Callback`` and hand it to ``Trainer(callbacks=[...])``. Here the loop is
-# our own.
+# With Lightning, derive the class from ``lightning.Callback`` and pass it to ``Trainer(callbacks=[...])``. Here we
+# write the loop ourselves.
 
 torch.manual_seed(0)
 train, test = nm.data.load("digits", split="train"), nm.data.load("digits")
@@ -49,7 +49,7 @@ for epoch in range(8):
     print(f"epoch {epoch}: accuracy {accuracies[-1]:.3f}, flipped by noise {check.history[-1]:.3f}")
 
 # %%
-# Both over the epochs.
+# Both numbers over the epochs.
 
 figure, panel = plt.subplots()
 panel.plot(accuracies, "o-", label="accuracy without noise")

@@ -2,8 +2,8 @@
 Inside an attack library
 ========================
 
-``nm.ExpectedLogits`` is a model like any other, so an attack library can attack the *expected* scores: what the network
-says on average over the noise, not in one draw. Here with Foolbox.
+``nm.ExpectedLogits`` is a model like any other, so an attack library can attack the *expected* scores, which are what
+the network says on average over the noise and not in one draw. This example uses Foolbox.
 """
 
 import foolbox
@@ -25,11 +25,12 @@ models = {
 attack = foolbox.attacks.LinfPGD(steps=15)
 
 # %%
-# The same attack, at the same size, on both; then judged under noise, which neither attack has seen.
+# The same attack, at the same sizes, is run on both models. The results are then judged under noise that neither attack
+# has seen.
 
 
 def fooled(adversarial: torch.Tensor) -> torch.Tensor:
-    """The share of noisy draws of each image that get another answer than its label."""
+    """The share of noisy draws of each image whose answer is not its label."""
     noise = SIGMA * torch.randn(500, *adversarial.shape, generator=torch.Generator().manual_seed(3))
     answers = network((adversarial + noise).flatten(0, 1)).argmax(1).reshape(500, -1)
     return (answers != labels).float().mean(0)
@@ -48,6 +49,6 @@ plt.show()
 
 # %%
 # The two are close here: where a network is nearly linear under the noise, its expected scores are its scores, and an
-# attack on either finds the same. A library that takes ``model(images)`` for scores needs nothing more: torchattacks
-# and CleverHans are called the same way, with ``expected`` as the model. ``at=images`` in place of a method linearizes
-# once, there, as the paper does; ``method=nm.Layerwise()`` is tighter, and slower.
+# attack on either finds the same. A library that uses ``model(images)`` as the scores needs nothing more: torchattacks
+# and CleverHans are called the same way, with ``expected`` as the model. Giving ``at=images`` in place of a method
+# linearizes once, at the images, as the paper does; ``method=nm.Layerwise()`` is tighter and slower.

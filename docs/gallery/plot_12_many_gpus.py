@@ -3,8 +3,8 @@ A dataset on many GPUs, with Ray
 ================================
 
 Work over a dataset is a *sweep*: numbered items that can be computed anywhere and in any order. An engine says where:
-this process, one process for each GPU, or a Ray cluster. Finished items are kept; the same call goes on after an
-interruption, and the result is the same wherever it was computed.
+in this process, in one process for each GPU, or on a Ray cluster. Finished items are kept, so that the same call
+continues after an interruption, and the result is the same wherever it was computed.
 """
 
 import tempfile
@@ -54,17 +54,17 @@ with tempfile.TemporaryDirectory() as folder:
 print({name: column.shape for name, column in found.columns.items()})
 
 # %%
-# On all GPUs of a machine, and on a Ray cluster, it is the same line with another engine:
+# On all GPUs of a machine, or on a Ray cluster, it is the same line with another engine:
 #
 # .. code-block:: python
 #
 #     run_sweep(sweep, folder, LocalEngine(["cuda:0", "cuda:1", "cuda:2", "cuda:3"]))
 #
 #     from netmoments.sweep import RayEngine
-#     run_sweep(sweep, folder, RayEngine("cuda"))                                  # a Ray of its own
-#     run_sweep(sweep, folder, RayEngine("cuda", address="ray-head:6379"))         # a cluster that runs
+#     run_sweep(sweep, folder, RayEngine("cuda"))                                  # starts Ray for this run
+#     run_sweep(sweep, folder, RayEngine("cuda", address="ray-head:6379"))         # uses a running cluster
 #
-# Reports know it too: ``netmoments report MODEL DATA --engine ray``. What was computed:
+# Reports can use it too: ``netmoments report MODEL DATA --engine ray``. Here is what was computed:
 
 figure, panel = plt.subplots()
 panel.scatter(found.columns["score"], found.columns["std"], s=14)

@@ -1,4 +1,9 @@
-"""What all attacks share: reading what is given, linearizing in groups, and letting the network decide."""
+"""What all attacks share: reading the arguments, linearizing images in groups, and letting the network judge the noise.
+
+`Attack.__call__` is the whole course. `read_subjects` checks the arguments and leaves out images that the network gets
+wrong without noise. For each group of images a subclass finds the noise (`_solved`). Samples of that noise then go
+through the network (`_sampled`), and what it says becomes the `AttackResult` (`_judged`).
+"""
 
 from __future__ import annotations
 
@@ -21,51 +26,57 @@ from netmoments.network.replica import replica
 from netmoments.progress import progress_bar
 
 GREY_LEVELS = 255
+"""Steps between the lowest and the highest value of a pixel."""
 FOLLOWED = 20
-"""Of more classes than this, only the label, the target and the best scores are followed by the formula."""
+"""Where there are more classes than this, the formula follows only the label, the target and the best scores."""
 TOLERANCE = 1e-6
-"""By which images may leave the bounds."""
+"""Images may leave the bounds by this much; they are then cut to them."""
+TOGETHER = {"cpu": 64, "cuda": 256}
+"""At most so many images are attacked at a time: in larger groups the slowest image keeps too many others waiting."""
+COPIES = 3
+"""An attack holds memory for so many copies of a linearized network: A, Aᵀ and what making them takes."""
 
 Preprocessing = Callable[[Tensor], Tensor]
 Parts = TypeVar("Parts")
 
 
 def entries(value: Parts, index: Tensor | tuple[Tensor, Tensor]) -> Parts:
-    """A dataclass about some of its images: every tensor (N, ...) indexed, those of dataclasses inside it too.
+    """The same dataclass for some of its images: every tensor (N, ...) is indexed, in dataclasses inside it too.
 
-    By two indices, of images and of their problems, both (N, 1), tensors (N, R, ...) become (N, 1, ...).
+    Two indices (N, 1), of images and of their problems, pick one problem of each image: tensors (N, R, ...) become
+    (N, 1, ...).
     """
-    changed: dict[str, Any] = {}
+    indexed: dict[str, Any] = {}
     for field in fields(value):  # type: ignore[arg-type]
-        own = getattr(value, field.name)
-        if isinstance(own, Tensor):
-            changed[field.name] = own[index]
-        elif is_dataclass(own):
-            changed[field.name] = entries(own, index)
-    return replace(value, **changed)  # type: ignore[type-var]
+        content = getattr(value, field.name)
+        if isinstance(content, Tensor):
+            indexed[field.name] = content[index]
+        elif is_dataclass(content):
+            indexed[field.name] = entries(content, index)
+    return replace(value, **indexed)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, eq=False)
 class Subjects:
-    """A network and correctly classified images (N, C, H, W) of it; `targets` (N,) or None."""
+    """A network and images (N, C, H, W) that it classifies correctly, with targets (N,) or None."""
 
     model: NetworkModel
     images: Tensor
     labels: Tensor
     targets: Tensor | None
     scores: Tensor
-    """(N, d), without noise."""
+    """The network's scores without noise, (N, d)."""
     places: Tensor
-    """Which of the given images they are, (N,)."""
+    """The images' indices among those that the caller gave, (N,)."""
     lower: Tensor
     upper: Tensor
-    """What μ may be so that M + μ keeps the bounds, (N, n)."""
+    """Between `lower` and `upper`, (N, n) each, μ leaves M + μ within the bounds."""
 
     def followed(self, rivals: int) -> Tensor:
         """The classes whose expected scores are computed, (N, F).
 
-        All of them where they are few; else without targets the label and the best rivals, with them the label, the
-        target and the best of the rest.
+        Up to `FOLLOWED` classes these are all. Of more, they are the label and its best rivals, or with targets the
+        label, the target and the best of the rest.
         """
         classes = self.scores.shape[1]
         if classes <= FOLLOWED:
@@ -77,15 +88,15 @@ class Subjects:
         return torch.cat([first, rest], 1)
 
     def rivals(self, count: int) -> Tensor:
-        """The classes with the best scores but the label, (N, R)."""
+        """The classes with the best scores apart from the label, (N, R)."""
         others = self.scores.scatter(1, self.labels.unsqueeze(1), -torch.inf)
         return others.topk(min(count, self.scores.shape[1] - 1), dim=1).indices
 
     def class_pairs(self, rivals: int) -> ClassPairs:
-        """Which score must fall below which.
+        """Which scores must fall below which.
 
-        Without targets R problems of one margin, the label against each of the best rivals; with them one problem, the
-        target against every other class that is followed.
+        Without targets there are R problems of one margin each, the label against each of its best rivals. With targets
+        there is one problem, every other followed class against the target.
         """
         if self.targets is None:
             smaller = self.rivals(rivals).unsqueeze(2)
@@ -104,13 +115,14 @@ def read_subjects(
     bounds: Bounds | None,
     preprocessing: Preprocessing | None,
 ) -> tuple[Subjects, tuple[SkippedImage, ...]]:
-    """The arguments of an attack, checked; images that the network gets wrong are left out, and listed."""
+    """Check the arguments of an attack; images that the network gets wrong are left out, and listed."""
     images = _read_images(caller, images, bounds)
     network = network_of(network, caller)
-    whole = network if preprocessing is None else nn.Sequential(_module(caller, preprocessing), network).eval()
-    model = NetworkModel.of(whole, images, caller)
+    if preprocessing is not None:
+        network = nn.Sequential(_preprocessing_module(caller, preprocessing), network).eval()
+    model = NetworkModel.of(network, images, caller)
     with torch.no_grad():
-        scores = scores_of(whole, images)
+        scores = scores_of(network, images)
     require_finite(caller, "the network's scores", scores)
     classes = scores.shape[1]
     if classes < 2:
@@ -124,13 +136,13 @@ def read_subjects(
                 f"{caller}: a target must differ from the label; they are equal for images {same[:8]}"
                 f"{' and others' if len(same) > 8 else ''}"
             )
-    predicted = scores.argmax(1)
     places, (low, high) = torch.arange(len(images), device=images.device), bounds or (-torch.inf, torch.inf)
     lower, upper = low - images.flatten(1), high - images.flatten(1)
-    everyone = Subjects(model, images, labels, targets, scores, places, lower, upper)
+    all_images = Subjects(model, images, labels, targets, scores, places, lower, upper)
+    predicted = scores.argmax(1)
     wrong = (predicted != labels).nonzero().flatten().tolist()
     skipped = tuple([SkippedImage(place, int(labels[place]), int(predicted[place])) for place in wrong])
-    return entries(everyone, (predicted == labels).nonzero().flatten()), skipped
+    return entries(all_images, (predicted == labels).nonzero().flatten()), skipped
 
 
 def _read_images(caller: str, images: Any, bounds: Bounds | None) -> Tensor:
@@ -151,14 +163,14 @@ def _read_images(caller: str, images: Any, bounds: Bounds | None) -> Tensor:
 
 
 def read_bounds(caller: str, bounds: Any) -> Bounds | None:
-    """The two ends, or None."""
+    """Check the lowest and highest value of a pixel; None means no bounds."""
     if bounds is None:
         return None
     try:
         low, high = map(float, bounds)
     except (TypeError, ValueError):
         raise ValueError(f"{caller}: bounds must be two numbers (lowest, highest) or None, got {bounds!r}") from None
-    if not 0 < (high - low) / GREY_LEVELS < float("inf"):  # nor so near or far that a grey level is no number
+    if not 0 < (high - low) / GREY_LEVELS < float("inf"):  # a grey level may underflow to 0, or overflow
         raise ValueError(f"{caller}: bounds must be finite with the lowest first, got {bounds!r}")
     return low, high
 
@@ -182,8 +194,8 @@ def _read_classes(caller: str, name: str, given: Any, images: Tensor, classes: i
     return value.to(images.device, torch.int64)
 
 
-def _module(caller: str, preprocessing: Preprocessing) -> nn.Module:
-    """A module of our own that does the preprocessing: the user's is not switched to another mode."""
+def _preprocessing_module(caller: str, preprocessing: Preprocessing) -> nn.Module:
+    """The preprocessing as a module that may be switched to eval mode: a copy of the user's, or a wrapped function."""
     if isinstance(preprocessing, nn.Module):
         if preprocessing.training and any(True for _ in preprocessing.parameters()):
             raise ValueError(f"{caller}: preprocessing is in training mode; call preprocessing.eval() first")
@@ -192,10 +204,10 @@ def _module(caller: str, preprocessing: Preprocessing) -> nn.Module:
         raise TypeError(
             f"{caller}: preprocessing must be a module or a function of images, got {describe(preprocessing)}"
         )
-    return _Called(preprocessing)
+    return _FunctionModule(preprocessing)
 
 
-class _Called(nn.Module):
+class _FunctionModule(nn.Module):
     """A function as a module."""
 
     def __init__(self, function: Preprocessing) -> None:
@@ -206,15 +218,9 @@ class _Called(nn.Module):
         return self._function(images)
 
 
-TOGETHER = {"cpu": 64, "cuda": 256}
-"""Images that are attacked at a time, at most: beyond, the slowest of a group keeps too many others waiting."""
-COPIES = 3
-"""Of a linearized network that an attack holds: A, Aᵀ and what making them takes."""
-
-
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """What a solver found for a group of images; see the fields of `AttackResult`."""
+    """What a solver found for a group of images; `AttackResult` says what the fields are."""
 
     mu: Tensor
     sigma: Tensor
@@ -229,13 +235,16 @@ class Solved:
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """What the network says to samples of the noise, (samples, N): margins as they are, and cut to the bounds."""
+    """What the network says to samples of the noise."""
 
     margins: Tensor
+    """The margin of each sample, (samples, N)."""
     clipped: Tensor | None
+    """The same for samples cut to the bounds; None without bounds."""
     mean_margin: Tensor
     """The margin of the mean scores, (N,)."""
     answers: Tensor
+    """The class that most samples get, (N,)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,15 +252,16 @@ class Attack(ABC):
     """Settings that every attack has.
 
     Args:
-        bounds: lowest and highest value of a pixel, which M + μ keeps; None for no such limit, as in the paper.
-        layer: the ReLU that the linearization at the image keeps; see `two_stage`. Of a network without one, all is
-            linearized.
-        rivals: without targets, how many of the best other classes are tried; the best of them is kept.
-        polish: steps on the network itself after those on the formula, which is linearized at the image: within a box
-            where too few samples are fooled, for sparse and smooth noise always; 0 for the formula alone, as in the
-            paper.
-        samples: noisy images that the network is asked about, for each image, twice (cut to the bounds or not).
-        seed: of the samples.
+        bounds: lowest and highest value of a pixel, which M + μ keeps to; None for no such limit, as in the paper.
+        layer: the ReLU that the linearization at the image keeps exactly; see `two_stage`. A network without any ReLU
+            is linearized as a whole.
+        rivals: without targets, how many of the best other classes are tried; the cheapest of them is kept.
+        polish: steps on the network itself, after those on the formula, which is linearized at the image. Within a box
+            they are made where too few samples are fooled, for sparse and smooth noise always. 0 leaves it at the
+            formula, as in the paper.
+        samples: how many noisy copies of each image the network is asked about, once as they are and once cut to the
+            bounds.
+        seed: seed of the samples.
         preprocessing: a module or function from the given images to what the network takes.
         memory_budget: bytes that linearized networks may take, by default half of what is free.
     """
@@ -273,13 +283,14 @@ class Attack(ABC):
         require_seed(caller, self.seed)
 
     def __call__(self, network: Any, images: Tensor, labels: Any, targets: Any = None) -> AttackResult:
-        """Noise for each image that the network classifies as its label; the others are reported and skipped.
+        """Make noise for each image that the network classifies as its label; the others are skipped and listed.
 
         Args:
             network: a module in eval mode, or an exported program.
             images: (N, C, H, W), float32 or float64, on the network's device.
-            labels: the true classes, one for each image (or one for all).
-            targets: what they are to be taken for, likewise; None for anything but the label.
+            labels: the true classes, one for each image or one for all.
+            targets: the classes that the images are to be taken for, one for each or one for all; None for any class
+                but the label.
         """
         with torch.inference_mode(False):
             subjects, skipped = read_subjects(
@@ -287,22 +298,22 @@ class Attack(ABC):
             )
             count = len(subjects.images)
             if not count:
-                return self._nothing(subjects, skipped)
-            parts, size = [], self._group(subjects)
+                return self._empty_result(subjects, skipped)
+            results, size = [], self._group_size(subjects)
             with progress_bar("attacking", count) as show:
                 for start in range(0, count, size):
                     show(start)
                     group = entries(subjects, torch.arange(start, min(start + size, count)))
-                    parts.append(self._judged(group, self._solved(group), skipped))
-            return parts[0] if len(parts) == 1 else joined(parts)
+                    results.append(self._judged(group, self._solved(group), skipped))
+            return joined(results)
 
     @abstractmethod
     def _solved(self, subjects: Subjects) -> Solved:
-        """The noise for a group of images."""
+        """Find the noise for a group of images."""
 
     @abstractmethod
-    def _as_asked(self, success: Success, sampled: Sampled) -> Tensor:
-        """Whether the network is fooled as was asked, as far as samples can tell, (N,)."""
+    def _fooled_as_asked(self, success: Success, sampled: Sampled) -> Tensor:
+        """Whether the network is fooled as the settings ask, as far as samples can tell, (N,)."""
 
     @property
     def grey_level(self) -> float:
@@ -310,19 +321,19 @@ class Attack(ABC):
         low, high = self.bounds or (0.0, 1.0)
         return (high - low) / GREY_LEVELS
 
-    def _group(self, subjects: Subjects) -> int:
+    def _group_size(self, subjects: Subjects) -> int:
         """How many images are attacked at a time."""
-        units = len(subjects.scores[0])  # rows of the tangent, where there is no ReLU
+        units = len(subjects.scores[0])  # a network without a ReLU is linearized by its tangent, a row for each score
         if subjects.model.relus:
             units = subjects.model.relu(self.layer).shape.numel()
-        each = COPIES * units * subjects.images[0].numel() * subjects.images.element_size()
+        bytes_each = COPIES * units * subjects.images[0].numel() * subjects.images.element_size()
         limit = memory_limit(subjects.images.device, self.memory_budget)
-        return max(1, min(limit // each, TOGETHER.get(subjects.images.device.type, TOGETHER["cpu"])))
+        return max(1, min(limit // bytes_each, TOGETHER.get(subjects.images.device.type, TOGETHER["cpu"])))
 
     def _formula(self, subjects: Subjects, free: Tensor | None = None) -> Formula:
-        """The network linearized at the images, the followed classes only; `free` (N, m) are what μ may change.
+        """The followed scores of the network linearized at the images, or its tangents if it has no ReLU.
 
-        One without a ReLU by its tangent.
+        `free` (N, m) are the coordinates that μ may change; all by default.
         """
         images, followed, model = subjects.images, subjects.followed(self.rivals), subjects.model
         if model.relus:
@@ -342,8 +353,8 @@ class Attack(ABC):
             answers = answers + torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).sum(0)
         clipped = None
         if self.bounds is not None:
-            parts = noisy_scores(*noise, self.bounds)
-            clipped = torch.cat([fooled_margin(scores, subjects.labels, subjects.targets) for scores in parts])
+            batches = noisy_scores(*noise, self.bounds)
+            clipped = torch.cat([fooled_margin(scores, subjects.labels, subjects.targets) for scores in batches])
         mean_margin = fooled_margin(total / self.samples, subjects.labels, subjects.targets)
         return Sampled(torch.cat(margins), clipped, mean_margin, answers.argmax(-1))
 
@@ -361,21 +372,22 @@ class Attack(ABC):
             success=success,
             success_clipped=None if sampled.clipped is None else Success.of(sampled.clipped < 0),
             answers=sampled.answers,
-            fooled=self._as_asked(success, sampled),
+            fooled=self._fooled_as_asked(success, sampled),
             bounds=self.bounds,
             zero=1e-3 * self.grey_level,
             **vars(solved),
         )
 
-    def _nothing(self, subjects: Subjects, skipped: tuple[SkippedImage, ...]) -> AttackResult:
-        """No image was right to begin with."""
-        whole = subjects.places
-        number, yes = subjects.images.new_zeros(0), whole.bool()
-        none = Success(number.double(), self.samples)
+    def _empty_result(self, subjects: Subjects, skipped: tuple[SkippedImage, ...]) -> AttackResult:
+        """The result where the network gets none of the images right."""
+        integers = subjects.places
+        reals, booleans = subjects.images.new_zeros(0), integers.bool()
+        success = Success(reals.double(), self.samples)
         return AttackResult(
-            attack=type(self).__name__, places=whole, images=subjects.images, labels=subjects.labels,
-            targets=subjects.targets, skipped=skipped, mu=subjects.images, sigma=number, towards=whole,
-            gamma=number, margin=number, network_margin=number, success=none,
-            success_clipped=None if self.bounds is None else none, answers=whole, feasible=yes, fooled=yes,
-            polished=whole, iterations=whole, gap=number, bounds=self.bounds, zero=1e-3 * self.grey_level,
+            attack=type(self).__name__, places=integers, images=subjects.images, labels=subjects.labels,
+            targets=subjects.targets, skipped=skipped, mu=subjects.images, sigma=reals, towards=integers,
+            gamma=reals, margin=reals, network_margin=reals, success=success,
+            success_clipped=None if self.bounds is None else success, answers=integers, feasible=booleans,
+            fooled=booleans, polished=integers, iterations=integers, gap=reals, bounds=self.bounds,
+            zero=1e-3 * self.grey_level,
         )  # fmt: skip

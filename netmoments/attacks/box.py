@@ -1,8 +1,10 @@
-"""The largest fall of a margin within a box: least max over k of margin(k) for lower ≤ μ ≤ upper and σ in an interval.
+"""Attacks within a box: the largest of the margins is made as small as lower ≤ μ ≤ upper and an interval for σ allow.
 
-Expected margins are close to piecewise linear and their minima close to corners, so the steps are signed: every
-coordinate moves by the same share of its interval, downhill, and that share shrinks geometrically. Of several margins a
-soft maximum is taken, which hardens as the steps shrink. The best point seen is kept."""
+`descend_in_box` is the solver. Expected margins are close to piecewise linear and their minima close to corners of the
+box, so only the signs of slopes matter: every coordinate moves downhill by the same share of its interval, and that
+share shrinks geometrically. The maximum of several margins is softened, less and less as the steps shrink. The best
+point seen is kept. `Targeted` and `PixelSupport` are the attacks.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,18 @@ from netmoments.gaussian import random_seed
 from netmoments.progress import progress_bar
 
 FIRST, LAST = 0.5, 1e-3
-"""Steps as shares of half the box."""
+"""The first and the last step, as shares of half the box."""
 SOFT, HARD = 0.3, 1e-3
-"""Temperatures of the maximum as shares of the margin at the start."""
+"""The first and the last temperature of the softened maximum, as shares of the margin at the start."""
 MEMORY = 0.75
-"""Of the slope, from step to step."""
+"""Slopes are summed over the steps, an earlier sum weighted by this."""
+SMALLEST = 1e-3
+"""The least σ as a share of the largest; it stands for "above 0"."""
 
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """Coordinates between `lower` and `upper`, (N, m), and σ above `least` and up to `most`, (N,)."""
+    """Coordinates from `lower` to `upper`, (N, m) each, and σ from `least` to `most`, (N,) each."""
 
     lower: Tensor
     upper: Tensor
@@ -41,7 +45,7 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class Corner:
-    """The best found: μ (N, R, m), σ (N, R), the largest margin there (N, R), and how much lower it might be."""
+    """The best point found in a box: μ (N, R, m), σ (N, R), the largest margin there and its `_gap`, (N, R) each."""
 
     shift: Tensor
     sigma: Tensor
@@ -49,24 +53,19 @@ class Corner:
     gap: Tensor
 
     def where(self, kept: Tensor, other: Corner) -> Corner:
-        """This for the images that are kept, (N,), the other for the rest."""
-        pairs = (
-            (self.shift, other.shift),
-            (self.sigma, other.sigma),
-            (self.margin, other.margin),
-            (self.gap, other.gap),
-        )
-        return Corner(*(torch.where(kept.reshape(-1, *(1,) * (a.dim() - 1)), a, b) for a, b in pairs))
+        """This corner for images where `kept` (N,) is True, the other for the rest."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Corner(*(torch.where(kept.reshape(-1, *(1,) * (mine.dim() - 1)), mine, its) for mine, its in pairs))
 
 
 def descend_in_box(margins: Margins, box: Box, shift: Tensor, sigma: Tensor, iterations: int) -> Corner:
-    """From a start (N, R, m), (N, R) inside the box."""
+    """The least largest margin that signed steps find, from a start (N, R, m) and (N, R) inside the box."""
     lower, upper = box.lower.unsqueeze(1), box.upper.unsqueeze(1)
     half = (upper - lower) / 2
     least, most = box.least.unsqueeze(1), box.most.unsqueeze(1)
     scale = margins.at(shift, sigma).amax(-1, keepdim=True).abs().clamp(min=1e-6)
     best = shift, sigma, torch.full_like(sigma, torch.inf)
-    memory, memory_sigma = torch.zeros_like(shift), torch.zeros_like(sigma)
+    slopes, sigma_slopes = torch.zeros_like(shift), torch.zeros_like(sigma)
     with progress_bar("descending in the box", iterations) as show:
         for step in range(iterations + 1):
             show(step)
@@ -74,46 +73,43 @@ def descend_in_box(margins: Margins, box: Box, shift: Tensor, sigma: Tensor, ite
             here = margins.with_slopes(shift, sigma)
             best = _better(best, (shift, sigma, here.value.amax(-1)))
             weights = torch.softmax(here.value / (scale * SOFT * (HARD / SOFT) ** done), -1)
-            slope = here.pulled(weights)
-            memory = MEMORY * memory + slope / slope.abs().sum(-1, keepdim=True).clamp(min=1e-30)
-            slope_sigma = here.by_sigma(weights)
-            memory_sigma = MEMORY * memory_sigma + slope_sigma.sign()
+            slope = here.weighted_gradient(weights)
+            slopes = MEMORY * slopes + slope / slope.abs().sum(-1, keepdim=True).clamp(min=1e-30)
+            sigma_slopes = MEMORY * sigma_slopes + here.weighted_sigma_slope(weights).sign()
             share = FIRST * (LAST / FIRST) ** done
-            shift = torch.clamp(shift - share * half * memory.sign(), min=lower, max=upper)
-            sigma = torch.clamp(sigma - share * most / 2 * memory_sigma.sign(), min=least, max=most)
+            shift = torch.clamp(shift - share * half * slopes.sign(), min=lower, max=upper)
+            sigma = torch.clamp(sigma - share * most / 2 * sigma_slopes.sign(), min=least, max=most)
     return Corner(*best, _gap(margins, box, *best[:2], scale * HARD))
 
 
-Best = tuple[Tensor, Tensor, Tensor]
+Point = tuple[Tensor, Tensor, Tensor]
+"""Shift, σ and the largest margin there."""
 
 
-def _better(best: Best, now: Best) -> Best:
-    lower = now[2] < best[2]
+def _better(best: Point, new: Point) -> Point:
+    lower = new[2] < best[2]
     return (
-        torch.where(lower.unsqueeze(-1), now[0], best[0]),
-        torch.where(lower, now[1], best[1]),
-        torch.where(lower, now[2], best[2]),
+        torch.where(lower.unsqueeze(-1), new[0], best[0]),
+        torch.where(lower, new[1], best[1]),
+        torch.where(lower, new[2], best[2]),
     )
 
 
 def _gap(margins: Margins, box: Box, shift: Tensor, sigma: Tensor, temperature: Tensor) -> Tensor:
-    """How far the linearized margin could still fall within the box (Frank and Wolfe 1956), for the best weights seen.
+    """How far the largest margin, linearized, could still fall within the box (Frank and Wolfe 1956), (N, R).
 
-    For weights y ≥ 0 with sum 1: max margin − min over the box of Σ y(k)(margin(k) + ∇margin(k)·(v − μ)) ≥ 0.
+    For weights y ≥ 0 with sum 1 it is max margin − min over the box of Σ y(k)(margin(k) + ∇margin(k)·(v − μ)) ≥ 0; here
+    y is the softened maximum.
     """
     here = margins.with_slopes(shift, sigma)
     weights = torch.softmax(here.value / temperature, -1)
-    slope = here.pulled(weights)
+    slope = here.weighted_gradient(weights)
     lower, upper = box.lower.unsqueeze(1), box.upper.unsqueeze(1)
     fall = torch.maximum(slope * (shift - lower), slope * (shift - upper)).sum(-1)
-    slope_sigma = here.by_sigma(weights)
+    sigma_slope = here.weighted_sigma_slope(weights)
     least, most = box.least.unsqueeze(1), box.most.unsqueeze(1)
-    fall_sigma = torch.maximum(slope_sigma * (sigma - least), slope_sigma * (sigma - most))
-    return here.value.amax(-1) - (weights * here.value).sum(-1) + fall + fall_sigma
-
-
-SMALLEST = 1e-3
-"""Of the largest σ: what stands for "above 0"."""
+    sigma_fall = torch.maximum(sigma_slope * (sigma - least), sigma_slope * (sigma - most))
+    return here.value.amax(-1) - (weights * here.value).sum(-1) + fall + sigma_fall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +117,11 @@ class BoxAttack(Attack):
     """Settings of the attacks within a box.
 
     Args:
-        beta: |μ| stays below this, in the units of the images; 30 grey levels by default.
-        largest_sigma: σ stays below this; √2 grey levels by default.
-        wanted: the share of samples that must be fooled, else the network itself is followed for `polish` steps.
-        iterations: on the formula.
+        beta: |μ| is at most this, in the units of the images; 30 grey levels by default.
+        largest_sigma: σ is at most this; √2 grey levels by default.
+        wanted: the share of samples that must be fooled; where fewer are, the network itself is followed for `polish`
+            steps.
+        iterations: steps on the formula.
     """
 
     beta: float | None = None
@@ -159,15 +156,15 @@ class BoxAttack(Attack):
         formula = self._formula(subjects, free)
         sigma = (box.most / 2).unsqueeze(1).expand(-1, pairs.larger.shape[1])
         start = torch.zeros_like(box.lower).unsqueeze(1).expand(-1, pairs.larger.shape[1], -1)
-        found = descend_in_box(formula.margins(pairs), box, start, sigma, self.iterations)
-        every = torch.arange(len(found.margin), device=found.margin.device).unsqueeze(1)
-        rival = every, found.margin.argmin(1, keepdim=True)
-        pairs, corner = ClassPairs(pairs.larger[rival], pairs.smaller[rival]), entries(found, rival)
-        own = NetworkMargins(subjects.model.network, subjects.images, *pairs, free)
-        corner, taken = self._followed_on(subjects, own, box, corner)
+        corner = descend_in_box(formula.margins(pairs), box, start, sigma, self.iterations)
+        images = torch.arange(len(corner.margin), device=corner.margin.device).unsqueeze(1)
+        best = images, corner.margin.argmin(1, keepdim=True)
+        pairs, corner = ClassPairs(pairs.larger[best], pairs.smaller[best]), entries(corner, best)
+        margins = NetworkMargins(subjects.model.network, subjects.images, *pairs, free)
+        corner, followed = self._followed_on(subjects, margins, box, corner)
         expected = formula.margins(pairs)
-        at_rest = [margins.at(start[:, :1], sigma[:, :1]).amax(-1) for margins in (expected, own)]
-        drop = torch.where(taken.unsqueeze(1) > 0, at_rest[1], at_rest[0]) - corner.margin
+        at_rest = [each.at(start[:, :1], sigma[:, :1]).amax(-1) for each in (expected, margins)]
+        drop = torch.where(followed.unsqueeze(1) > 0, at_rest[1], at_rest[0]) - corner.margin
         return Solved(
             mu=_on_images(corner.shift.squeeze(1), free, subjects.images),
             sigma=corner.sigma.squeeze(1),
@@ -175,34 +172,38 @@ class BoxAttack(Attack):
             gamma=torch.zeros_like(corner.margin.squeeze(1)),
             margin=expected.at(corner.shift, corner.sigma).amax(-1).squeeze(1),
             feasible=corner.margin.squeeze(1) < 0,
-            polished=taken * self.polish,
-            iterations=self.iterations + taken * self.polish,
+            polished=followed * self.polish,
+            iterations=self.iterations + followed * self.polish,
             gap=(corner.gap / drop.clamp(min=1e-12)).squeeze(1).clamp(min=0),
         )
 
-    def _followed_on(self, subjects: Subjects, own: NetworkMargins, box: Box, corner: Corner) -> tuple[Corner, Tensor]:
-        """The network's own margins made smaller, where too few samples are fooled and it helps; and where tried."""
+    def _followed_on(
+        self, subjects: Subjects, margins: NetworkMargins, box: Box, corner: Corner
+    ) -> tuple[Corner, Tensor]:
+        """The corner after steps on the network's own margins, and where these were made, (N,), as 0 or 1.
 
-        def share(found: Corner) -> Tensor:
-            centres, sigma = own.shifted(found.shift).squeeze(1), found.sigma.squeeze(1)
-            seen = noisy_scores(subjects.model.network, centres, sigma, subjects.places, self.samples, self.seed + 1)
-            fooled = [fooled_margin(scores, subjects.labels, subjects.targets) < 0 for scores in seen]
+        They are made where too few samples are fooled, and kept where they fool more.
+        """
+
+        def fooled_share(point: Corner) -> Tensor:
+            centres, sigma = margins.shifted(point.shift).squeeze(1), point.sigma.squeeze(1)
+            noise = (subjects.model.network, centres, sigma, subjects.places, self.samples, self.seed + 1)
+            fooled = [fooled_margin(scores, subjects.labels, subjects.targets) < 0 for scores in noisy_scores(*noise)]
             return torch.cat(fooled).double().mean(0)
 
-        before = share(corner)
-        taken = torch.zeros_like(subjects.labels)
-        if not self.polish or bool((before >= self.wanted).all()):
-            return corner, taken
-        further = descend_in_box(own, box, corner.shift, corner.sigma, self.polish)
+        before = fooled_share(corner)
         tried = before < self.wanted
-        helps = tried & (share(further) > before)
-        return corner.where(~helps, further), tried.to(taken.dtype)
+        if not self.polish or not bool(tried.any()):
+            return corner, torch.zeros_like(subjects.labels)
+        further = descend_in_box(margins, box, corner.shift, corner.sigma, self.polish)
+        helps = tried & (fooled_share(further) > before)
+        return corner.where(~helps, further), tried.to(subjects.labels.dtype)
 
-    def _as_asked(self, success: Success, sampled: Sampled) -> Tensor:
+    def _fooled_as_asked(self, success: Success, sampled: Sampled) -> Tensor:
         return success.reaches(self.wanted, 2.0)
 
     def _free_box(self, subjects: Subjects) -> tuple[Tensor | None, Box]:
-        """Which coordinates are free, (N, m), all if None; and their box."""
+        """The free coordinates, (N, m), or None for all; and their box."""
         return None, self._whole_box(subjects)
 
     def _whole_box(self, subjects: Subjects) -> Box:
@@ -215,7 +216,7 @@ class BoxAttack(Attack):
 class Targeted(BoxAttack):
     """The paper's opt1: every other class's expected score as far below the target's as |μ| ≤ β and σ² ≤ 2 allow.
 
-    See `BoxAttack` and `Attack` for the settings; it needs targets.
+    It needs targets. See `BoxAttack` and `Attack` for the settings.
 
     >>> from netmoments import zoo
     >>> digits, image = zoo.pretrained("digits"), torch.zeros(1, 1, 8, 8)
@@ -232,11 +233,12 @@ class Targeted(BoxAttack):
 
 @dataclass(frozen=True, kw_only=True)
 class PixelSupport(BoxAttack):
-    """The paper's opt2: the label's expected score below a rival's by changing the mean of few pixels.
+    """The paper's opt2: the label's expected score is brought below a rival's by changing the mean of few pixels.
 
     Args:
-        percent: α, the share of the pixels, chosen at random for each image by the seed; in (0, 100].
-        mask: instead, the pixels that may change, True in a tensor that broadcasts to the images.
+        percent: α, the percentage of pixels that may change, in (0, 100]; the seed chooses them at random for each
+            image.
+        mask: instead of `percent`, a boolean tensor that broadcasts to the images, True for pixels that may change.
 
     All channels of a pixel change. The noise σ is on every pixel, as the paper's covariance has it. β is 75 grey levels
     by default. See `BoxAttack` and `Attack` for the rest.
@@ -256,8 +258,8 @@ class PixelSupport(BoxAttack):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.percent is None) == (self.mask is None):
-            given = "neither" if self.percent is None else "both"
-            raise ValueError(f"PixelSupport: give percent= (of the pixels) or mask= (the pixels), got {given}")
+            which = "neither" if self.percent is None else "both"
+            raise ValueError(f"PixelSupport: give percent= (of the pixels) or mask= (the pixels), got {which}")
         if self.percent is not None and (
             isinstance(self.percent, bool) or not isinstance(self.percent, int | float) or not 0 < self.percent <= 100
         ):
@@ -275,19 +277,19 @@ class PixelSupport(BoxAttack):
 
     def _free_box(self, subjects: Subjects) -> tuple[Tensor | None, Box]:
         support = self._support(subjects).flatten(1)
-        most = int(support.sum(1).max())
+        most = int(support.sum(1).max())  # images with fewer get further coordinates, of which the box allows only 0
         free = torch.topk(support.to(torch.uint8), most, dim=1).indices.sort(1).values
-        inside = support.gather(1, free)
-        whole = self._whole_box(subjects)
-        lower, upper = (end.gather(1, free) * inside for end in (whole.lower, whole.upper))
-        return free, replace(whole, lower=lower, upper=upper)
+        allowed = support.gather(1, free)
+        box = self._whole_box(subjects)
+        lower, upper = (end.gather(1, free) * allowed for end in (box.lower, box.upper))
+        return free, replace(box, lower=lower, upper=upper)
 
     def _support(self, subjects: Subjects) -> Tensor:
         """The pixels that may change, (N, C, H, W)."""
         images = subjects.images
         if self.mask is not None:
             mask = self.mask.to(images.device)
-            if mask.dim() == 4 and len(mask) > 1:  # one for each of the given images, some of which were skipped
+            if mask.dim() == 4 and len(mask) > 1:  # one for each image that the caller gave, of which some were skipped
                 mask = mask[subjects.places]
             try:
                 support = mask.expand(images.shape)
@@ -310,6 +312,6 @@ class PixelSupport(BoxAttack):
 
 
 def _on_images(shift: Tensor, free: Tensor | None, images: Tensor) -> Tensor:
-    """Shifts (N, m) of the free coordinates as images."""
-    whole = shift if free is None else torch.zeros_like(images.flatten(1)).scatter_(1, free, shift)
-    return whole.reshape(images.shape)
+    """Shifts (N, m) of the free coordinates as shifts of whole images."""
+    flat = shift if free is None else torch.zeros_like(images.flatten(1)).scatter_(1, free, shift)
+    return flat.reshape(images.shape)

@@ -1,4 +1,4 @@
-"""What an attack found, image by image, and what the network says to it."""
+"""What an attack found for each image, and what the network says to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from netmoments.gaussian import Gaussian
 
 
 class SkippedImage(NamedTuple):
-    """An image that was not attacked: the network gets it wrong without any noise."""
+    """An image that was not attacked, because the network gets it wrong without any noise; `place` is its index."""
 
     place: int
     label: int
@@ -23,10 +23,10 @@ class SkippedImage(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AttackResult:
-    """Noise N(μ, σ²I) for each attacked image; all tensors have one entry an image, in the order of `places`.
+    """Noise N(μ, σ²I) for each of N attacked images; all tensors have one entry an image.
 
-    `places` says which of the given images they are; those the network gets wrong by itself are in `skipped`. μ is
-    (N, *event); `success` is measured on the network, with Wilson's 95 % interval, on fresh samples.
+    `places` are the indices of these images among the given ones; those that the network gets wrong by itself are in
+    `skipped`. μ is (N, *event). `success` is measured on the network, with Wilson's 95 % interval, on fresh samples.
 
     >>> from netmoments import attacks, zoo
     >>> digits, image = zoo.pretrained("digits"), torch.zeros(1, 1, 8, 8)
@@ -46,28 +46,28 @@ class AttackResult:
     towards: Tensor
     """The target, or the rival class that the formula found cheapest."""
     gamma: Tensor
-    """What the margin had to come down to, with the sign changed, in the problem that was solved last."""
+    """γ of the problem that was solved last: its margins had to come down to −γ."""
     margin: Tensor
-    """Expected margin by the formula, linearized at the image; below 0 the network is fooled in expectation."""
+    """Expected margin by the formula, linearized at the image; where it is below 0, the formula expects success."""
     network_margin: Tensor
-    """Margin of the network's mean scores, from the samples (not clipped), against the best other class."""
+    """Margin of the network's mean scores, from unclipped samples, against the best other class."""
     success: Success
-    """On the network, samples as they are."""
+    """How often samples fool the network, as they are."""
     success_clipped: Success | None
-    """On the network, samples cut to the bounds; None without bounds."""
+    """How often samples that are cut to the bounds fool it; None without bounds."""
     answers: Tensor
     """The class that most samples get, (N,)."""
     feasible: Tensor
-    """Whether the problem that was solved last holds at μ: the margin at −γ or below, μ in its box."""
+    """Whether μ satisfies the problem that was solved last: its margins are at −γ or below, and it is in its box."""
     fooled: Tensor
-    """Whether the network is fooled as was asked, as far as the samples can tell."""
+    """Whether the network is fooled as the settings ask, as far as the samples can tell."""
     polished: Tensor
-    """Steps tried on the network itself after those on the formula: 0 where the formula was good enough or alone."""
+    """Steps on the network itself after those on the formula; 0 where the formula was enough, or wanted alone."""
     iterations: Tensor
-    """Steps in all: of the solver on the formula, and `polished` on the network."""
+    """All steps: of the solver on the formula, and `polished` on the network."""
     gap: Tensor
-    """How much better the problem that was solved last could be done at most, relative, by duality; 1 where it does not
-    hold."""
+    """How much better a solution of the problem that was solved last could be at most, relative to this one, by
+    duality; 1 where this one is not feasible."""
     bounds: Bounds | None
     zero: float
     """|μ| up to this counts as zero: a thousandth of a grey level."""
@@ -82,17 +82,17 @@ class AttackResult:
 
     @property
     def surrogate_error(self) -> Tensor:
-        """Sampled margin of the network less that of the formula, which is against `towards`."""
+        """The network's sampled margin less that of the formula, which is against `towards`."""
         return self.network_margin - self.margin
 
     @property
     def l0(self) -> Tensor:
-        """Pixels (of all channels) that are changed."""
+        """How many pixels are changed, counted in every channel."""
         return (self.mu.abs() > self.zero).flatten(1).sum(1)
 
     @property
     def sparsity(self) -> Tensor:
-        """Share of the pixels that are not."""
+        """The share of the pixels that are not changed."""
         return 1 - self.l0 / self.mu[0].numel() if len(self) else self.l0.double()
 
     @property
@@ -109,7 +109,7 @@ class AttackResult:
 
     @property
     def tv(self) -> Tensor:
-        """Isotropic total variation."""
+        """Isotropic total variation of μ."""
         return total_variation(self.mu)
 
     @property
@@ -119,7 +119,7 @@ class AttackResult:
         return structural_similarity(self.images, self.images + self.mu, span)
 
     def to(self, device: torch.device | str) -> AttackResult:
-        """The same on another device."""
+        """This result on another device."""
 
         def moved(value: Any) -> Any:
             if isinstance(value, Success):
@@ -174,17 +174,16 @@ class AttackResult:
 
 
 def joined(parts: list[AttackResult]) -> AttackResult:
-    """One result of the groups of one attack."""
-    first = parts[0]
+    """The results of several groups of images of one attack as one."""
     if len(parts) == 1:
-        return first
+        return parts[0]
     values: dict[str, object] = {}
     for field in fields(AttackResult):
         column = [getattr(part, field.name) for part in parts]
         if isinstance(column[0], Tensor):
             values[field.name] = torch.cat(column)
         elif isinstance(column[0], Success):
-            values[field.name] = Success(torch.cat([one.rate for one in column]), column[0].samples)
+            values[field.name] = Success(torch.cat([success.rate for success in column]), column[0].samples)
         else:
             values[field.name] = column[0]
     return AttackResult(**values)  # type: ignore[arg-type]

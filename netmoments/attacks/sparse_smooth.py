@@ -1,9 +1,9 @@
 """Noise whose mean is sparse and smooth: least ‖μ‖₁ + TV(μ) that fools the network, in expectation or with confidence.
 
-The paper's problem (its equation for sparse and smooth pixel support, and the targeted one): the margins are those of
-the expected scores, linearized at the image. Because the linearization errs where μ is large, the network itself is
-followed for some steps afterwards, from that solution, with the same method. What noise adds to its margins is measured
-there by sampling, so that the share of fooled samples is the one asked for.
+The problem is the paper's (its equation for sparse and smooth pixel support, and the targeted one), with the margins of
+the expected scores, linearized at the image; `primal_dual` solves it. Because the linearization errs where μ is large,
+the same solver then goes on from that solution on the network itself. What noise adds to the network's margins is
+measured by sampling and becomes γ, so that the share of fooled samples is the one asked for.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ from netmoments.attacks.primal_dual import Iterate, Problem, cheapest, descend, 
 from netmoments.checks import require_count, require_sigma
 
 CONFIDENCE = 0.95
+"""The share of samples to be fooled where neither a share nor a margin is asked for."""
 TURNS = 4
-"""Rounds at most: what noise adds to the margins is measured, and the problem solved again with that as γ."""
+"""At most so many times is it measured what noise adds to the margins, and the problem solved again with that as γ."""
 SCALINGS = 3
-"""Multiples of the final shift at which samples are taken, to find the smallest that is enough."""
+"""So many multiples of the final shift are sampled to find the smallest that is enough."""
 BEYOND = 0.05
-"""Share by which γ is overshot while no multiple of the shift has been enough yet, so that one will be."""
+"""As long as no multiple of the shift has been enough, γ is overshot by this share, so that the next one will be."""
+INSIDE = 0.01
+"""The secant between a multiple that is enough and one that is not aims this share of the way beyond the boundary.
+Where the network is affine it would hit the boundary itself, and rounding would decide on which side."""
 CAUTION = 0.5
-"""Standard errors of the samples' share that the share aimed at is above the one asked for."""
+"""The share aimed at is above the one asked for by so many standard errors of a sampled share."""
 MEMORY = 0.8
-"""Of the network's gradients, from step to step."""
+"""The weight of earlier steps in the average of the network's gradients: see `Problem`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +44,8 @@ class SparseSmooth(Attack):
     Args:
         sigma: the noise level, in the units of the images; one grey level by default, as in the paper (Σ = I).
         confidence: the share of samples to be fooled, 0.95 unless `gamma` is given.
-        gamma: instead: how far below 0 the expected margin has to be. 0 fools about half of the samples.
-        iterations: of the primal–dual method on the formula.
+        gamma: instead of `confidence`: how far below 0 the expected margin has to be. 0 fools about half the samples.
+        iterations: steps of the primal–dual method on the formula.
 
     See `Attack` for the rest. With `gamma` and `polish=0` it is the paper's attack.
 
@@ -74,7 +78,7 @@ class SparseSmooth(Attack):
 
     @property
     def share(self) -> float | None:
-        """Of the samples that are to be fooled; None where γ was given instead."""
+        """The share of samples to be fooled; None where γ was given instead."""
         if self.gamma is not None:
             return None
         return CONFIDENCE if self.confidence is None else self.confidence
@@ -90,32 +94,35 @@ class SparseSmooth(Attack):
         at_rest = margins.with_slopes(torch.zeros_like(subjects.lower).unsqueeze(1), sigma.unsqueeze(1))
         gamma = self._gamma_for(at_rest.least_deviations(sigma))
         problem = Problem(margins, sigma, gamma, subjects.lower, subjects.upper, subjects.images.shape[1:])
-        problem, solution, taken = self._for_every_rival(subjects, problem, pairs)
-        rival = cheapest(problem, solution)
-        pairs, solution = ClassPairs(pairs.larger[rival], pairs.smaller[rival]), entries(solution, rival)
-        expected, gamma = formula.margins(pairs), problem.gamma[rival]
+        problem, solution, steps = self._for_every_rival(subjects, problem, pairs)
+        best = cheapest(problem, solution)
+        pairs, solution = ClassPairs(pairs.larger[best], pairs.smaller[best]), entries(solution, best)
+        expected, gamma = formula.margins(pairs), problem.gamma[best]
         if self.polish:
-            own = NetworkMargins(subjects.model.network, subjects.images, *pairs)
-            problem = replace(problem, margins=own, gamma=gamma)
+            network = subjects.model.network
+            problem = replace(problem, margins=NetworkMargins(network, subjects.images, *pairs), gamma=gamma)
             problem, solution, more = self._calibrated(subjects, problem, solution)
         else:
             problem = replace(problem, margins=expected, gamma=gamma)
             problem, solution, more = self._widened(formula, expected, problem, solution)
-        return self._gathered(problem, solution, expected, pairs.smaller[:, 0, 0], taken + more)
+        return self._gathered(problem, solution, expected, pairs.smaller[:, 0, 0], steps + more)
 
     def _for_every_rival(self, subjects: Subjects, problem: Problem, pairs: ClassPairs) -> tuple[Problem, Iterate, int]:
-        """The problems by the formula, all rivals, solved; and from there those of the network, and the steps on it."""
+        """Solve the problems of all rivals by the formula, and from there on the network if that is to be followed.
+
+        Returns the problems that were solved last, their solutions, and the steps on the network.
+        """
         solution = finished(problem, descend(problem, Iterate.start(problem), self.iterations))
         if not self.polish:
             return problem, solution, 0
-        own, steps = NetworkMargins(subjects.model.network, subjects.images, *pairs), max(1, self.polish // 2)
-        problem = replace(problem, margins=own, memory=MEMORY)
+        margins, steps = NetworkMargins(subjects.model.network, subjects.images, *pairs), max(1, self.polish // 2)
+        problem = replace(problem, margins=margins, memory=MEMORY)
         return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), steps
 
     def _gathered(
         self, problem: Problem, solution: Iterate, expected: Margins, towards: Tensor, more: Tensor
     ) -> Solved:
-        """What was found for the rival that was chosen, R = 1, in `more` steps (N,) after the first on the formula."""
+        """The solution for the chosen rival, R = 1, found in `more` steps (N,) after the first ones on the formula."""
         shift, sigma = solution.shift, problem.sigma
         objective = problem.objective(shift).squeeze(1)
         bound = lower_bound(problem, solution).squeeze(1)
@@ -133,10 +140,10 @@ class SparseSmooth(Attack):
             gap=torch.where(feasible, gap, 1.0),
         )
 
-    def _as_asked(self, success: Success, sampled: Sampled) -> Tensor:
-        """The share of fooled samples is the confidence or above, or the margin of mean scores −γ or below.
+    def _fooled_as_asked(self, success: Success, sampled: Sampled) -> Tensor:
+        """Whether the share of fooled samples is at least the confidence, or the margin of mean scores at most −γ.
 
-        To within two standard errors of both the samples that γ was set by and those that judge.
+        It may miss that by two standard errors of a difference: between the samples that set γ and those that judge.
         """
         if self.share is not None:
             return success.reaches(self.share, 2 * 2**0.5)
@@ -144,7 +151,7 @@ class SparseSmooth(Attack):
         return sampled.mean_margin - 2 * 2**0.5 * error <= -self._asked_gamma
 
     def _gamma_for(self, deviations: Tensor) -> Tensor:
-        """γ (N, R, K) for margins with these standard deviations: as given, or so many that the share is below 0."""
+        """γ (N, R, K), as given, or for margins with these deviations: the share of samples is then below 0."""
         if self.share is None:
             return torch.full_like(deviations, self._asked_gamma)
         return torch.special.ndtri(torch.tensor(self.share, dtype=torch.float64)).to(deviations) * deviations
@@ -152,84 +159,89 @@ class SparseSmooth(Attack):
     def _widened(
         self, formula: Formula, margins: ExpectedMargins, problem: Problem, solution: Iterate
     ) -> tuple[Problem, Iterate, Tensor]:
-        """By the formula alone: γ from the margin's spread where the noise is now, and the problem solved again."""
+        """By the formula alone, set γ from the margins' deviations at the solution, and solve the problem again.
+
+        Returns the new problem and solution, and the steps that took, (N,).
+        """
         steps = 0 if self.share is None else self.iterations // 2
-        taken = torch.full_like(formula.followed[:, 0], steps)
+        more = torch.full_like(formula.followed[:, 0], steps)
         if not steps:
-            return problem, solution, taken
+            return problem, solution, more
         gamma = self._gamma_for(formula.deviations(margins, problem.sigma, solution.shift))
         problem = replace(problem, gamma=gamma)
-        return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), taken
+        return problem, finished(problem, descend(problem, solution, steps, smoother=1.0)), more
 
     def _calibrated(self, subjects: Subjects, problem: Problem, solution: Iterate) -> tuple[Problem, Iterate, Tensor]:
-        """On the network: γ from what samples of the noise add to its margins, and the problem solved again with that.
+        """On the network, set γ to what samples show that noise adds to its margins, and solve the problem again.
 
-        Once, and again for images of which a margin does not hold; then the shift is scaled until the samples say what
-        was asked. And the steps that took, (N,).
+        This is repeated for images whose solution is not feasible. Then the shift is scaled until the samples show what
+        is asked for. Returns the new problem and solution, and the steps that took, (N,).
         """
-        taken, gamma = torch.zeros_like(subjects.labels), problem.gamma
+        steps, gamma = torch.zeros_like(subjects.labels), problem.gamma
         left = torch.arange(len(gamma), device=gamma.device)
         for turn in range(TURNS):
-            mine, here, group = entries(problem, left), entries(solution, left), entries(subjects, left)
-            seen = self._under_noise(group, mine, here.shift, self.seed + 1 + turn, max(2, self.samples // 2))
-            mine = replace(mine, gamma=seen.gamma)
-            here = finished(mine, descend(mine, here, self.polish, smoother=1.0))
-            solution, gamma = solution.updated(left, here), gamma.index_copy(0, left, seen.gamma)
-            taken[left] += self.polish
-            left = left[mine.excess(here.shift).squeeze(1) > 0]
+            part, iterate, group = entries(problem, left), entries(solution, left), entries(subjects, left)
+            seen = self._under_noise(group, part, iterate.shift, self.seed + 1 + turn, max(2, self.samples // 2))
+            part = replace(part, gamma=seen.gamma)
+            iterate = finished(part, descend(part, iterate, self.polish, smoother=1.0))
+            solution, gamma = solution.updated(left, iterate), gamma.index_copy(0, left, seen.gamma)
+            steps[left] += self.polish
+            left = left[part.excess(iterate.shift).squeeze(1) > 0]
             if not len(left):
                 break
         problem, shift = self._scaled_by_samples(subjects, replace(problem, gamma=gamma), solution.shift)
-        return problem, replace(solution, shift=shift), taken
+        return problem, replace(solution, shift=shift), steps
 
     def _scaled_by_samples(self, subjects: Subjects, problem: Problem, shift: Tensor) -> tuple[Problem, Tensor]:
-        """The smallest of a few multiples tμ at which the samples, always the same, say what was asked; and γ there.
+        """The smallest of a few multiples tμ at which samples show what is asked for; and the problem with γ from it.
 
-        The next t is where the noise-free margins would hold if noise added what it adds at the last one, or, between
-        one that holds and one that does not, by the secant.
+        All multiples get the same samples. As long as none is enough or all are, the next t is where the noise-free
+        margins would be low enough if noise added what it adds at the last t. Once t is bracketed, the secant gives it.
         """
         t = torch.ones_like(shift[..., 0])
         low, high = torch.zeros_like(t), torch.full_like(t, torch.inf)
-        short, over, gamma = torch.ones_like(t), -torch.ones_like(t), problem.gamma
+        low_excess, high_excess, gamma = torch.ones_like(t), -torch.ones_like(t), problem.gamma
         for _ in range(SCALINGS):
-            there = stretched(problem, shift, t)
-            seen = self._under_noise(subjects, problem, there, self.seed + 1 + TURNS, self.samples)
+            scaled = stretched(problem, shift, t)
+            seen = self._under_noise(subjects, problem, scaled, self.seed + 1 + TURNS, self.samples)
             excess = seen.excess.unsqueeze(1)
-            better, worse = (excess <= 0) & (t < high), (excess > 0) & (t > low)
-            high, over = torch.where(better, t, high), torch.where(better, excess, over)
-            low, short = torch.where(worse, t, low), torch.where(worse, excess, short)
-            gamma = torch.where((better | torch.isinf(high)).unsqueeze(-1), seen.gamma, gamma)
-            secant = low + (high - low) * (short / (short - over)).clamp(0.1, 0.9)
-            between = (low > 0) & torch.isfinite(high)
+            new_high, new_low = (excess <= 0) & (t < high), (excess > 0) & (t > low)
+            high, high_excess = torch.where(new_high, t, high), torch.where(new_high, excess, high_excess)
+            low, low_excess = torch.where(new_low, t, low), torch.where(new_low, excess, low_excess)
+            gamma = torch.where((new_high | torch.isinf(high)).unsqueeze(-1), seen.gamma, gamma)
+            share = (low_excess - INSIDE * high_excess) / (low_excess - high_excess)
+            secant = low + (high - low) * share.clamp(0.1, 0.9)
+            bracketed = (low > 0) & torch.isfinite(high)
             beyond = seen.gamma + BEYOND * seen.gamma.abs()
-            t = torch.where(between, secant, edge(replace(problem, gamma=beyond), shift))
+            t = torch.where(bracketed, secant, edge(replace(problem, gamma=beyond), shift))
         t = torch.where(torch.isfinite(high), high, t)
         return replace(problem, gamma=gamma), stretched(problem, shift, t)
 
     def _under_noise(self, subjects: Subjects, problem: Problem, shift: Tensor, seed: int, samples: int) -> UnderNoise:
         """What samples of the noise at a shift say of the network.
 
-        What was asked is that a quantile of the margin is at most 0, or that the expected margins are at most −γ.
+        What is asked for is that a quantile of the margin is at most 0, or that the expected margins are at most −γ.
         """
-        own = problem.margins
-        assert isinstance(own, NetworkMargins)
-        quiet = own.at(shift, problem.sigma.unsqueeze(1))
-        centres = own.shifted(shift).squeeze(1)
+        margins = problem.margins
+        assert isinstance(margins, NetworkMargins)
+        noise_free = margins.at(shift, problem.sigma.unsqueeze(1))
+        centres = margins.shifted(shift).squeeze(1)
         noise = (subjects.model.network, centres, problem.sigma, subjects.places, samples, seed)
         scores = torch.cat(list(noisy_scores(*noise)))
         if self.share is not None:
             above = CAUTION * (self.share * (1 - self.share) / samples) ** 0.5
             level = min(self.share + above, 1 - 0.5 / samples)
-            noisy = torch.quantile(fooled_margin(scores, subjects.labels, subjects.targets), level, dim=0)
-            added = noisy.reshape(-1, 1, 1) - quiet.amax(-1, keepdim=True)
-            return UnderNoise(noisy, added.expand_as(quiet))
-        expected = contrast(scores.mean(0).unsqueeze(1), own.larger, own.smaller) + self._asked_gamma
-        return UnderNoise(expected.amax((1, 2)), expected - quiet)
+            quantile = torch.quantile(fooled_margin(scores, subjects.labels, subjects.targets), level, dim=0)
+            added = quantile.reshape(-1, 1, 1) - noise_free.amax(-1, keepdim=True)
+            return UnderNoise(quantile, added.expand_as(noise_free))
+        excess = contrast(scores.mean(0).unsqueeze(1), margins.larger, margins.smaller) + self._asked_gamma
+        return UnderNoise(excess.amax((1, 2)), excess - noise_free)
 
 
 class UnderNoise(NamedTuple):
-    """How far the network is from what was asked, (N,), at most 0 where that is reached; and γ (N, 1, K) for which the
-    noise-free margins say the same at this place."""
+    """What samples of the noise at one shift say of the network."""
 
     excess: Tensor
+    """How far the network is from what is asked for, (N,): at most 0 where that is reached."""
     gamma: Tensor
+    """The γ (N, 1, K) with which the noise-free margins have the same excess at this shift."""

@@ -1,4 +1,4 @@
-"""Images with labels, from named datasets or from your own files: `load` is the one door."""
+"""Images with labels, from named datasets or from your own files; `load` reads them all."""
 
 from netmoments.data.datasets import DEFAULT_MIRROR, DownloadError, cache_folder, download_mnist, find
 from netmoments.data.formats import read_idx

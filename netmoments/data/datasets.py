@@ -1,4 +1,4 @@
-"""Named datasets, MNIST, FER2013 and scikit-learn's digits: where they are looked for, and MNIST over HTTP."""
+"""The named datasets, MNIST, FER2013 and scikit-learn's digits: finding and reading them, and downloading MNIST."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from netmoments.data.images import (
     images_from_array,
     labelled_arrays,
     numbered,
-    require_count,
+    require_plausible_count,
     require_split,
 )
 from netmoments.files import made_if_needed, open_regular, require_room
@@ -43,13 +43,13 @@ def cache_folder() -> Path:
 
 
 def data_folders(name: str, data_dir: str | Path | None) -> list[Path]:
-    """Where data is looked for: `data_dir`, $NETMOMENTS_DATA, the cache; each directly and in a folder of that name."""
-    given = [Path(place) for place in (data_dir, os.environ.get("NETMOMENTS_DATA")) if place]
-    return [folder for place in (*given, cache_folder()) for folder in (place, place / name)]
+    """Where a dataset is looked for: `data_dir`, $NETMOMENTS_DATA, the cache, and a subfolder `name` of each."""
+    chosen = [Path(place) for place in (data_dir, os.environ.get("NETMOMENTS_DATA")) if place]
+    return [folder for place in (*chosen, cache_folder()) for folder in (place, place / name)]
 
 
 def find(name: str, data_dir: str | Path | None = None) -> Path:
-    """Where a dataset is: the folder of MNIST's IDX files, or fer2013.npz or fer2013.csv.
+    """The path of a dataset: the folder of MNIST's IDX files, or fer2013.npz or fer2013.csv.
 
     Looks in `data_dir`, then $NETMOMENTS_DATA, then the cache; in each, directly and in a subfolder called `name`.
     """
@@ -59,16 +59,17 @@ def find(name: str, data_dir: str | Path | None = None) -> Path:
         raise FileNotFoundError(f"there is no folder {data_dir} to look for {name} in")
     folders = data_folders(name, data_dir)
     for folder in folders:
-        found = _held(name, folder)
-        if found is not None:
-            return found
+        path = _path_inside(folder, name)
+        if path is not None:
+            return path
     listed = "".join(f"\n  {folder}" for folder in folders)
     raise FileNotFoundError(
         f"{name} is not in any of{listed}\n{HOW_TO_GET[name]}; or name the folder it is in (data_dir, --data-dir)"
     )
 
 
-def _held(name: str, folder: Path) -> Path | None:
+def _path_inside(folder: Path, name: str) -> Path | None:
+    """The path of a dataset if a folder holds it."""
     if name == "mnist":
         return folder if holds_idx_images(folder) else None
     files = (folder / "fer2013.npz", folder / "fer2013.csv")
@@ -83,18 +84,20 @@ MNIST_MD5 = {
     "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
 }
 TIMEOUT = 30.0
+"""Seconds that a server has to answer."""
 CHUNK = 2**16
+"""Bytes that are read at a time."""
 
 
 class DownloadError(OSError):
-    """A file that did not arrive whole: which one, from where, and what to do."""
+    """A file did not arrive whole; the message says which one, from where, and what to do."""
 
 
 def download_mnist(data_dir: str | Path | None = None, *, mirror: str = DEFAULT_MIRROR) -> Path:
-    """The four original files in DIR/mnist, and that folder; DIR is the cache unless given.
+    """Download the four original files into `data_dir`/mnist (by default in the cache), and return that folder.
 
-    Files that are there and have the right checksum are not fetched again; others are replaced, with a warning. A
-    file that does not arrive whole leaves nothing behind and is a `DownloadError`; those before it are kept.
+    Existing files with the right checksum are not fetched again; others are replaced, with a warning. A file that does
+    not arrive whole leaves nothing behind and raises a `DownloadError`; those before it are kept.
     """
     if not mirror.startswith(("http://", "https://")):
         raise ValueError(f"download_mnist: mirror must be an http:// or https:// address, got {mirror!r}")
@@ -120,7 +123,7 @@ def _fetch(url: str, path: Path, md5: str) -> None:
         os.replace(part, path)
     except (OSError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
-            error.close()  # it is also the server's answer
+            error.close()  # this error is also the server's response
         raise DownloadError(
             f"{path.name} could not be downloaded from {url}: {error}. Try again, name another mirror, or put the file "
             f"in {path.parent} yourself."
@@ -149,12 +152,13 @@ def _md5(path: Path) -> str:
 
 
 DIGIT_CLASSES = tuple("0123456789")
-"""Of MNIST and of the digits."""
+"""The classes of MNIST and of scikit-learn's digits."""
 SPLIT_PREFIXES = {"train": ("train",), "test": ("t10k", "test")}
+"""How the names of IDX files begin, by split."""
 
 
 def idx_images_file(folder: Path, split: str) -> Path | None:
-    """The images of a split in a folder of IDX files: train-images-idx3-ubyte, t10k-images.idx3-ubyte.gz, ..."""
+    """The file of a split's images in a folder of IDX files: train-images-idx3-ubyte, t10k-images.idx3-ubyte.gz, ..."""
     for prefix in SPLIT_PREFIXES[split]:
         for path in sorted(folder.glob(f"{prefix}-images[-.]idx3-ubyte*")):
             if path.name.endswith(("ubyte", ".gz")):
@@ -163,18 +167,18 @@ def idx_images_file(folder: Path, split: str) -> Path | None:
 
 
 def holds_idx_images(folder: Path) -> bool:
-    """Whether a folder has the images of any split."""
+    """Whether a folder has an IDX file of images of any split."""
     return any(idx_images_file(folder, split) for split in SPLIT_PREFIXES)
 
 
 def idx_labels_file(images_file: Path) -> Path | None:
-    """The labels beside an IDX file of images, gzipped or not; None if there are none."""
+    """The file of labels, gzipped or not, beside an IDX file of images; None if there is none."""
     name = re.sub(r"images([-.])idx3", r"labels\1idx1", images_file.name)
     if name == images_file.name:
         return None
     plain = images_file.with_name(name.removesuffix(".gz"))
-    alternatives = (images_file.with_name(name), plain, plain.with_name(plain.name + ".gz"))
-    return next((path for path in alternatives if path.is_file()), None)
+    candidates = (images_file.with_name(name), plain, plain.with_name(plain.name + ".gz"))
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def read_idx_folder(folder: Path, split: str, classes: tuple[str, ...] = ()) -> LabelledImages:
@@ -201,18 +205,20 @@ def read_idx_images(path: Path, prefix: str, classes: tuple[str, ...] = ()) -> L
             f"{labels_file}: need one whole number for each of the {len(pixels)} images in {path}, "
             f"got {labels.dtype} of shape {labels.shape}; these files do not belong together"
         )
-    require_count(len(pixels), str(path))
+    require_plausible_count(len(pixels), str(path))
     return labelled_arrays(path, pixels, labels, numbered(prefix, len(pixels)), classes)
 
 
 SIDE = 48
+"""Pixels of a face on each side."""
 HEADER = b"emotion,pixels,Usage"
+"""The first line of the file."""
 LONGEST_LINE = 20_000
-"""Bytes: a face takes 9,216 and a few at most; a longer line is taken for two, and refused."""
+"""Bytes of a line that are read at a time. A face takes little more than 9,216; a longer line is split and refused."""
 
 
 def read_fer2013_csv(path: Path, split: str) -> LabelledImages:
-    """One split of Kaggle's fer2013.csv, read line by line; the pixels of other splits are passed over unread."""
+    """One split of Kaggle's fer2013.csv, read line by line; the pixels of other splits are skipped."""
     split = fer2013_split(str(path), split)
     wanted = FER2013_USAGES[split].encode()
     usages = {usage.encode() for usage in FER2013_USAGES.values()}
@@ -264,14 +270,18 @@ def _malformed(path: Path, number: int, wanted: str, got: bytes) -> ValueError:
     return ValueError(f"{path}, line {number}: need {wanted}, got {shown!r}; get the file again")
 
 
-DIGITS_SPLITS = ("train", "test")
 BRIGHTEST = 16
+"""The largest pixel value of the digits."""
 TEST_STRIDE = 4
+"""One in so many images of each class is a test image."""
 
 
 def read_digits(split: str) -> LabelledImages:
-    """1×8×8 images, 0 to 16 scaled to [0, 1]; every fourth image of each class is a test image: 1,352 and 445."""
-    require_split("digits", split, DIGITS_SPLITS)
+    """scikit-learn's digits, 1×8×8, scaled from 0 … 16 to [0, 1]: 1,352 training images and 445 test images.
+
+    Every fourth image of each class is a test image.
+    """
+    require_split("digits", split, SPLIT_PREFIXES)
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Files that hold images: IDX, .npz, pictures, and folders of pictures."""
+"""Reading files that hold images: IDX, .npz, image files such as PNG or JPEG, and folders of these."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from netmoments.data.images import (
     fer2013_split,
     labelled_arrays,
     numbered,
-    require_count,
     require_no_split,
+    require_plausible_count,
     require_split,
     resize_and_crop,
 )
@@ -40,12 +40,15 @@ if TYPE_CHECKING:
 GZIP_MAGIC = b"\x1f\x8b"
 IDX_MAGIC = b"\x00\x00"
 DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+"""The dtype for each type byte of an IDX file."""
 MOST_DIMENSIONS = 4
+"""Dimensions that an IDX array may have."""
 CHUNK = 2**20
+"""Bytes that are read at a time."""
 
 
 def looks_like_idx(path: Path) -> bool:
-    """Whether a file is called IDX, or begins like an IDX or a gzip file."""
+    """Whether a file has "idx" in its name, or begins like an IDX or a gzip file."""
     if "idx" in path.name.lower():
         return True
     with open_regular(path) as file:
@@ -53,11 +56,11 @@ def looks_like_idx(path: Path) -> bool:
 
 
 def read_idx(path: str | Path) -> np.ndarray[Any, Any]:
-    """The array in an IDX file of 1 to 4 dimensions, in the machine's byte order; gzip is told by its first bytes.
+    """The array in an IDX file of 1 to 4 dimensions, in the machine's byte order; the file may be gzipped.
 
-    The header is two zero bytes, the type, the number of dimensions, and each dimension as a big-endian uint32.
-    A file that is no IDX file, is cut short or has bytes too many is a ValueError; a gzip file is not followed beyond
-    the size that its header declares.
+    The header is two zero bytes, the type, the number of dimensions, and each dimension as a big-endian uint32. A file
+    that is no IDX file, is cut short or has too many bytes raises a ValueError; of a gzip file no more is unpacked than
+    the size that the header declares.
     """
     path = Path(path)
     with open_regular(path) as file:
@@ -73,7 +76,7 @@ def read_idx(path: str | Path) -> np.ndarray[Any, Any]:
 
 
 def _read_idx(file: IO[bytes] | gzip.GzipFile, path: Path, size: int | None) -> np.ndarray[Any, Any]:
-    """From a file of `size` bytes, or of nobody knows how many."""
+    """The array in an open file of `size` bytes; None if the size is unknown, as in a gzip stream."""
     begin = file.read(4)
     if len(begin) < 4 or begin[:2] != IDX_MAGIC or begin[2] not in DTYPES:
         raise ValueError(
@@ -95,23 +98,23 @@ def _read_idx(file: IO[bytes] | gzip.GzipFile, path: Path, size: int | None) -> 
     dtype = np.dtype(DTYPES[begin[2]])
     wanted = start + math.prod(shape) * dtype.itemsize
     if size is not None and size != wanted:
-        raise _of_another_size(path, shape, wanted, size)
+        raise _wrong_size(path, shape, wanted, size)
     require_room(wanted, f"{path}, of shape {shape},")
     content = _at_most(file, wanted - start)
     if len(content) < wanted - start or file.read(1):
-        raise _of_another_size(path, shape, wanted, start + len(content))
+        raise _wrong_size(path, shape, wanted, start + len(content))
     return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="))
 
 
 def _at_most(file: IO[bytes] | gzip.GzipFile, count: int) -> bytearray:
-    """So many bytes of a file, or as many as there are; memory is taken as they come."""
+    """The next `count` bytes of a file, or as many as there are; memory is taken only as they come."""
     content = bytearray()
     while len(content) < count and (part := file.read(min(CHUNK, count - len(content)))):
         content += part
     return content
 
 
-def _of_another_size(path: Path, shape: tuple[int, ...], wanted: int, got: int) -> ValueError:
+def _wrong_size(path: Path, shape: tuple[int, ...], wanted: int, got: int) -> ValueError:
     problem, more = ("cut short", "") if got < wanted else ("too long", "more than " if got == wanted else "")
     return ValueError(
         f"{path}: the file is {problem}: shape {shape} needs {wanted} bytes, got {more}{got}; get it again"
@@ -120,15 +123,18 @@ def _of_another_size(path: Path, shape: tuple[int, ...], wanted: int, got: int) 
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 PER_IMAGE = ("images", "labels", "names", "usage")
+"""Arrays of an .npz file that have an entry for each image."""
 KEYS = (*PER_IMAGE, "classes")
+"""All arrays that are read from an .npz file."""
 
 
 def read_npz(path: Path, split: str) -> LabelledImages:
-    """The arrays `images` and, where present, `labels`, `names` and `classes`; other keys are passed over.
+    """The images of an .npz file with an array `images` and perhaps `labels`, `names` and `classes`.
 
     A file with `usage` (0 training, 1 public test, 2 private test) is FER2013 and has its splits; others have none.
+    Other arrays are ignored.
     """
-    arrays = _arrays(path)
+    arrays = _checked_arrays(path)
     prefix = path.stem
     if "usage" in arrays:
         prefix = fer2013_split(str(path), split)
@@ -136,7 +142,7 @@ def read_npz(path: Path, split: str) -> LabelledImages:
     else:
         require_no_split(str(path), split)
     count = math.prod(arrays["images"].shape[:1])
-    require_count(count, str(path))
+    require_plausible_count(count, str(path))
     names = tuple(_texts(path, arrays, "names")) if "names" in arrays else numbered(prefix, count)
     classes = tuple(_texts(path, arrays, "classes")) if "classes" in arrays else ()
     if "usage" in arrays and not classes:
@@ -148,7 +154,7 @@ def read_npz(path: Path, split: str) -> LabelledImages:
 
 
 def _texts(path: Path, arrays: Arrays, key: str) -> list[str]:
-    """Bytes are read as UTF-8; numbers as they are written."""
+    """The texts in an array; bytes are read as UTF-8, and numbers become their digits."""
     array = arrays[key]
     try:
         return (np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array.astype(str)).tolist()
@@ -156,14 +162,15 @@ def _texts(path: Path, arrays: Arrays, key: str) -> list[str]:
         raise ValueError(f"{path}: {key} must be texts, in UTF-8, got {array.dtype} ({error})") from error
 
 
-def _arrays(path: Path) -> Arrays:
+def _checked_arrays(path: Path) -> Arrays:
+    """The arrays of an .npz file that are in `KEYS`, with shapes that fit together."""
     try:
         with open_regular(path) as file:
-            arrays, held = read_arrays(file, lambda name: name in KEYS)
+            arrays, names = read_arrays(file, lambda name: name in KEYS)
     except (ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise ValueError(f"{path}: cannot be read as an .npz file of plain arrays ({error})") from error
     if "images" not in arrays:
-        raise ValueError(f"{path}: need an array called images, the file holds {', '.join(held) or 'none'}")
+        raise ValueError(f"{path}: need an array called images, the file holds {', '.join(names) or 'none'}")
     count = arrays["images"].shape[:1]
     for key in PER_IMAGE[1:]:
         if key in arrays and arrays[key].shape != count:
@@ -174,6 +181,7 @@ def _arrays(path: Path) -> Arrays:
 
 
 def _of_usage(path: Path, arrays: Arrays, code: int) -> Arrays:
+    """The entries of FER2013's images with this usage."""
     usage = arrays["usage"]
     if usage.ndim != 1 or not np.isin(usage, range(len(FER2013_USAGES))).all():
         raise ValueError(f"{path}: usage must be 0 (training), 1 (public test) or 2 (private test) for each image")
@@ -184,15 +192,17 @@ def _of_usage(path: Path, arrays: Arrays, code: int) -> Arrays:
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".pgm", ".ppm", ".tif", ".tiff")
 EIGHT_BIT_GREY = ("L", "1", "LA")
+"""Pillow's modes of images with 8 bits or fewer of grey."""
 SIXTEEN_BIT_GREY = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+"""Pillow's modes of images that are read as 16 bits of grey."""
 
 
 class UnreadableImage(ValueError):
-    """A file that is no image, is damaged, or is too large to be honest."""
+    """A file is no image, is damaged, or is too large to be honest."""
 
 
 def require_pillow() -> None:
-    """An ImportError that says how to get Pillow, if it is missing."""
+    """Raise an ImportError that says how to get Pillow if it is missing."""
     try:
         import PIL  # noqa: F401
     except ImportError as error:
@@ -200,16 +210,16 @@ def require_pillow() -> None:
 
 
 def read_picture(path: Path) -> Tensor:
-    """(1, H, W) of a grey image or (3, H, W) of any other, float32 in [0, 1]; transparency is dropped.
+    """An image file as (1, H, W) if it is grey, else (3, H, W), float32 in [0, 1].
 
-    Turned upright as EXIF says. Of an animation, the first frame. Anything wrong with the file is an
-    `UnreadableImage`, whatever Pillow raised; so are more pixels than `MOST_PIXELS` or than Pillow's own limit, and
-    anything but a regular file.
+    The picture is turned upright as EXIF says, transparency is dropped, and of an animation the first frame is taken.
+    Anything wrong with the file raises an `UnreadableImage`, whatever Pillow raised; so do more pixels than
+    `MOST_PIXELS` or than Pillow's own limit, and anything but a regular file.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        # Pillow warns of damaged metadata, which is not the picture, and of its own limit
+        # Pillow warns of damaged metadata, which the pixels do not depend on, and of its own limit
         with quietly(), open_regular(path) as file, Image.open(file) as image:
             _require_few_pixels(image)
             return _pixels(ImageOps.exif_transpose(image))
@@ -246,16 +256,18 @@ def _scaled(values: np.ndarray[Any, Any], white: int) -> Tensor:
 
 
 SPLIT_FOLDERS = {"train", "test", "val", "validation"}
+"""Names that subfolders have if they are splits and not classes."""
 FEW = 3
+"""Unreadable files that an error message lists."""
 
 
 def read_image_folder(folder: Path, split: str, size: int | None) -> LabelledImages:
-    """The images of a folder.
+    """The images of a folder; with `size`, each is resized and cropped to a square.
 
     Subfolders are classes, numbered in sorted order, or by their names if those are numbers; an empty one keeps its
-    number and is listed in `skipped`. A folder whose only subfolders are splits (train, test, val, validation) is
-    entered at `split`. Hidden files and files that are not images by their suffix are passed over; unreadable images
-    are listed in `skipped`.
+    number and is listed in `skipped`. If all subfolders are splits (train, test, val, validation), the one called
+    `split` is read. Hidden files and files without the suffix of an image are ignored; unreadable images are listed in
+    `skipped`.
     """
     subfolders = _subfolders(folder)
     splits = [subfolder.name for subfolder in subfolders if subfolder.name in SPLIT_FOLDERS]
@@ -282,6 +294,7 @@ def read_image_folder(folder: Path, split: str, size: int | None) -> LabelledIma
 def _read_classes(
     folder: Path, subfolders: Sequence[Path], by_class: Sequence[Sequence[Path]], size: int | None
 ) -> LabelledImages:
+    """The images of a folder whose subfolders are classes, given the image files in each."""
     read = read_image_files([path for files in by_class for path in files], folder, size)
     names = tuple(subfolder.name for subfolder in subfolders)
     numbers = _labels_of(names)
@@ -297,16 +310,16 @@ def _read_classes(
 
 
 def _labels_of(names: Sequence[str]) -> dict[str, int]:
-    """Folders named by numbers are those classes; others are numbered in sorted order."""
+    """The label of each class folder: its name if all names are numbers, else its place in sorted order."""
     if all(name.isdecimal() for name in names) and len({int(name) for name in names}) == len(names):
         return {name: int(name) for name in names}
     return {name: label for label, name in enumerate(names)}
 
 
 def read_image_files(paths: Sequence[Path], folder: Path, size: int | None) -> LabelledImages:
-    """Image files, without labels, named from `folder` on; grey if all are grey, RGB otherwise."""
+    """The images in these files, without labels and named by their paths in `folder`: grey if all are, else RGB."""
     require_pillow()
-    require_count(len(paths), str(folder))
+    require_plausible_count(len(paths), str(folder))
     pictures: dict[str, Tensor] = {}
     skipped = []
     with progress_bar("reading images", len(paths)) as show:
@@ -337,7 +350,7 @@ def read_image_files(paths: Sequence[Path], folder: Path, size: int | None) -> L
 
 
 def _resized(picture: Tensor, size: int) -> Tensor:
-    """(C, size, size); a picture that is far longer than wide has too many pixels on the way there."""
+    """A picture as (C, size, size); one that is far longer than wide has too many pixels before it is cropped."""
     try:
         return resize_and_crop(picture[None], size)[0]
     except ValueError as error:

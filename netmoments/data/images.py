@@ -1,4 +1,8 @@
-"""Images with labels: what they are, pixels in [0, 1], splits, and images that occur twice."""
+"""Images with labels: the class `LabelledImages`, and what all sources of images share.
+
+That is checks of splits, sizes and counts, the conversion of arrays to pixels in [0, 1], resizing, and the search for
+images that occur in two sets.
+"""
 
 from __future__ import annotations
 
@@ -19,89 +23,8 @@ from netmoments.files import require_room
 
 FER2013_CLASSES = ("anger", "disgust", "fear", "happiness", "sadness", "surprise", "neutral")
 FER2013_USAGES = {"train": "Training", "public-test": "PublicTest", "private-test": "PrivateTest"}
+"""What fer2013.csv calls each split."""
 DEFAULT_SPLIT = "test"
-
-
-def require_split(source: str, split: str, known: Iterable[str]) -> str:
-    """`split` if `source` has it, else a ValueError that lists those it has."""
-    known = tuple(known)
-    if split not in known:
-        raise ValueError(f"{source} has the splits {', '.join(known)}; got {split!r}")
-    return split
-
-
-def fer2013_split(source: str, split: str) -> str:
-    """The full name of a split; "test" is the private test, the one the challenge was decided on."""
-    return "private-test" if split == "test" else require_split(source, split, FER2013_USAGES)
-
-
-def require_no_split(source: str, split: str) -> None:
-    """A ValueError if a split was asked of a source that has none."""
-    if split != DEFAULT_SPLIT:
-        raise ValueError(f"{source} is not divided into splits, got split={split!r}; leave split out")
-
-
-CHANNELS = (1, 3)
-MOST_IMAGES = 10_000_000
-"""In one file or folder."""
-MOST_PIXELS = 100_000_000
-"""Of one image."""
-
-
-def require_count(count: int, source: str) -> None:
-    """That a source does not claim to hold more images than anyone has."""
-    if count > MOST_IMAGES:
-        raise ValueError(f"{source} has {count:,} images, more than the {MOST_IMAGES:,} allowed; divide it")
-
-
-def images_from_array(array: np.ndarray[Any, Any]) -> Tensor:
-    """(N, C, H, W) float32 from uint8 (N, H, W) or (N, H, W, C), divided by 255, or from floats (N, [C,] H, W).
-
-    C is 1 or 3: an array that has its channels elsewhere is an error, not a picture.
-    """
-    eight_bit = array.dtype == np.uint8
-    require_count(len(array) if array.ndim else 0, "the array")
-    if not eight_bit and array.dtype.kind != "f":
-        raise ValueError(
-            f"images must be uint8, or floats in [0, 1], got {array.dtype}; convert them with .astype(...)"
-        )
-    if array.ndim == 3:
-        channels_first = array[:, None]
-    elif array.ndim == 4 and array.shape[3 if eight_bit else 1] in CHANNELS:
-        channels_first = np.moveaxis(array, 3, 1) if eight_bit else array
-    else:
-        layout = "(N, H, W) or (N, H, W, C)" if eight_bit else "(N, H, W) or (N, C, H, W)"
-        raise ValueError(
-            f"{'uint8' if eight_bit else 'float'} images must be {layout} with C 1 or 3, got shape {array.shape}; "
-            f"move the channels with np.moveaxis"
-        )
-    require_room(4 * array.size, "the images, as float32,")
-    images = torch.from_numpy(channels_first.astype(np.float32, order="C"))
-    return images.div_(255) if eight_bit else images
-
-
-def require_size(size: int | None) -> None:
-    """A ValueError unless `size` is None or a whole number of pixels."""
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ValueError(f"size must be a number of pixels, 1 or more, got {size!r}")
-    if size is not None and size**2 > MOST_PIXELS:
-        raise ValueError(f"size must be at most {math.isqrt(MOST_PIXELS):,} pixels a side, got {size:,}")
-
-
-def resize_and_crop(images: Tensor, size: int) -> Tensor:
-    """(N, C, size, size): the shorter side brought to `size` (bicubic, antialiased), then the centre cut out."""
-    height, width = images.shape[-2:]
-    shorter = min(height, width)
-    scaled = [round(side * size / shorter) for side in (height, width)]
-    if math.prod(scaled) > MOST_PIXELS:
-        raise ValueError(
-            f"{height}×{width} pixels become {scaled[0]}×{scaled[1]} with {size} on the shorter side, more than the "
-            f"{MOST_PIXELS:,} allowed"
-        )
-    if shorter != size:
-        images = functional.interpolate(images, size=scaled, mode="bicubic", antialias=True).clamp(0, 1)
-    top, left = ((side - size) // 2 for side in scaled)
-    return images[..., top : top + size, left : left + size].contiguous()
 
 
 Selection = slice | Sequence[int] | Tensor | np.ndarray[Any, Any]
@@ -123,7 +46,7 @@ class LabelledImages:
         labels: (N,) int64 ≥ 0, below the number of classes where `classes` is known; None if unknown.
         names: one for each image, a file name or "test/17".
         classes: class names in the order of the labels, () if unknown.
-        skipped: what could not be read on the way here.
+        skipped: the files and folders that gave no image.
 
     >>> LabelledImages(torch.zeros(2, 1, 8, 8), torch.tensor([0, 1]), ("a", "b"), ("cat", "dog"))
     LabelledImages(2 of (1, 8, 8), 2 classes)
@@ -174,7 +97,7 @@ class LabelledImages:
 
 
 def numbered(prefix: str, count: int) -> tuple[str, ...]:
-    """Names of images that have none: "test/0", "test/1", …"""
+    """Names for images that have none: "test/0", "test/1", …"""
     return tuple(f"{prefix}/{index}" for index in range(count))
 
 
@@ -185,10 +108,10 @@ def labelled_arrays(
     names: tuple[str, ...],
     classes: tuple[str, ...],
 ) -> LabelledImages:
-    """The images of a file from its arrays; an error says which file it was."""
+    """The images of a file, made from its arrays; an error names the file."""
     try:
-        known = None if labels is None else torch.from_numpy(labels.astype(np.int64))
-        return LabelledImages(images_from_array(pixels), known, names, classes)
+        label_tensor = None if labels is None else torch.from_numpy(labels.astype(np.int64))
+        return LabelledImages(images_from_array(pixels), label_tensor, names, classes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -216,7 +139,7 @@ def _require_labels(labels: Tensor, count: int, classes: tuple[str, ...]) -> Non
 
 
 def evenly_spread(total: int, count: int) -> Tensor:
-    """`count` of the numbers from 0 to total − 1, in order, as far apart as can be."""
+    """`count` of the numbers from 0 to `total` − 1, in order and evenly spread."""
     return torch.arange(count) * total // count
 
 
@@ -237,6 +160,89 @@ def _indices(count: int, selection: Selection) -> Tensor:
     return chosen.to("cpu", torch.int64) % count
 
 
+def require_split(source: str, split: str, known: Iterable[str]) -> str:
+    """`split` if `source` has it, else a ValueError that lists those it has."""
+    known = tuple(known)
+    if split not in known:
+        raise ValueError(f"{source} has the splits {', '.join(known)}; got {split!r}")
+    return split
+
+
+def fer2013_split(source: str, split: str) -> str:
+    """The full name of a split; "test" is the private test, the one the challenge was decided on."""
+    return "private-test" if split == "test" else require_split(source, split, FER2013_USAGES)
+
+
+def require_no_split(source: str, split: str) -> None:
+    """Raise a ValueError if a split was asked for from a source that has none."""
+    if split != DEFAULT_SPLIT:
+        raise ValueError(f"{source} is not divided into splits, got split={split!r}; leave split out")
+
+
+CHANNELS = (1, 3)
+"""Numbers of channels that images may have."""
+MOST_IMAGES = 10_000_000
+"""Images that one file or folder may hold."""
+MOST_PIXELS = 100_000_000
+"""Pixels that one image may have."""
+
+
+def require_plausible_count(count: int, source: str) -> None:
+    """Require that a source does not claim to hold more images than anyone has."""
+    if count > MOST_IMAGES:
+        raise ValueError(f"{source} has {count:,} images, more than the {MOST_IMAGES:,} allowed; divide it")
+
+
+def images_from_array(array: np.ndarray[Any, Any]) -> Tensor:
+    """Float32 images (N, C, H, W) from uint8 (N, H, W) or (N, H, W, C), divided by 255, or from floats (N, [C,] H, W).
+
+    C is 1 or 3; an array that has its channels in another dimension is an error.
+    """
+    eight_bit = array.dtype == np.uint8
+    require_plausible_count(len(array) if array.ndim else 0, "the array")
+    if not eight_bit and array.dtype.kind != "f":
+        raise ValueError(
+            f"images must be uint8, or floats in [0, 1], got {array.dtype}; convert them with .astype(...)"
+        )
+    if array.ndim == 3:
+        channels_first = array[:, None]
+    elif array.ndim == 4 and array.shape[3 if eight_bit else 1] in CHANNELS:
+        channels_first = np.moveaxis(array, 3, 1) if eight_bit else array
+    else:
+        layout = "(N, H, W) or (N, H, W, C)" if eight_bit else "(N, H, W) or (N, C, H, W)"
+        raise ValueError(
+            f"{'uint8' if eight_bit else 'float'} images must be {layout} with C 1 or 3, got shape {array.shape}; "
+            f"move the channels with np.moveaxis"
+        )
+    require_room(4 * array.size, "the images, as float32,")
+    images = torch.from_numpy(channels_first.astype(np.float32, order="C"))
+    return images.div_(255) if eight_bit else images
+
+
+def require_size(size: int | None) -> None:
+    """Require that `size` is None or a whole number of pixels."""
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise ValueError(f"size must be a number of pixels, 1 or more, got {size!r}")
+    if size is not None and size**2 > MOST_PIXELS:
+        raise ValueError(f"size must be at most {math.isqrt(MOST_PIXELS):,} pixels a side, got {size:,}")
+
+
+def resize_and_crop(images: Tensor, size: int) -> Tensor:
+    """Images (N, C, size, size): the shorter side resized to `size` (bicubic, antialiased), then the centre cut out."""
+    height, width = images.shape[-2:]
+    shorter = min(height, width)
+    scaled = [round(side * size / shorter) for side in (height, width)]
+    if math.prod(scaled) > MOST_PIXELS:
+        raise ValueError(
+            f"{height}×{width} pixels become {scaled[0]}×{scaled[1]} with {size} on the shorter side, more than the "
+            f"{MOST_PIXELS:,} allowed"
+        )
+    if shorter != size:
+        images = functional.interpolate(images, size=scaled, mode="bicubic", antialias=True).clamp(0, 1)
+    top, left = ((side - size) // 2 for side in scaled)
+    return images[..., top : top + size, left : left + size].contiguous()
+
+
 def duplicates_of(images: Tensor, reference: Tensor) -> Tensor:
     """Which `images` occur, pixel for pixel at 8 bits, in `reference`: a boolean mask (N,).
 
@@ -253,13 +259,14 @@ def duplicates_of(images: Tensor, reference: Tensor) -> Tensor:
 
 
 def _contents(images: Tensor) -> list[bytes]:
+    """The pixels of each image at 8 bits."""
     eight_bit = images.detach().mul(255).round().to("cpu", torch.uint8).numpy()
     return [image.tobytes() for image in eight_bit]
 
 
 @torch.no_grad()
 def correct(network: nn.Module, held_out: LabelledImages, *, device: torch.device | str = "cpu") -> Tensor:
-    """Which images the network gets right, (N,) booleans."""
+    """Which of the images the network classifies correctly, (N,) booleans."""
     if held_out.labels is None:
         raise ValueError("accuracy: the images have no labels")
     network = network.to(device).eval()

@@ -1,4 +1,4 @@
-"""The one door to images: a dataset's name, or a path."""
+"""`load`, the one way to get images: from the name of a dataset, or from a path."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from netmoments.data.images import DEFAULT_SPLIT, LabelledImages, require_no_spl
 from netmoments.files import require_regular
 
 NAMES = ("mnist", "fer2013", "digits")
+"""The named datasets."""
 
 
 def load(
     source: str | Path, *, split: str = DEFAULT_SPLIT, data_dir: str | Path | None = None, size: int | None = None
 ) -> LabelledImages:
-    """Images, with labels where the source has them.
+    """Load images, with labels if the source has them.
 
     Args:
         source: a name, "mnist", "fer2013" or "digits"; or a path (write "./mnist" for a folder called like a dataset):
@@ -33,7 +34,7 @@ def load(
             each class or none; one image file.
         split: "train" or "test"; of FER2013, "train", "public-test" or "private-test", which is also "test".
         data_dir: where `find` looks first for a named dataset.
-        size: bring the shorter side to this many pixels and cut out the centre square.
+        size: resize the shorter side to this many pixels, and cut out the centre square.
 
     Images are float32 (N, C, H, W) with pixels in [0, 1], labels int64 (N,).
 

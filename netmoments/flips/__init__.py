@@ -1,1 +1,1 @@
-"""How often noise changes a network's answer, from common flips to one in 10¹²: estimates with intervals."""
+"""How often noise changes a network's answer: estimates with intervals, from common flips to one in 10¹²."""

@@ -1,4 +1,7 @@
-"""`flip_probability`: how often noise changes the answer, by the route that fits how rare that is."""
+"""`flip_probability`: how often noise changes a network's answer.
+
+Every input is estimated by the route that fits how rare its flips are: `frequent`, `importance` or `splitting`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from netmoments.flips.frequent import (
     Pilot,
     by_frequencies,
     by_guided_frequencies,
-    nothing_found,
     plain_estimate,
     plain_wins,
 )
@@ -30,11 +32,11 @@ from netmoments.flips.margins import (
     OutOfTime,
     inputs_together,
     labels_of,
-    own_seed,
+    margins_of_entries,
     read_classifier,
-    together,
+    run_together,
 )
-from netmoments.flips.result import FlipEstimate, FlipProbability, Found, Target, stacked
+from netmoments.flips.result import EntryResult, FlipEstimate, FlipProbability, Target, stacked
 from netmoments.flips.search import Search
 from netmoments.flips.splitting import by_splitting
 from netmoments.gaussian import Gaussian
@@ -45,21 +47,23 @@ from netmoments.progress import progress_bar
 
 CALLER = "flip_probability"
 FEW = 800
-"""Plain samples that are fewer than gradients would pay for."""
+"""Where fewer plain samples are enough, gradients do not pay."""
 COMMON = 0.01
-"""Flips that are expected more often than this are counted."""
+"""Flips that are expected to be more probable than this are counted."""
 BELIEVED, DOUBTED = 4, 128
-"""Flips that show that they are common, among the first samples or so many more: one or two may be chance."""
+"""So many flips among the first samples, or so many more, show that flips are common: one or two may be chance."""
 DEFAULT_RUNS = 1_000_000
 
 
 @dataclass(frozen=True)
 class FlipGoal:
-    """What is asked for, checked."""
+    """What a call asks for, checked."""
 
     target: Target
     runs: int
+    """The most runs of the network for each input."""
     seconds: float | None
+    """The most seconds for all inputs together."""
     seed: int
 
     @classmethod
@@ -99,9 +103,9 @@ def flip_probability(
         label: the class that should win, an int or an int tensor of the batch's shape; by default the network's answer
             at the mean of the noise.
         relative_error: the standard error that is enough, relative to the probability.
-        absolute_error: a half-width of the 95 % interval that is enough, too: 0.01 for one point.
-        runs: of the network for each input, at most; a backward pass counts two.
-        seconds: for all inputs together, at most.
+        absolute_error: a half-width of the 95 % interval that is enough too: 0.01 for one point.
+        runs: at most so many runs of the network for each input; a backward pass counts two.
+        seconds: at most so many seconds for all inputs together.
         seed: same seed, same network, same device: same answer. Every input has random numbers of its own, by the seed
             and its mean: alone or in a batch its answer is the same but for rounding, which may move a sample or a
             stop, within the stated error.
@@ -109,11 +113,12 @@ def flip_probability(
         memory_budget: bytes, as elsewhere.
 
     Inputs of a batch go through the network together. Common flips are counted, on samples that a quadratic surrogate
-    of the margin chooses and with it as control. Rare ones are found by importance sampling: two searches, from the
-    noise and from samples pulled across the boundary, fit surrogates to gradients; their densities are mixed, and the
-    estimate of one must agree with that of the other. Without gradients, splitting. No run of an estimate was used in a
-    fit, but the first plain samples of common flips, for two numbers; that sampling stops when the error looks small
-    enough, and begins anew when it does not, leaves a small bias.
+    of the margin chooses and with it as control. Rare flips are found by importance sampling: two searches, one from
+    the noise and one from samples pulled across the boundary, fit surrogates to gradients; their densities are mixed,
+    and the estimate of one must agree with that of the other. Without gradients, rare flips are found by splitting. No
+    run of an estimate was used in a fit, except the first plain samples of common flips, for two numbers. That sampling
+    stops when the error looks small enough, and begins anew when it does not, leaves a small bias.
+
     An interval speaks of what was found: flips of a kind that neither search meets, nor any sample, are in no interval.
     An upper bound that holds for any network never comes cheaper than plain sampling.
 
@@ -127,113 +132,105 @@ def flip_probability(
     start = time.perf_counter()
     goal = FlipGoal.read(CALLER, relative_error, absolute_error, runs, seconds, seed)
     request = read_classifier(CALLER, network, noise, memory_budget, key)
-    found = request.model.answer(partial(_all, request, label, goal))
-    return found.shaped(request.noise.batch_shape, time.perf_counter() - start)
+    estimates = request.model.answer(partial(_estimates, request, label, goal))
+    return estimates.shaped(request.noise.batch_shape, time.perf_counter() - start)
 
 
 @dataclass(frozen=True, eq=False)
-class _Entries:
-    """What was found for every entry of a flat batch."""
+class _Estimates:
+    """The labels, results and runs of all entries of a flat batch."""
 
     labels: Tensor
-    found: list[Found]
+    results: list[EntryResult]
     runs: list[int]
 
     def shaped(self, batch: torch.Size, seconds: float) -> FlipProbability:
-        device = self.labels.device
-        bounds, rivals = [one.interval for one in self.found], [one.rival for one in self.found]
-        second = [math.nan if one.second is None else one.second.probability for one in self.found]
+        device, results = self.labels.device, self.results
+        second = [math.nan if each.second is None else each.second.probability for each in results]
+        bounds = torch.tensor([each.interval for each in results], dtype=torch.float64, device=device)
         return FlipProbability(
-            probability=stacked([one.probability for one in self.found], batch, device),
-            interval=torch.tensor(bounds, dtype=torch.float64, device=device).reshape(*batch, 2),
-            standard_error=stacked([one.estimate.careful_error for one in self.found], batch, device),
+            probability=stacked([each.probability for each in results], batch, device),
+            interval=bounds.reshape(*batch, 2),
+            standard_error=stacked([each.estimate.careful_error for each in results], batch, device),
             label=self.labels.reshape(batch),
-            rival=torch.tensor(rivals, device=device).reshape(batch),
+            rival=torch.tensor([each.rival for each in results], device=device).reshape(batch),
             runs=torch.tensor(self.runs, device=device).reshape(batch),
-            route=[one.route for one in self.found],
-            met=torch.tensor([one.met for one in self.found], device=device).reshape(batch),
+            route=[each.route for each in results],
+            met=torch.tensor([each.met for each in results], device=device).reshape(batch),
             agreement=stacked(second, batch, device),
-            agreed=torch.tensor([one.agreed for one in self.found], device=device).reshape(batch),
+            agreed=torch.tensor([each.agreed for each in results], device=device).reshape(batch),
             seconds=seconds,
         )
 
 
-def _all(request: Request, label: int | Tensor | None, goal: FlipGoal) -> _Entries:
+def _estimates(request: Request, label: int | Tensor | None, goal: FlipGoal) -> _Estimates:
     with torch.inference_mode(False), torch.no_grad(), full_precision():
         labels = labels_of(CALLER, request, label)
-    every = sorted(entries_found(request.model, request.flat, labels.tolist(), goal), key=lambda one: one[0])
-    return _Entries(labels, [found for _, found, _ in every], [runs for _, _, runs in every])
+    entries = sorted(entries_found(request.model, request.flat, labels.tolist(), goal), key=lambda entry: entry[0])
+    return _Estimates(labels, [result for _, result, _ in entries], [runs for _, _, runs in entries])
 
 
 def entries_found(
     model: NetworkModel, noise: Gaussian, labels: Sequence[int], goal: FlipGoal, description: str = "flips"
-) -> Iterator[tuple[int, Found, int]]:
-    """For inputs (noise with one batch dimension), as they come: which, what was found, and runs.
+) -> Iterator[tuple[int, EntryResult, int]]:
+    """Estimate for inputs (noise with one batch dimension), and yield place, result and runs of each as it ends.
 
-    The network is run for many of them together; what is found of one does not depend on the others, to rounding.
+    The network is run for many inputs together. The result of one does not depend on the others, to rounding.
     """
-    every = entries_margins(CALLER, model, noise, labels, goal, Clock(goal.seconds))
-    coming = together((_with_runs(margins, goal) for margins in every), inputs_together(model, noise))
+    margins = margins_of_entries(CALLER, model, noise, labels, goal.seed, "flips", Clock(goal.seconds))
+    ending = run_together((_result_and_runs(each, goal) for each in margins), inputs_together(model, noise))
     with progress_bar(description, len(labels)) as show:
         for done in itertools.count():
             show(done)
             with torch.inference_mode(False), torch.no_grad(), full_precision():
-                one = next(coming, None)
-            if one is None:
+                ended = next(ending, None)
+            if ended is None:
                 break
-            yield one[0], *one[1]
+            yield ended[0], *ended[1]
 
 
-async def _with_runs(margins: NoisyMargins, goal: FlipGoal) -> tuple[Found, int]:
-    found = await one_entry(margins, goal)
-    return found, margins.runs
+async def _result_and_runs(margins: NoisyMargins, goal: FlipGoal) -> tuple[EntryResult, int]:
+    result = await entry_result(margins, goal)
+    return result, margins.runs
 
 
-def entries_margins(
-    caller: str, model: NetworkModel, noise: Gaussian, labels: Sequence[int], goal: FlipGoal, clock: Clock
-) -> Iterator[NoisyMargins]:
-    """Each entry with random numbers of its own."""
-    for entry, label in enumerate(labels):
-        own = noise.entries(torch.tensor([entry], device=noise.device))
-        generator = torch.Generator(noise.device).manual_seed(own_seed(goal.seed, "flips", own.flat_mean[0]))
-        yield NoisyMargins(model, own, label, generator, clock, caller)
-
-
-async def one_entry(margins: NoisyMargins, goal: FlipGoal) -> Found:
-    """One input's estimate, by the route that fits."""
+async def entry_result(margins: NoisyMargins, goal: FlipGoal) -> EntryResult:
+    """Estimate for one input, by the route that fits."""
     if not bool((margins.covariance.variances() > 0).any()):
-        return await exact(margins)
+        return await _exact(margins)
     try:
         if margins.has_gradient:
-            found = await _with_gradients(margins, goal)
-            if found is not None:
-                return found
+            result = await _with_gradients(margins, goal)
+            if result is not None:
+                return result
         return await _without_gradients(margins, goal)
     except OutOfTime:
         nothing = FlipEstimate(0.0, 0.0, 0)
-        empty = torch.zeros(margins.rivals, dtype=torch.float64, device=margins.mean.device)
-        return Found(nothing, None, True, "out of time", empty, False, (0.0, 1.0))
+        wins = torch.zeros(margins.classes, dtype=torch.float64, device=margins.mean.device)
+        return EntryResult(nothing, None, True, "out of time", wins, False, (0.0, 1.0))
 
 
-async def exact(margins: NoisyMargins) -> Found:
-    """Without noise: 0 or 1."""
-    found = (await margins.of(margins.normal(1)))[0]
-    flipped = bool(found.min() < 0)
-    wins = torch.zeros_like(found)
-    wins[found.argmin()] = float(flipped)
-    p = float(flipped)
-    return Found(FlipEstimate(p, 0.0, 1), None, True, "exact", wins, True, (p, p))
+async def _exact(margins: NoisyMargins) -> EntryResult:
+    """The answer where there is no noise: 0 or 1."""
+    values = (await margins.at(margins.normal(1)))[0]
+    p = float(values.min() < 0)
+    wins = torch.zeros_like(values)
+    wins[values.argmin()] = p
+    return EntryResult(FlipEstimate(p, 0.0, 1), None, True, "exact", wins, True, (p, p))
 
 
-async def _with_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found | None:
-    """Counted where the first gradients show that flips are common, else by importance sampling."""
+async def _with_gradients(margins: NoisyMargins, goal: FlipGoal) -> EntryResult | None:
+    """Count where the first gradients show that flips are common, else sample by importance.
+
+    None where gradients lead nowhere.
+    """
     absolute, pilot = goal.target.absolute, None
     if absolute is not None:
         pilot = await Pilot.of(margins, PILOT)
-        if pilot.wanted(goal.target) < FEW:
+        if pilot.plain_runs(goal.target) < FEW:
             return await by_frequencies(margins, goal.target, goal.runs, (PILOT, pilot.wins))
     search = await Search.from_noise(margins, margins.generator)
-    plain = search.plain
+    plain = search.plain_margins
     search.refit()
     if search.guide is None or plain is None:
         return None
@@ -248,21 +245,20 @@ async def _with_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found | None
         return await by_guided_frequencies(
             margins, search, plain_estimate(flips, samples), goal.target, goal.runs, margins.generator, pilot
         )
-    found = await by_importance(margins, search, goal.target, goal.runs, margins.generator)
-    if found is not None and found.estimate.probability > 0:
-        return found
-    if search.guide is not None and search.guide.expected < NEGLIGIBLE:  # too rare for splitting, too
-        return await nothing_found(margins, goal.target, goal.runs, (PILOT, await plain_wins(margins, PILOT)))
+    result = await by_importance(margins, search, goal.target, goal.runs, margins.generator)
+    if result is not None and result.estimate.probability > 0:
+        return result
+    if search.guide is not None and search.guide.expected < NEGLIGIBLE:  # too rare for splitting as well
+        return await by_frequencies(margins, goal.target, goal.runs, (PILOT, await plain_wins(margins, PILOT)))
     return None
 
 
-async def _without_gradients(margins: NoisyMargins, goal: FlipGoal) -> Found:
-    """Counted where plain samples show flips, else by splitting; where that finds none, a bound from plain samples."""
-    wins = await plain_wins(margins, PILOT)
-    before = (PILOT, wins)
-    if float(wins.sum()) >= max(2.0, COMMON * PILOT) or goal.target.absolute is not None:
+async def _without_gradients(margins: NoisyMargins, goal: FlipGoal) -> EntryResult:
+    """Count where plain samples show flips, else split; where that finds none, plain samples give a bound."""
+    before = (PILOT, await plain_wins(margins, PILOT))
+    if float(before[1].sum()) >= max(2.0, COMMON * PILOT) or goal.target.absolute is not None:
         return await by_frequencies(margins, goal.target, goal.runs, before)
-    found = await by_splitting(margins, goal.target, goal.runs)
-    if found.estimate.probability > 0:
-        return found
-    return await nothing_found(margins, goal.target, goal.runs, before)
+    result = await by_splitting(margins, goal.target, goal.runs)
+    if result.estimate.probability > 0:
+        return result
+    return await by_frequencies(margins, goal.target, goal.runs, before)

@@ -1,13 +1,14 @@
-"""Where to run the network: noise drawn where surrogates cannot tell whether it flips, from densities that are known.
+"""The density that noise is drawn from, so that the network is run where surrogates cannot tell whether it flips.
 
-With h(ε) the surrogates' probability of a flip, samples have the density φ(ε) ρ(ε), ρ = g/G with G = E g and
+With h(ε) the probability of a flip by the surrogates, samples have the density φ(ε) ρ(ε), ρ = g/G with G = E g and
 
     g = √(h (1 − h) + κ h),
 
 which makes the variance of (1{flip} − h)/ρ least where h is right; κ allows for it not to be. Where flips are common,
-κ min(h, 1 − h): what is sure either way needs no samples, as h is a control variate there; and some plain samples tell
-how right h is (`as_seen`). h depends on a few directions of the noise only, so that many points can be looked at
-without running the network: a pool, from which points are chosen with the chances that make them samples of φ ρ.
+the last term is κ min(h, 1 − h): h is a control variate there, and what is sure either way needs no samples. Some plain
+samples then show how right h is (`Guide.calibrated`). As h depends on a few directions of the noise only, it can be
+evaluated at many points without running the network. These points form a pool, from which points are chosen with such
+chances that they are samples of φ ρ.
 
 The pool is drawn from saddlepoint Gaussians: N(0, I) tilted by exp(−θ q), for some θ between 0 and the one at which the
 surrogate margin q has mean 0. Their densities are φ exp(−θ q − K(θ)), so that the weight of a point in the mixture of
@@ -27,41 +28,323 @@ from netmoments.normal import distribution
 
 POOL = 40_000
 """Points of a pool."""
-FEWER = 8_000
-"""Points of one that is for a few samples only."""
+SMALL_POOL = 8_000
+"""Points of a pool from which few samples are drawn."""
+TRIAL_POOL = 4_000
+"""Points that show how much each Gaussian of a pool is needed."""
 NET, NETS = 8192, 8
-"""Points of an even net, and how many nets."""
-TRIAL = 4_000
-"""Points that say how much each Gaussian of a pool is needed."""
+"""Points of a net that fills the space evenly, and how many nets E h is averaged over."""
 MOST_TILTS = 16
-"""Gaussians of a pool for each rival."""
+"""A pool has at most so many Gaussians for each surrogate, apart from N(0, I)."""
 TILT_STEP = 0.8
-"""Between them, in standard deviations of q."""
+"""The step in θ from one Gaussian to the next, times the standard deviation of q."""
 MOST_TILT = 100.0
-"""Beyond so many standard deviations of q nothing is looked for."""
+"""The largest θ, times the standard deviation of q: nothing is looked for farther away."""
 LEAST_SHARE = 0.1
-"""Of a pool: what is divided equally among its Gaussians."""
+"""This share of a pool is divided equally among its Gaussians, the rest by need."""
 COMMON = 0.005
-"""Where surrogates expect more flips than this, they are a control variate."""
+"""Flips are common if the surrogates expect at least this probability. They are then a control variate."""
 DOUBT = 0.1
 """κ: how wrong a surrogate may be where it is sure of a flip."""
+SHARP, AS_FITTED = 0, 1
+"""The first two parts of a guide, which are g of surrogates with different spreads s: smaller ones, and those that were
+fitted. A calibrated guide has the calibrated h for the first part.
+"""
 SHARES = (0.1, 0.7, 0.2)
-"""Of the three parts of a guide: g as if surrogates were better than they seem; g as they seem; and tilted Gaussians
-themselves, which keep weights bounded where surrogates are sure and wrong (defensive mixture, Hesterberg 1995).
+"""The shares of the parts of a guide. The third part are the tilted Gaussians themselves, which keep weights bounded
+where surrogates are sure and wrong (defensive mixture, Hesterberg 1995).
 """
-AS_THEY_SEEM = 1
-SHARES_BESIDE_PLAIN = (0.5, 0.5)
-"""Of the two parts of a guide whose samples go with plain ones, which keep weights bounded: g as plain samples have
-seen surrogates to be, and g as they seem.
-"""
+CALIBRATED_SHARES = (0.5, 0.5)
+"""The shares of the parts of a calibrated guide. It has no third part, as plain samples keep weights bounded."""
 LEAST_DEFENCE = 0.02
-"""Of the defensive part: what a surrogate gets that hardly matters."""
-MOST_LOGARITHM = 600.0
-"""Of a ratio of densities: what float64 can still multiply."""
+"""Added to the share of each surrogate in the defensive part, for those that hardly matter."""
+LARGEST_LOG_RATIO = 600.0
+"""Ratios of densities are cut at the exponential of this, which float64 can still multiply."""
 AFFORDABLE = 2.5
-"""θ times a surrogate's spread, at most."""
+"""The largest θs: beyond it, what a surrogate leaves unexplained costs more runs than can be afforded."""
 DEFENSIVE = 0.5
-"""Of the saddlepoint's θ: tilts from there on are in the defensive part."""
+"""The defensive part has the tilts from this share of the largest θ on."""
+
+
+def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points: int = POOL) -> Guide:
+    """The guide of some surrogates, with a pool of so many points.
+
+    A trial pool shows first how much each Gaussian and each surrogate is needed.
+    """
+    bases = torch.cat([surrogate.basis.double() for surrogate in surrogates], 1)
+    left, singular, _ = torch.linalg.svd(bases, full_matrices=False)
+    basis = left[:, singular > 1e-5 * singular[0]]
+    nothing = basis.new_zeros(0)
+    centres = [saddlepoint(surrogate) for surrogate in surrogates]
+    tilts = tuple(tilts_of(*pair) for pair in zip(surrogates, centres, strict=True))
+    empty = Guide(
+        surrogates=surrogates,
+        tilts=tilts,
+        defence=(1 / len(surrogates),) * len(surrogates),
+        spreads=tuple(spreads_of(*pair) for pair in zip(surrogates, centres, strict=True)),
+        basis=basis.to(surrogates[0].basis.dtype),
+        local_bases=tuple(basis.mT @ surrogate.basis.double() for surrogate in surrogates),
+        pool=nothing,
+        weights=nothing,
+        chances=nothing,
+    )
+    total = sum(len(each.thetas) for each in tilts)
+    equal = [torch.full_like(each.thetas, max(1, TRIAL_POOL // total), dtype=torch.long) for each in tilts]
+    trial, needs = empty._filled(equal, generator)
+    attention = [share + LEAST_DEFENCE for share in trial.shares]
+    defence = tuple(share / sum(attention) for share in attention)
+    empty = replace(empty, defence=defence, common=trial.expected >= COMMON)
+    pool_shares = (1 - LEAST_SHARE) * needs + LEAST_SHARE / total
+    sizes = (pool_shares * points).long().clamp(min=2).split([len(each.thetas) for each in tilts])
+    return replace(empty, pool_sizes=tuple(sizes))._filled(list(sizes), generator)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Guide:
+    """The density φ ρ of some surrogates, with a pool of points in the directions that they depend on.
+
+    With K directions in all, J surrogates and M points: coordinates z are Qᵀε, (N, K).
+    """
+
+    surrogates: tuple[Quadratic, ...]
+    spreads: tuple[tuple[float, float], ...]
+    """For each surrogate, s in the parts `SHARP` and `AS_FITTED`."""
+    tilts: tuple[Tilts, ...]
+    defence: tuple[float, ...]
+    """The share of each surrogate in the defensive part."""
+    basis: Tensor
+    """Q (n, K), orthonormal: all directions of the surrogates."""
+    local_bases: tuple[Tensor, ...]
+    """QᵀU of each surrogate's basis U, (K, k)."""
+    pool: Tensor
+    """Points z (M, K)."""
+    weights: Tensor
+    """The weight of each point in a mean over the noise, (M,)."""
+    chances: Tensor
+    """The chance of each point to be chosen, (M,); they sum to 1."""
+    levels: tuple[float, ...] = ()
+    """G of each part of the guide."""
+    expected: float = 0.0
+    """E h, the probability of a flip by the surrogates."""
+    expected_error: float = 0.0
+    """The standard error of E h, due to the size of the pool."""
+    predicted_variance: float = math.inf
+    """The variance of one run's estimate over the square of the probability, if the surrogates are right: of 1{flip}/ρ
+    where flips are rare, of (1{flip} − h)/ρ where they are common.
+    """
+    shares: tuple[float, ...] = ()
+    """The share of each surrogate in the sum of all E h_j."""
+    pool_sizes: tuple[Tensor, ...] = ()
+    """For each surrogate, the number of points from each of its Gaussians, (T,)."""
+    common: bool = False
+    """Whether flips are expected so often that surrogates are a control variate."""
+    calibration: tuple[float, float] | None = None
+    """By how much the smallest margins of plain samples were above those of the surrogates: mean and deviation."""
+    calibrated_expected: tuple[float, float] = (0.0, 0.0)
+    """E h of the calibrated h, and its standard error."""
+
+    @property
+    def unaffordable(self) -> bool:
+        """Whether the surrogate that matters most has a larger spread than can be afforded, θs > `AFFORDABLE`."""
+        main = max(range(len(self.shares)), key=lambda j: self.shares[j])
+        return self.surrogates[main].spread > self.spreads[main][AS_FITTED]
+
+    def draw(self, normal: Tensor, generator: torch.Generator) -> Tensor:
+        """Samples ε (N, n) of the guide, from standard normal numbers of that shape."""
+        chosen = stratified_choice(self.chances, len(normal), generator)
+        z = self.pool[chosen].to(normal.dtype)
+        return normal + (z - normal @ self.basis) @ self.basis.mT
+
+    def ratio(self, white: Tensor) -> Tensor:
+        """ρ (N,) at ε (N, n): the density of samples over that of N(0, I)."""
+        parts = self._parts(self.margins(self.coordinates(white)))
+        return self._mixed([part / level for part, level in zip(parts, self.levels, strict=True)])
+
+    def flip_chance(self, white: Tensor) -> Tensor:
+        """h (N,) at ε (N, n), by the surrogates as they were fitted."""
+        return self._flip_chance(self.margins(self.coordinates(white)), AS_FITTED)
+
+    def calibrated_flip_chance(self, white: Tensor) -> Tensor:
+        """The calibrated h (N,) at ε (N, n)."""
+        return self._flip_chance(self.margins(self.coordinates(white)), SHARP)
+
+    def coordinates(self, white: Tensor) -> Tensor:
+        """z = Qᵀε, (N, K)."""
+        return (white @ self.basis).double()
+
+    def margins(self, z: Tensor) -> Tensor:
+        """The surrogates' margins (N, J) at z (N, K)."""
+        pairs = zip(self.surrogates, self.local_bases, strict=True)
+        return torch.stack([surrogate.at(z @ local) for surrogate, local in pairs], 1)
+
+    def refilled(self, generator: torch.Generator) -> Guide:
+        """The same guide with fresh points, as a pool has the density φ ρ only on average over pools."""
+        fresh = self._filled(list(self.pool_sizes), generator)[0]
+        return replace(self, pool=fresh.pool, weights=fresh.weights, chances=fresh.chances)
+
+    def averaged_over_pools(self, pools: int, generator: torch.Generator) -> Guide:
+        """The same guide with levels and E h that are means over so many pools, of which this one is the first."""
+        rows = [(self.expected, *self.levels)]
+        for _ in range(pools - 1):
+            fresh = self._filled(list(self.pool_sizes), generator)[0]
+            rows.append((fresh.expected, *fresh.levels))
+        expected, *levels = torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
+        error = self.expected_error / math.sqrt(pools)
+        return replace(self, expected=expected, levels=tuple(levels), expected_error=error)
+
+    def averaged_over_nets(self, generator: torch.Generator) -> Guide:
+        """The same guide with a more exact E h, for flips that are common.
+
+        E h is averaged over nets of points that fill the space evenly, the surrogates' slopes first (randomized
+        quasi-Monte Carlo, Owen 1997). Its error is that of the mean of independent nets.
+        """
+        pairs = zip(self.surrogates, self.local_bases, strict=True)
+        slopes = [local @ surrogate.slope.to(local) for surrogate, local in pairs]
+        size, device = self.basis.shape[1], self.basis.device
+        columns = torch.cat([torch.stack(slopes, 1), torch.eye(size, dtype=torch.float64, device=device)], 1)
+        rotation = torch.linalg.qr(columns).Q
+        means = []
+        for _ in range(NETS):
+            seed = int(torch.randint(2**31, (1,), device=device, generator=generator))
+            net = torch.quasirandom.SobolEngine(size, scramble=True, seed=seed).draw(NET, dtype=torch.float64)
+            z = torch.special.ndtri(net.clamp(1e-12, 1 - 1e-12)).to(device) @ rotation.mT
+            margins = self.margins(z)
+            means.append([float(self._flip_chance(margins, part).mean()) for part in (SHARP, AS_FITTED)])
+        values = torch.tensor(means, dtype=torch.float64)
+        (sharp, fitted), errors = values.mean(0).tolist(), (values.std(0) / math.sqrt(NETS)).tolist()
+        known = (sharp, errors[SHARP])
+        return replace(self, expected=fitted, expected_error=errors[AS_FITTED], calibrated_expected=known)
+
+    def calibrated(self, white: Tensor, smallest: Tensor) -> Guide:
+        """The guide with h = Φ(−(q + m)/d) in its first part, for flips that are common, beside plain samples.
+
+        q is the smallest surrogate margin. m and d are the mean and the deviation of how far the smallest margins (N,)
+        at plain samples ε (N, n) are above q; d is no more than these margins vary, and no less than what the best
+        surrogate leaves unexplained.
+        """
+        above = smallest - self.margins(self.coordinates(white)).amin(1)
+        least = min(spreads[AS_FITTED] for spreads in self.spreads)
+        deviation = max(min(float(above.std()), float(smallest.std())), least)
+        return replace(self, calibration=(float(above.mean()), deviation))._planned()
+
+    def _flip_chance(self, margins: Tensor, part: int) -> Tensor:
+        """h (N,) of one of the first two parts, from the surrogates' margins (N, J)."""
+        if part == SHARP and self.calibration is not None:
+            above, deviation = self.calibration
+            return distribution(-(margins.amin(1) + above) / deviation).clamp(1e-12, 1 - 1e-12)
+        return joint_flip_chance(margins, margins.new_tensor([spreads[part] for spreads in self.spreads]))
+
+    def _parts(self, margins: Tensor) -> list[Tensor]:
+        """The parts (N,) of the guide before they are divided by their levels."""
+        parts = [uncertainty(self._flip_chance(margins, part), self.common) for part in (SHARP, AS_FITTED)]
+        return parts if self.calibration is not None else [*parts, self._defensive(margins)]
+
+    def _mixed(self, parts: list[Tensor]) -> Tensor:
+        """The mixture of parts that have mean 1 under the noise."""
+        shares = SHARES if self.calibration is None else CALIBRATED_SHARES
+        return torch.stack([share * part for share, part in zip(shares, parts, strict=True)]).sum(0)
+
+    def _defensive(self, margins: Tensor) -> Tensor:
+        """The mean (N,) of the densities, over N(0, I), of the tilts that are far enough."""
+        terms = []
+        for j, tilts in enumerate(self.tilts):
+            far = tilts.thetas.abs() >= DEFENSIVE * tilts.thetas.abs().max()
+            mean = tilts.log_ratios(margins[:, j])[:, far].logsumexp(1) - math.log(int(far.sum()))
+            terms.append(mean + math.log(self.defence[j]))
+        return torch.stack(terms, 1).logsumexp(1).clamp(max=LARGEST_LOG_RATIO).exp()
+
+    def _filled(self, sizes: list[Tensor], generator: torch.Generator) -> tuple[Guide, Tensor]:
+        """The guide with a pool of so many points of each Gaussian, and the chance that a sample is of each of them."""
+        points, origins = [], []
+        for tilts, local, counts in zip(self.tilts, self.local_bases, sizes, strict=True):
+            which = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+            shape = (len(which), local.shape[0])
+            normal = torch.randn(shape, dtype=local.dtype, device=local.device, generator=generator)
+            along = normal @ local
+            points.append(normal + (tilts.moved(which, along) - along) @ local.mT)
+            origins.append(which + sum(map(len, sizes[: len(points) - 1])))
+        pool, origin = torch.cat(points), torch.cat(origins)
+        margins = self.margins(pool)
+        counts = torch.cat(sizes)
+        ratios = torch.cat([tilts.log_ratios(margins[:, j]) for j, tilts in enumerate(self.tilts)], 1)
+        weights = (-(ratios + counts.log()).logsumexp(1)).exp()
+        order = margins.amin(1).argsort()
+        filled = replace(self, pool=pool[order], weights=weights[order])._planned()
+        nothing = filled.chances.new_zeros(len(counts))
+        return filled, nothing.index_add(0, origin[order], filled.chances)
+
+    def _planned(self) -> Guide:
+        """The guide with the chances of the points of its pool, and what follows from the pool."""
+        margins, weights = self.margins(self.pool), self.weights
+        parts = [weights * part for part in self._parts(margins)]
+        levels = (*(float(part.sum()) for part in parts[:2]), 1.0)[: len(parts)]
+        total = self._mixed([part / max(level, 1e-300) for part, level in zip(parts, levels, strict=True)])
+        flip_chance = self._flip_chance(margins, AS_FITTED)
+        terms = weights * flip_chance
+        expected = float(terms.sum())
+        rho = (total / weights.clamp(min=1e-300)).clamp(min=1e-300)
+        numerator = flip_chance * (1 - flip_chance) if self.common else flip_chance
+        variance = float((weights * numerator / rho).sum()) - (0.0 if self.common else expected**2)
+        fitted = margins.new_tensor([spreads[AS_FITTED] for spreads in self.spreads])
+        each = (weights.unsqueeze(1) * distribution(-margins / fitted)).sum(0)
+        return replace(
+            self,
+            chances=total / total.sum(),
+            levels=levels,
+            expected=expected,
+            predicted_variance=max(variance, 0.0) / expected**2 if expected**2 > 0 else math.inf,
+            expected_error=float(terms.std()) * math.sqrt(len(terms)),
+            shares=tuple((each / each.sum().clamp(min=1e-300)).tolist()),
+        )
+
+
+@dataclass(frozen=True)
+class PlainNoise:
+    """In the place of a guide, the noise itself: ρ = 1, and h = 0."""
+
+    expected: float = 0.0
+    expected_error: float = 0.0
+    predicted_variance: float = 0.0
+
+    def draw(self, normal: Tensor, generator: torch.Generator) -> Tensor:
+        return normal
+
+    def ratio(self, white: Tensor) -> Tensor:
+        return torch.ones(len(white), dtype=torch.float64, device=white.device)
+
+    def flip_chance(self, white: Tensor) -> Tensor:
+        return torch.zeros(len(white), dtype=torch.float64, device=white.device)
+
+
+def joint_flip_chance(margins: Tensor, spread: Tensor) -> Tensor:
+    """h = 1 − Π (1 − Φ(−q_j/s_j)) over surrogates, from q (N, J) and s (J,), accurate where it is small."""
+    each = distribution(-margins / spread).clamp(max=1 - 1e-12)
+    return -torch.expm1(torch.log1p(-each).sum(1))
+
+
+def uncertainty(flip_chance: Tensor, common: bool) -> Tensor:
+    """g = √(h (1 − h) + κ h), or √(h (1 − h) + κ min(h, 1 − h)) where flips are common."""
+    doubted = torch.minimum(flip_chance, 1 - flip_chance) if common else flip_chance
+    return (flip_chance * (1 - flip_chance) + DOUBT * doubted).sqrt()
+
+
+def spreads_of(surrogate: Quadratic, centre: float) -> tuple[float, float]:
+    """The spreads s of a surrogate in the parts `SHARP` and `AS_FITTED` of a guide, θ being its saddlepoint.
+
+    The first is at most 1/θ, at which errors of the surrogate would hardly cost anything. The second is the fitted one,
+    or what can be afforded: runs grow as exp((θs)²).
+    """
+    scale = 1 / max(abs(centre), 1e-300)
+    return min(surrogate.spread, scale), min(surrogate.spread, AFFORDABLE * scale)
+
+
+def stratified_choice(chances: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Indices chosen with these chances, one from each of `count` equal parts of their sum, in random order."""
+    uniform = torch.rand(count, dtype=torch.float64, device=chances.device, generator=generator)
+    levels = (torch.arange(count, dtype=torch.float64, device=chances.device) + uniform) / count
+    chosen = torch.searchsorted(chances.cumsum(0), levels).clamp(max=len(chances) - 1)
+    order = torch.rand(count, device=chances.device, generator=generator).argsort()
+    return chosen[order]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,25 +372,32 @@ class Tilts:
         return Tilts(*(x.to(device) for x in vars(self).values()))
 
     def moved(self, which: Tensor, normal: Tensor) -> Tensor:
-        """Points (N, k), each of the Gaussian that it names (N,), from standard normal numbers (N, k)."""
+        """Points (N, k) of the Gaussians with indices `which` (N,), from standard normal numbers (N, k)."""
         return self.means[which] + self.variances[which].sqrt() * normal
 
     def log_ratios(self, margin: Tensor) -> Tensor:
-        """log of each density over N(0, I), (N, T), at points with this surrogate margin q (N,)."""
+        """The logarithm of each density over that of N(0, I), (N, T), at points with surrogate margin q (N,)."""
         return -margin.unsqueeze(1) * self.thetas - self.cumulants
 
 
-def tilted_means(surrogate: Quadratic, thetas: Tensor) -> Tensor:
-    """E q under N(0, I) tilted by exp(−θ q), (T,): falls with θ."""
-    tilts = Tilts.at(surrogate, thetas)
-    square = surrogate.curvature * (tilts.means.square() + tilts.variances)
-    return surrogate.constant + tilts.means @ surrogate.slope + 0.5 * square.sum(1)
+def tilts_of(surrogate: Quadratic, centre: float) -> Tilts:
+    """Tilts from one step beyond the saddlepoint back to θ = 0, at most `MOST_TILTS` of them, and N(0, I) itself."""
+    step = TILT_STEP / max(surrogate.deviation, 1e-300)
+    sign = 1.0 if centre >= 0 else -1.0
+    count = min(MOST_TILTS, int(abs(centre) / step) + 3)
+    thetas = sign * (abs(centre) + step * (1 - torch.arange(count, dtype=torch.float64)))
+    allowed = ((1 + thetas.unsqueeze(1) * surrogate.curvature) > 0.02).all(1)
+    thetas = torch.cat([thetas[allowed], thetas.new_zeros(1)])
+    return Tilts.at(surrogate, thetas).to(surrogate.basis.device)
 
 
 def saddlepoint(surrogate: Quadratic) -> float:
-    """θ at which the tilted q has mean 0, or the nearest at which I + θH is positive definite and tilts not absurd."""
+    """The θ at which the tilted q has mean 0, or the nearest for which I + θH is positive definite and |θ| not absurd.
+
+    The limit of |θ| is `MOST_TILT` over the standard deviation of q.
+    """
     values = surrogate.curvature
-    most = MOST_TILT / max(surrogate.size, 1e-300)
+    most = MOST_TILT / max(surrogate.deviation, 1e-300)
     high = min(most, 0.98 / max(-float(values.min()), 1e-300))
     low = max(-most, -0.98 / max(float(values.max()), 1e-300))
     for _ in range(8):  # each narrows the interval 32 times
@@ -117,283 +407,8 @@ def saddlepoint(surrogate: Quadratic) -> float:
     return 0.5 * (low + high)
 
 
-def tilts_of(surrogate: Quadratic, centre: float) -> Tilts:
-    """From one step beyond the saddlepoint back to N(0, I), or as far as `MOST_TILTS` steps go."""
-    step = TILT_STEP / max(surrogate.size, 1e-300)
-    sign = 1.0 if centre >= 0 else -1.0
-    count = min(MOST_TILTS, int(abs(centre) / step) + 3)
-    thetas = sign * (abs(centre) + step * (1 - torch.arange(count, dtype=torch.float64)))
-    allowed = ((1 + thetas.unsqueeze(1) * surrogate.curvature) > 0.02).all(1)
-    thetas = torch.cat([thetas[allowed], thetas.new_zeros(1)])
-    return Tilts.at(surrogate, thetas).to(surrogate.basis.device)
-
-
-def uncertainty(failing: Tensor, common: bool) -> Tensor:
-    """g = √(h (1 − h) + κ h), where flips are common √(h (1 − h) + κ min(h, 1 − h))."""
-    doubted = torch.minimum(failing, 1 - failing) if common else failing
-    return (failing * (1 - failing) + DOUBT * doubted).sqrt()
-
-
-def spreads(surrogate: Quadratic, centre: float) -> tuple[float, float]:
-    """Of a surrogate, as the first parts of a guide take it: no more than 1/θ, at which its errors would hardly cost
-    anything; and as it was found, or what could be afforded: runs grow as exp((θs)²).
-    """
-    scale = 1 / max(abs(centre), 1e-300)
-    return min(surrogate.spread, scale), min(surrogate.spread, AFFORDABLE * scale)
-
-
-@dataclass(frozen=True, eq=False)
-class Guide:
-    """Surrogates of some rivals, with a pool of points in the directions that they depend on."""
-
-    surrogates: tuple[Quadratic, ...]
-    spreads: tuple[tuple[float, float], ...]
-    tilts: tuple[Tilts, ...]
-    defence: tuple[float, ...]
-    """Of the defensive part: what is for each surrogate."""
-    basis: Tensor
-    """Q (n, K), orthonormal: all directions of the surrogates."""
-    places: tuple[Tensor, ...]
-    """Qᵀ times the basis of each surrogate, (K, k)."""
-    pool: Tensor
-    """Points (M, K)."""
-    weight: Tensor
-    """Of each point in a mean over the noise, (M,)."""
-    chance: Tensor
-    """Of each point to be chosen, (M,): sums to 1."""
-    levels: tuple[float, ...]
-    """G of the parts of the guide."""
-    expected: float
-    """E h."""
-    expected_error: float
-    """Its standard error, from the size of the pool."""
-    predicted: float
-    """The variance of one run's estimate over the square of the probability, if the surrogates are right: of 1{flip}/ρ
-    where flips are rare, of (1{flip} − h)/ρ where they are common.
-    """
-    shares: tuple[float, ...]
-    """E h_j over their sum, of each surrogate."""
-    sizes: tuple[Tensor, ...] = ()
-    """Points of the pool from each Gaussian of each surrogate, (T,)."""
-    common: bool = False
-    """Whether flips are expected so often that surrogates are a control variate."""
-    seen: tuple[float, float] | None = None
-    """How far the smallest margins of plain samples were above the surrogates' smallest: mean and deviation."""
-    expected_seen: tuple[float, float] = (0.0, 0.0)
-    """E h as plain samples have seen surrogates to be, and its standard error."""
-
-    @property
-    def beyond(self) -> bool:
-        """Whether the surrogate that matters most leaves more unexplained than can be afforded, θs > `AFFORDABLE`."""
-        most = max(range(len(self.shares)), key=lambda j: self.shares[j])
-        return self.surrogates[most].spread > self.spreads[most][AS_THEY_SEEM]
-
-    def failing(self, white: Tensor) -> Tensor:
-        """h (N,) at ε (N, n)."""
-        return self._failing(self.margins(self.coordinates(white)), AS_THEY_SEEM)
-
-    def coordinates(self, white: Tensor) -> Tensor:
-        return (white @ self.basis).double()
-
-    def margins(self, z: Tensor) -> Tensor:
-        """The surrogates' margins (N, J)."""
-        pairs = zip(self.surrogates, self.places, strict=True)
-        return torch.stack([surrogate.at(z @ place) for surrogate, place in pairs], 1)
-
-    def ratio(self, white: Tensor) -> Tensor:
-        """ρ (N,): the density of samples over that of N(0, I)."""
-        margins = self.margins(self.coordinates(white))
-        return self._together([x / level for x, level in zip(self._parts(margins), self.levels, strict=True)])
-
-    def draw(self, normal: Tensor, generator: torch.Generator) -> Tensor:
-        """Samples ε (N, n) of the guide, from standard normal numbers of that shape."""
-        chosen = stratified_choice(self.chance, len(normal), generator)
-        z = self.pool[chosen].to(normal.dtype)
-        return normal + (z - normal @ self.basis) @ self.basis.mT
-
-    def refilled(self, generator: torch.Generator) -> Guide:
-        """With other points in its pool, and the density that it has: a pool of so many points is not quite of it."""
-        fresh = self._filled(list(self.sizes), generator)[0]
-        return replace(self, pool=fresh.pool, weight=fresh.weight, chance=fresh.chance)
-
-    def averaged(self, pools: int, generator: torch.Generator) -> Guide:
-        """With levels and E h that are means over so many pools, of which this one is the first."""
-        rows = [(self.expected, *self.levels)]
-        for _ in range(pools - 1):
-            other = self._filled(list(self.sizes), generator)[0]
-            rows.append((other.expected, *other.levels))
-        every = torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
-        error = self.expected_error / math.sqrt(pools)
-        return replace(self, expected=every[0], levels=tuple(every[1:]), expected_error=error)
-
-    def sharpened(self, generator: torch.Generator) -> Guide:
-        """With E h from nets of points that fill the space evenly (randomized quasi-Monte Carlo, Owen 1997), the
-        surrogates' slopes first; its error is that of the mean of independent nets. For flips that are common.
-        """
-        slopes = [place @ own.slope.to(place) for own, place in zip(self.surrogates, self.places, strict=True)]
-        size, device = self.basis.shape[1], self.basis.device
-        every = torch.cat([torch.stack(slopes, 1), torch.eye(size, dtype=torch.float64, device=device)], 1)
-        turn = torch.linalg.qr(every).Q
-        means = []  # of h as surrogates are seen to be, where they were, and as they seem
-        for _ in range(NETS):
-            seed = int(torch.randint(2**31, (1,), device=device, generator=generator))
-            net = torch.quasirandom.SobolEngine(size, scramble=True, seed=seed).draw(NET, dtype=torch.float64)
-            z = torch.special.ndtri(net.clamp(1e-12, 1 - 1e-12)).to(device) @ turn.mT
-            margins = self.margins(z)
-            means.append([float(self._failing(margins, part).mean()) for part in range(2)])
-        values = torch.tensor(means, dtype=torch.float64)
-        (first, known), errors = values.mean(0).tolist(), (values.std(0) / math.sqrt(NETS)).tolist()
-        return replace(self, expected=known, expected_error=errors[1], expected_seen=(first, errors[0]))
-
-    def as_seen(self, white: Tensor, smallest: Tensor) -> Guide:
-        """With h = Φ(−(q + m)/d) for the first part, q being the smallest surrogate margin, and m and d the mean and
-        the deviation of what the smallest margins (N,) at plain samples ε (N, n) are above it.
-
-        For flips that are common, beside plain samples. d is no more than margins vary, and no less than what the best
-        surrogate leaves unexplained.
-        """
-        above = smallest - self.margins(self.coordinates(white)).amin(1)
-        least = min(own[AS_THEY_SEEM] for own in self.spreads)
-        deviation = max(min(float(above.std()), float(smallest.std())), least)
-        return replace(self, seen=(float(above.mean()), deviation))._planned()
-
-    def failing_as_seen(self, white: Tensor) -> Tensor:
-        """h (N,) at ε (N, n), as plain samples have seen surrogates to be."""
-        return self._failing(self.margins(self.coordinates(white)), 0)
-
-    def _failing(self, margins: Tensor, part: int) -> Tensor:
-        if part == 0 and self.seen is not None:
-            above, deviation = self.seen
-            return distribution(-(margins.amin(1) + above) / deviation).clamp(1e-12, 1 - 1e-12)
-        return joint_failing(margins, margins.new_tensor([own[part] for own in self.spreads]))
-
-    def _parts(self, margins: Tensor) -> list[Tensor]:
-        guided = [uncertainty(self._failing(margins, part), self.common) for part in range(2)]
-        return guided if self.seen is not None else [*guided, self._defensive(margins)]
-
-    def _together(self, parts: list[Tensor]) -> Tensor:
-        """The parts, each of mean 1 under the noise, by their shares."""
-        shares = SHARES if self.seen is None else SHARES_BESIDE_PLAIN
-        return torch.stack([share * part for share, part in zip(shares, parts, strict=True)]).sum(0)
-
-    def _defensive(self, margins: Tensor) -> Tensor:
-        """The mean of the densities over N(0, I) of tilts that are far enough."""
-        chosen = []
-        for j, own in enumerate(self.tilts):
-            far = own.thetas.abs() >= DEFENSIVE * own.thetas.abs().max()
-            each = own.log_ratios(margins[:, j])[:, far].logsumexp(1) - math.log(int(far.sum()))
-            chosen.append(each + math.log(self.defence[j]))
-        return torch.stack(chosen, 1).logsumexp(1).clamp(max=MOST_LOGARITHM).exp()
-
-    def _filled(self, sizes: list[Tensor], generator: torch.Generator) -> tuple[Guide, Tensor]:
-        """With a pool of so many points of each Gaussian; and how much each Gaussian is needed."""
-        drawn, origin, tilts = [], [], self.tilts
-        for own, place, counts in zip(tilts, self.places, sizes, strict=True):
-            which = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-            shape = (len(which), place.shape[0])
-            normal = torch.randn(shape, dtype=place.dtype, device=place.device, generator=generator)
-            along = normal @ place
-            drawn.append(normal + (own.moved(which, along) - along) @ place.mT)
-            origin.append(which + sum(map(len, sizes[: len(drawn) - 1])))
-        pool, where = torch.cat(drawn), torch.cat(origin)
-        margins = self.margins(pool)
-        counts = torch.cat(sizes)
-        ratios = torch.cat([own.log_ratios(margins[:, j]) for j, own in enumerate(tilts)], 1)
-        weight = (-(ratios + counts.log()).logsumexp(1)).exp()
-        order = margins.amin(1).argsort()
-        filled = replace(self, pool=pool[order], weight=weight[order])._planned()
-        nothing = filled.chance.new_zeros(len(counts))
-        return filled, nothing.index_add(0, where[order], filled.chance)
-
-    def _planned(self) -> Guide:
-        """With the chances of the points of its pool, and what is expected of samples."""
-        margins, weight = self.margins(self.pool), self.weight
-        parts = [weight * part for part in self._parts(margins)]
-        levels = (*(float(part.sum()) for part in parts[:2]), 1.0)[: len(parts)]
-        total = self._together([part / max(level, 1e-300) for part, level in zip(parts, levels, strict=True)])
-        failing = self._failing(margins, AS_THEY_SEEM)
-        terms = weight * failing
-        expected = float(terms.sum())
-        rho = (total / weight.clamp(min=1e-300)).clamp(min=1e-300)
-        left = failing * (1 - failing) if self.common else failing
-        variance = float((weight * left / rho).sum()) - (0.0 if self.common else expected**2)
-        own_parts = [own[AS_THEY_SEEM] for own in self.spreads]
-        each = (weight.unsqueeze(1) * distribution(-margins / margins.new_tensor(own_parts))).sum(0)
-        return replace(
-            self,
-            chance=total / total.sum(),
-            levels=levels,
-            expected=expected,
-            predicted=max(variance, 0.0) / expected**2 if expected**2 > 0 else math.inf,
-            expected_error=float(terms.std()) * math.sqrt(len(terms)),
-            shares=tuple((each / each.sum().clamp(min=1e-300)).tolist()),
-        )
-
-
-@dataclass(frozen=True)
-class PlainNoise:
-    """No guide: samples of the noise itself."""
-
-    expected: float = 0.0
-    expected_error: float = 0.0
-    predicted: float = 0.0
-
-    def draw(self, normal: Tensor, generator: torch.Generator) -> Tensor:
-        return normal
-
-    def ratio(self, white: Tensor) -> Tensor:
-        return torch.ones(len(white), dtype=torch.float64, device=white.device)
-
-    def failing(self, white: Tensor) -> Tensor:
-        return torch.zeros(len(white), dtype=torch.float64, device=white.device)
-
-
-def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points: int = POOL) -> Guide:
-    """The guide of some surrogates: a first pool says what is needed of each for the second, of so many points."""
-    every = torch.cat([surrogate.basis.double() for surrogate in surrogates], 1)
-    left, singular, _ = torch.linalg.svd(every, full_matrices=False)
-    basis = left[:, singular > 1e-5 * singular[0]]
-    places = tuple(basis.mT @ surrogate.basis.double() for surrogate in surrogates)
-    nothing = basis.new_zeros(0)
-    centres = [saddlepoint(surrogate) for surrogate in surrogates]
-    tilts = tuple(tilts_of(*each) for each in zip(surrogates, centres, strict=True))
-    empty = Guide(
-        surrogates=surrogates,
-        tilts=tilts,
-        defence=(1 / len(surrogates),) * len(surrogates),
-        spreads=tuple(spreads(*each) for each in zip(surrogates, centres, strict=True)),
-        basis=basis.to(surrogates[0].basis.dtype),
-        places=places,
-        pool=nothing,
-        weight=nothing,
-        chance=nothing,
-        levels=(),
-        expected=0.0,
-        expected_error=0.0,
-        predicted=math.inf,
-        shares=(),
-    )
-    total = sum(len(own.thetas) for own in tilts)
-    equal = [torch.full_like(own.thetas, max(1, TRIAL // total), dtype=torch.long) for own in tilts]
-    trial, needed = empty._filled(equal, generator)
-    attention = [share + LEAST_DEFENCE for share in trial.shares]
-    defence = tuple(share / sum(attention) for share in attention)
-    empty = replace(empty, defence=defence, common=trial.expected >= COMMON)
-    shares = (1 - LEAST_SHARE) * needed + LEAST_SHARE / total
-    sizes = (shares * points).long().clamp(min=2).split([len(own.thetas) for own in tilts])
-    return replace(empty, sizes=tuple(sizes))._filled(list(sizes), generator)[0]
-
-
-def joint_failing(margins: Tensor, spread: Tensor) -> Tensor:
-    """h = 1 − Π (1 − Φ(−q_j/s_j)) over rivals, from q (N, J) and s (J,), accurate where it is small."""
-    each = distribution(-margins / spread).clamp(max=1 - 1e-12)
-    return -torch.expm1(torch.log1p(-each).sum(1))
-
-
-def stratified_choice(chance: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Places chosen with these chances, one from each of `count` equal parts of their sum, in random order."""
-    order = torch.rand(count, dtype=torch.float64, device=chance.device, generator=generator)
-    levels = (torch.arange(count, dtype=torch.float64, device=chance.device) + order) / count
-    places = torch.searchsorted(chance.cumsum(0), levels).clamp(max=len(chance) - 1)
-    shuffled = torch.rand(count, device=chance.device, generator=generator).argsort()
-    return places[shuffled]
+def tilted_means(surrogate: Quadratic, thetas: Tensor) -> Tensor:
+    """E q under N(0, I) tilted by exp(−θ q), (T,): it falls as θ grows."""
+    tilts = Tilts.at(surrogate, thetas)
+    square = surrogate.curvature * (tilts.means.square() + tilts.variances)
+    return surrogate.constant + tilts.means @ surrogate.slope + 0.5 * square.sum(1)

@@ -1,11 +1,13 @@
 """Rare flips by importance sampling: two searches that share only which rivals matter, then runs that only estimate.
 
-With guides A, B of the searches and C of all they found, samples of the mixture of all three give
+The searches have guides A and B, and all that they found together has a guide C. Samples of the mixture of all three
+give
 
     p = E h + E_ρ[(1{flip} − h)/ρ],   h = h_C,   ρ = 0.2 ρ_A + 0.2 ρ_B + 0.6 ρ_C,
 
-where no run of the estimate was used in a fit (stopping by its own error leaves a small bias); E h is known to the
-size of a pool, without runs. The samples of A alone and of B alone give two estimates, which must agree.
+where no run of the estimate was used in a fit (that sampling stops by its own error leaves a small bias). E h needs no
+runs and is known to the size of a pool. The samples of A alone and of B alone give two more estimates, and all three
+must agree.
 """
 
 from __future__ import annotations
@@ -18,278 +20,79 @@ from torch import Tensor
 
 from netmoments.flips.guide import COMMON, POOL, Guide, PlainNoise
 from netmoments.flips.margins import BACKWARD, NoisyMargins, OutOfTime
-from netmoments.flips.result import FlipEstimate, Found, Target, agree, half_width
+from netmoments.flips.result import EntryResult, FlipEstimate, Target, agree, half_width
 from netmoments.flips.search import Search
 
 MIXTURE = (0.2, 0.2, 0.6)
-"""Of the runs of an estimate: by the guide of each search, and by that of both together."""
-ROUNDS = 3
-"""Of each search, at least."""
+"""The shares of an estimate's runs: by the guide of each search, and by that of both together."""
+SEARCH_ROUNDS = 3
+"""Each search has at least so many rounds."""
 BELIEVED = 0.8
-"""Of the error that surrogates expect: what an estimate's own may not be below."""
+"""The error of an estimate is at least this share of the error that the surrogates expect."""
 MOST_PREDICTED = 1e4
-"""A variance that surrogates expect is believed up to this, over the square of the probability."""
-FIRST = 300
+"""The variance that surrogates expect is believed up to this, over the square of the probability."""
+FIRST_RUNS = 300
 """Runs of the first round of an estimate."""
-USED_UP = POOL // 4
-"""Samples of one pool, at most. Its points have their density only on average over pools: more samples of the same
-points would show an error that says nothing of that.
+POOL_SAMPLES = POOL // 4
+"""At most so many samples are drawn from one pool. Its points have their density only on average over pools: with more
+samples of the same points, the error of the samples would not show that of the points.
 """
 LARGEST_ROUND = 0.5
-"""Of the runs of an estimate so far: what a further round has, at most; errors of few runs ask for too many."""
+"""A further round has at most this share of the runs so far: errors from few runs ask for too many."""
 PATIENCE = 1.0
-"""Searches go on while the estimate would take more than so many times their runs."""
+"""The searches go on while the estimate would take more than so many times the runs so far."""
 ATTEMPTS = 3
-"""Estimates that are begun, at most."""
+"""An estimate is begun at most so many times."""
 SEARCH_GROWTH = 2.2
-"""Times all runs so far: what the next two rounds of both searches take, about."""
-LIKELY_GAIN = 0.5
-"""Of the variance: what they leave, before anything is known of that."""
-LEAST_GAIN = 0.3
-"""The same, at best."""
+"""Two more rounds of both searches take about so many times the runs so far."""
+LIKELY_LEFT = 0.5
+"""The share of the variance that further rounds are taken to leave, before anything is known of it."""
+LEAST_LEFT = 0.3
+"""The share that they are taken to leave at best."""
 SEARCH_SHARE = 0.4
-"""Of the runs that are allowed: what searches may take."""
+"""The searches take at most this share of the runs that are allowed."""
 LEAST_KNOWN = 0.3
-"""Relative error of what a pool says of its surrogates, beyond which its samples are not trusted."""
-POOLS_PART, MOST_POOLS = 3.0, 32
-"""So many times the error of the levels of guides is not to be more than what is wanted; and pools that they are from.
-"""
-NEGLIGIBLE, FOR_NEGLIGIBLE = 1e-20, 3000
-"""Flips that are rarer than the first get the second number of runs, and no more."""
+"""A guide whose E h has a larger relative error is not trusted."""
+LEVEL_PRECISION, MOST_POOLS = 3.0, 32
+"""Guides have levels with errors so many times smaller than the error that is wanted, from at most so many pools."""
+NEGLIGIBLE, NEGLIGIBLE_RUNS = 1e-20, 3000
+"""Flips that are expected to be rarer than the first get at most the second number of runs."""
 MARGIN = 1.1
-"""More runs than the error so far asks for."""
-
-
-@dataclass(frozen=True, eq=False)
-class Controls:
-    """Control variates: their values (N, c) at runs, their means under the noise, and standard errors of these."""
-
-    values: Tensor
-    known: tuple[float, ...]
-    errors: tuple[float, ...]
-
-    @classmethod
-    def of_guide(cls, failing: Tensor, guide: Guide | PlainNoise) -> Controls:
-        """h (N,) of a guide."""
-        return cls(failing.unsqueeze(1), (guide.expected,), (guide.expected_error,))
-
-
-class Estimating:
-    """Runs that only estimate: whether they flipped, who won, and what every guide says of them."""
-
-    def __init__(
-        self,
-        margins: NoisyMargins,
-        guides: tuple[Guide | PlainNoise, ...],
-        shares: tuple[float, ...],
-        generator: torch.Generator,
-    ) -> None:
-        self.margins, self.guides, self.shares, self.generator = margins, guides, shares, generator
-        self.sources, self.used = list(guides), [0] * len(guides)
-        self.flips: list[Tensor] = []
-        self.winners: list[Tensor] = []
-        self.failing: list[Tensor] = []
-        self.ratios: list[Tensor] = []
-        self.origin: list[Tensor] = []
-
-    async def run(self, count: int) -> None:
-        """So many runs more, of each guide by its share."""
-        for number, each in enumerate(self.divided(count)):
-            for start in range(0, each, USED_UP):
-                part = min(USED_UP, each - start)
-                white = self.source(number, part).draw(self.margins.normal(part), self.generator)
-                self.add(white, await self.margins.of(white), number)
-
-    def source(self, number: int, count: int) -> Guide | PlainNoise:
-        """The guide with that number, its pool filled anew where it would be used up by so many samples more."""
-        own = self.sources[number]
-        if isinstance(own, Guide) and self.used[number] + count > USED_UP:
-            own = self.sources[number] = own.refilled(self.generator)
-            self.used[number] = 0
-        self.used[number] += count
-        return own
-
-    def divided(self, count: int) -> list[int]:
-        """Of so many runs, those of each guide."""
-        return [max(2, round(share * count)) for share in self.shares]
-
-    def add(self, white: Tensor, found: Tensor, number: int) -> None:
-        """Runs at ε (N, n) that have margins (N, d), drawn from the guide with that number."""
-        self.flips.append((found.amin(1) < 0).double())
-        self.winners.append(found.argmin(1))
-        self.failing.append(torch.stack([each.failing(white) for each in self.guides], 1))
-        self.ratios.append(torch.stack([each.ratio(white) for each in self.guides], 1))
-        self.origin.append(torch.full((len(white),), number, device=white.device))
-
-    async def until(self, target: Target, most: float, limit: int, first: int = FIRST, margin: float = MARGIN) -> bool:
-        """Runs until the target is met (True), or more than `most` would be needed, or a limit is reached.
-
-        A round has `margin` times the runs that the error so far asks for.
-        """
-        try:
-            await self.run(first)
-            while True:
-                factor = self.more(target)
-                left = limit - self.margins.runs
-                if factor <= 1 or left < 2 or (self.samples > first and factor * self.samples > most):
-                    return factor <= 1
-                await self.run(max(2, int(min(self.samples * min(margin * factor - 1, LARGEST_ROUND), left))))
-        except OutOfTime:
-            if self.samples == 0:
-                raise
-            return False
-
-    @property
-    def samples(self) -> int:
-        return sum(map(len, self.flips))
-
-    def found(self, met: bool) -> Found:
-        """The estimate of all runs, and whether those of the two searches agree with it."""
-        if min(int((torch.cat(self.origin) == number).sum()) for number in (0, 1)) < 2:  # the time was over before
-            return Found(self.estimate(), None, False, "importance", self.wins(self.margins.rivals), False)
-        one, two, every = self.alone(0), self.alone(1), self.estimate()
-        agreed = agree(one, two) and agree(every, one) and agree(every, two) and self.pools_known()
-        second = farther(every, one, two)
-        return Found(every, second, agreed, "importance", self.wins(self.margins.rivals), met and agreed)
-
-    def pools_known(self) -> bool:
-        """Whether every pool knows what it is of: one of few points that matter has another density than it says."""
-        return all(each.expected_error <= LEAST_KNOWN * each.expected for each in self.guides)
-
-    def estimate(self) -> FlipEstimate:
-        """From all runs, whose density is that of the mixture of guides as they were drawn."""
-        found = controlled(torch.cat(self.flips), self.mixed(), self.controls())
-        return replace(_with_prediction(found, self.guides[-1]), unseen=self.unseen)
-
-    def controls(self) -> Controls:
-        """What is known of the last guide, at all runs."""
-        return Controls.of_guide(torch.cat(self.failing)[:, -1], self.guides[-1])
-
-    def more(self, target: Target) -> float:
-        """How many times the runs so far are needed for a target; at most 1 is met."""
-        now = self.estimate()
-        seen, unseen = replace(now, unseen=0.0), replace(now, error=0.0, predicted=0.0, largest=0.0)
-        times = [target.needed(one.probability, one.careful_error, half_width(one)) for one in (seen, unseen)]
-        return max(with_shrinking_share(times[0], seen), math.sqrt(times[1]))
-
-    @property
-    def unseen(self) -> float:
-        """The standard error of flips that no surrogate expects, where plain samples are to show them; else 0."""
-        return 0.0
-
-    def mixed(self) -> Tensor:
-        origin = torch.cat(self.origin)
-        shares = origin.bincount(minlength=len(self.guides)).double() / len(origin)
-        return torch.cat(self.ratios) @ shares
-
-    def alone(self, number: int) -> FlipEstimate:
-        """From the runs of one guide, as if there were no other."""
-        own = torch.cat(self.origin) == number
-        flips, failing, ratios = (torch.cat(x)[own] for x in (self.flips, self.failing, self.ratios))
-        each = self.guides[number]
-        found = controlled(flips, ratios[:, number], Controls.of_guide(failing[:, number], each))
-        return _with_prediction(found, each)
-
-    def wins(self, classes: int) -> Tensor:
-        """How much each class won, by weight, (d,)."""
-        weight = torch.cat(self.flips) / self.mixed()
-        total = torch.zeros(classes, dtype=torch.float64, device=weight.device)
-        return total.index_add(0, torch.cat(self.winners), weight) / self.samples
-
-
-def with_shrinking_share(times: float, estimate: FlipEstimate) -> float:
-    """How many times the runs are needed, where the careful error is `times` too large in its square.
-
-    s² falls with the runs as 1/n, the square of what the largest sample adds as 1/n²: x with (1 − a)/x + a/x² = 1/t,
-    a being the part of that in the whole. At most 1 where t is.
-    """
-    square = estimate.careful_error**2
-    part = min((estimate.largest * estimate.probability) ** 2 / square, 1.0) if square > 0 else 0.0
-    first = (1 - part) * times
-    return 0.5 * (first + math.sqrt(first**2 + 4 * part * times))
-
-
-def _with_prediction(found: FlipEstimate, guide: Guide | PlainNoise) -> FlipEstimate:
-    """With the error that the surrogates expect of so many samples, if they are right."""
-    relative = BELIEVED * math.sqrt(min(guide.predicted, MOST_PREDICTED) / max(found.samples, 1))
-    return replace(found, predicted=relative * max(found.probability, 0.0))
-
-
-def farther(from_: FlipEstimate, one: FlipEstimate, two: FlipEstimate) -> FlipEstimate:
-    """Of two estimates the one that is farther from a third."""
-    return max(one, two, key=lambda each: abs(math.log(max(each.probability, 1e-300) / max(from_.probability, 1e-300))))
-
-
-def controlled(flips: Tensor, ratios: Tensor, controls: Controls) -> FlipEstimate:
-    """The mean of 1{flip}/ρ; where flips are common by the first control h, regressed on controls/ρ and 1/ρ.
-
-    Where they are rare a control hardly helps, and a variance that is too small because no sample was wrong must not be
-    believed; ρ is known to the size of the pool that its level is from, as E h is, whose relative error is added.
-    """
-    count = len(flips)
-    plain = flips / ratios
-    share = float(plain.max() / plain.sum().clamp(min=1e-300))
-    if controls.known[0] < COMMON:
-        mean, error = float(plain.mean()), float(plain.std()) / math.sqrt(count)
-        freedom = (mean / error) ** 2 if error > 0 else 1.0
-        level = mean * controls.errors[0] / max(controls.known[0], 1e-300)
-        return FlipEstimate(mean, math.hypot(error, level), count, share, freedom=freedom)
-    value, spread, left = regressed(plain.unsqueeze(1), 1 / ratios, controls)
-    share = float(left.abs().max()) / count / max(abs(float(value)), 1e-300)
-    return FlipEstimate(float(value), float(spread), count, share, freedom=count - 2 - len(controls.known))
-
-
-def regressed(terms: Tensor, weight: Tensor, controls: Controls) -> tuple[Tensor, Tensor, Tensor]:
-    """Means (d,) of terms (N, d), regressed on what has a known mean; their standard errors (d,); what is left (N, d).
-
-    That are the weights 1/ρ (N,) with mean 1, and controls/ρ with theirs (generalized regression estimator, Cassel,
-    Särndal & Wretman 1976; its bias is of the order 1/N).
-    """
-    known, errors = weight.new_tensor(controls.known), weight.new_tensor(controls.errors)
-    every = torch.cat([weight.unsqueeze(1) - 1, controls.values * weight.unsqueeze(1) - known], 1)
-    centred, middle = every - every.mean(0), terms.mean(0)
-    gram, count = centred.mT @ centred, every.shape[1]
-    ridge = (1e-12 * gram.diagonal().sum()).clamp(min=1e-200)
-    gram = gram + ridge * torch.eye(count, dtype=gram.dtype, device=gram.device)
-    slopes = torch.linalg.solve(gram, centred.mT @ (terms - middle))
-    left = terms - middle - centred @ slopes
-    square = left.square().sum(0) / max(len(terms) - 1 - count, 1) / len(terms)
-    square = square + (slopes[1:] * errors.unsqueeze(1)).square().sum(0)
-    return middle - every.mean(0) @ slopes, square.sqrt(), left
+"""A round has so many times the runs that the error so far asks for."""
 
 
 async def by_importance(
     margins: NoisyMargins, search: Search, target: Target, limit: int, generator: torch.Generator
-) -> Found | None:
-    """An estimate by this search and another, and the runs that their guides ask for; None where there is nothing to
-    follow.
+) -> EntryResult | None:
+    """Estimate with the guides of this search and of another, which starts from pulled samples.
 
-    Where the runs show that many more would be needed, the searches go on, and the estimate begins anew.
+    Where an estimate turns out to need many more runs, the searches go on and it begins anew. None where there is
+    nothing to follow.
     """
     before = margins.runs - 3 * search.gradients
     searches = (search, await Search.from_pulled(margins, generator))
-    for _ in range(ROUNDS):
+    for _ in range(SEARCH_ROUNDS):
         for search in searches:
             await search.advance()
     await _share_rivals(searches)
-    last = math.nan
+    last_variance = math.nan
     for attempt in range(ATTEMPTS):
-        both = await _improved(searches, target, margins.runs - before, SEARCH_SHARE * limit)
+        both = await _searched_while_it_pays(searches, target, margins.runs - before, SEARCH_SHARE * limit)
         if both.guide is not None and both.guide.expected < NEGLIGIBLE:
-            limit = min(limit, margins.runs + FOR_NEGLIGIBLE)
+            limit = min(limit, margins.runs + NEGLIGIBLE_RUNS)
         guides = []
         for search in (*searches, both):
             search.refit(POOL)
             if search.guide is None:
                 return None
-            guides.append(known_well(search.guide, target, generator))
-        taken, gain = margins.runs - before, guides[-1].predicted / last
-        last = guides[-1].predicted
-        most = limit - margins.runs if attempt + 1 == ATTEMPTS else worth_estimating(taken, gain)
-        work = Estimating(margins, tuple(guides), MIXTURE, generator)
-        met = await work.until(target, most, limit)
+            guides.append(with_exact_levels(search.guide, target, generator))
+        taken, left = margins.runs - before, guides[-1].predicted_variance / last_variance
+        last_variance = guides[-1].predicted_variance
+        most = limit - margins.runs if attempt + 1 == ATTEMPTS else worth_estimating(taken, left)
+        estimation = Estimation(margins, tuple(guides), MIXTURE, generator)
+        met = await estimation.run_until(target, most, limit)
         if (
-            (met and work.found(met).agreed)
+            (met and estimation.result(met).agreed)
             or margins.runs >= limit
             or margins.clock.over
             or margins.runs - before > SEARCH_SHARE * limit
@@ -298,61 +101,265 @@ async def by_importance(
         for search in searches:
             await search.advance()
             await search.advance()
-    return work.found(met)
+    return estimation.result(met)
 
 
-def known_well(own: Guide, target: Target, generator: torch.Generator) -> Guide:
-    """A guide whose level is known better than the estimate is to be, by as many pools as that takes."""
-    pools = target.needed(own.expected, POOLS_PART * own.expected_error)
-    return own.averaged(min(MOST_POOLS, math.ceil(pools)), generator) if pools > 1 else own
+async def _share_rivals(searches: tuple[Search, Search]) -> None:
+    """Have each search look at the rivals that matter to the other and are unknown to it."""
+    for informed, uninformed in (searches, searches[::-1]):
+        if informed.guide is None or uninformed.guide is None:
+            continue
+        known = {surrogate.rival for surrogate in uninformed.guide.surrogates}
+        pairs = zip(informed.guide.surrogates, informed.guide.shares, strict=True)
+        missing = [surrogate.rival for surrogate, share in pairs if share > 0.01 and surrogate.rival not in known]
+        for rival in missing:
+            await uninformed.look_at_rival(rival)
+        if missing:
+            uninformed.refit()
+            for _ in range(2):
+                await uninformed.advance()
 
 
-def worth_estimating(taken: int, gain: float) -> float:
-    """Runs of an estimate up to which it is cheaper to go on with it than to search on, after so many runs.
+async def _searched_while_it_pays(searches: tuple[Search, Search], target: Target, taken: int, limit: float) -> Search:
+    """What both searches know after further rounds, each of which makes the estimate cheaper by more than it costs.
 
-    The next rounds would take `SEARCH_GROWTH` times as many and leave the share `gain` of the variance, if it is what
-    the last ones left (NaN where there were none).
-    """
-    left = LIKELY_GAIN if math.isnan(gain) else max(LEAST_GAIN, gain)
-    return math.inf if left >= 1 else SEARCH_GROWTH * taken / (1 - left)
-
-
-async def _improved(searches: tuple[Search, Search], target: Target, taken: int, limit: float) -> Search:
-    """What both searches know, after rounds that each make the estimate cheaper by more than they cost.
-
-    A round is expected to leave as much of the variance as the one before did; where surrogates leave more unexplained
-    than can be afforded, what they say of the variance is no guide, and it is gone on. What is negligible is left so.
+    A round is expected to leave as much of the variance as the one before did. Where surrogates leave more unexplained
+    than can be afforded, their variance says nothing, and the searches go on. Negligible flips are left alone.
     """
     both = Search.joined(*searches)
     both.refit()
-    margins, start, left = both.margins, both.margins.runs - taken, LIKELY_GAIN
+    margins, start, left = both.margins, both.margins.runs - taken, LIKELY_LEFT
     while both.guide is not None and both.guide.expected >= NEGLIGIBLE:
-        wanted = both.guide.predicted * target.needed(both.guide.expected, both.guide.expected)
+        needed = both.guide.predicted_variance * target.times_needed(both.guide.expected, both.guide.expected)
         taken = margins.runs - start
-        saved = wanted if both.guide.beyond else (1 - left) * wanted
+        saved = needed if both.guide.unaffordable else (1 - left) * needed
         round_runs = (1 + BACKWARD) * sum(search.next_round for search in searches)
-        if wanted <= PATIENCE * taken or saved < round_runs or taken > limit or margins.clock.over:
+        if needed <= PATIENCE * taken or saved < round_runs or taken > limit or margins.clock.over:
             break
         for search in searches:
             await search.advance()
         better = Search.joined(*searches)
         better.refit()
-        left = 1.0 if better.guide is None else better.guide.predicted / both.guide.predicted
+        left = 1.0 if better.guide is None else better.guide.predicted_variance / both.guide.predicted_variance
         both = better
     return both
 
 
-async def _share_rivals(searches: tuple[Search, Search]) -> None:
-    """A rival that matters to one search and is unknown to the other is looked at by the other too."""
-    for mine, other in (searches, searches[::-1]):
-        if mine.guide is None or other.guide is None:
-            continue
-        known = {surrogate.rival for surrogate in other.guide.surrogates}
-        pairs = zip(mine.guide.surrogates, mine.guide.shares, strict=True)
-        missing = [surrogate.rival for surrogate, share in pairs if share > 0.01 and surrogate.rival not in known]
-        for rival in missing:
-            await other.seed(rival)
-        if missing:
-            other.refit()
-            for _ in range(2):
-                await other.advance()
+def with_exact_levels(guide: Guide, target: Target, generator: torch.Generator) -> Guide:
+    """The guide with levels that are known better than the estimate is to be, from as many pools as that takes."""
+    pools = target.times_needed(guide.expected, LEVEL_PRECISION * guide.expected_error)
+    return guide.averaged_over_pools(min(MOST_POOLS, math.ceil(pools)), generator) if pools > 1 else guide
+
+
+def worth_estimating(taken: int, left: float) -> float:
+    """The runs up to which it is cheaper to go on with an estimate than to search on, after so many runs in all.
+
+    Two more rounds would take `SEARCH_GROWTH` times as many, and leave the share `left` of the variance if they are
+    like the last ones (NaN where there were none).
+    """
+    left = LIKELY_LEFT if math.isnan(left) else max(LEAST_LEFT, left)
+    return math.inf if left >= 1 else SEARCH_GROWTH * taken / (1 - left)
+
+
+class Estimation:
+    """Runs that only estimate: whether they flipped, which class won, and h and ρ of every guide at them."""
+
+    def __init__(
+        self,
+        margins: NoisyMargins,
+        guides: tuple[Guide | PlainNoise, ...],
+        shares: tuple[float, ...],
+        generator: torch.Generator,
+    ) -> None:
+        """`shares` are the shares of the runs that samples of each guide get."""
+        self.margins, self.guides, self.shares, self.generator = margins, guides, shares, generator
+        self.sources, self.drawn = list(guides), [0] * len(guides)
+        """The guides with the pools that samples come from, and how many were drawn from each pool."""
+        self.flips: list[Tensor] = []
+        self.winners: list[Tensor] = []
+        self.flip_chances: list[Tensor] = []
+        self.ratios: list[Tensor] = []
+        self.origins: list[Tensor] = []
+        """Which guide each run was drawn from."""
+
+    async def run_until(
+        self, target: Target, most: float, limit: int, first: int = FIRST_RUNS, margin: float = MARGIN
+    ) -> bool:
+        """Run until the target is met (True), or more than `most` would be needed or the limit is reached (False)."""
+        try:
+            await self.run(first)
+            while True:
+                times = self.times_needed(target)
+                left = limit - self.margins.runs
+                if times <= 1 or left < 2 or (self.samples > first and times * self.samples > most):
+                    return times <= 1
+                await self.run(max(2, int(min(self.samples * min(margin * times - 1, LARGEST_ROUND), left))))
+        except OutOfTime:
+            if self.samples == 0:
+                raise
+            return False
+
+    async def run(self, count: int) -> None:
+        """Make so many runs more, divided among the guides."""
+        for number, runs in enumerate(self.divided(count)):
+            for start in range(0, runs, POOL_SAMPLES):
+                part = min(POOL_SAMPLES, runs - start)
+                white = self.source(number, part).draw(self.margins.normal(part), self.generator)
+                self.add(white, await self.margins.at(white), number)
+
+    def divided(self, count: int) -> list[int]:
+        """How many of so many runs each guide gets."""
+        return [max(2, round(share * count)) for share in self.shares]
+
+    def source(self, number: int, count: int) -> Guide | PlainNoise:
+        """The guide with that number, its pool filled anew if so many samples would be too many for the old one."""
+        source = self.sources[number]
+        if isinstance(source, Guide) and self.drawn[number] + count > POOL_SAMPLES:
+            source = self.sources[number] = source.refilled(self.generator)
+            self.drawn[number] = 0
+        self.drawn[number] += count
+        return source
+
+    def add(self, white: Tensor, margins: Tensor, number: int) -> None:
+        """Add runs at ε (N, n), with margins (N, d), drawn from the guide with that number."""
+        self.flips.append((margins.amin(1) < 0).double())
+        self.winners.append(margins.argmin(1))
+        self.flip_chances.append(torch.stack([guide.flip_chance(white) for guide in self.guides], 1))
+        self.ratios.append(torch.stack([guide.ratio(white) for guide in self.guides], 1))
+        self.origins.append(torch.full((len(white),), number, device=white.device))
+
+    @property
+    def samples(self) -> int:
+        return sum(map(len, self.flips))
+
+    def result(self, met: bool) -> EntryResult:
+        """The estimate of all runs, and whether those of the two searches agree with it."""
+        every, wins = self.estimate(), self.wins(self.margins.classes)
+        if min(int((torch.cat(self.origins) == number).sum()) for number in (0, 1)) < 2:  # the time was over before
+            return EntryResult(every, None, False, "importance", wins, False)
+        one, two = self.estimate_of_guide(0), self.estimate_of_guide(1)
+        agreed = agree(one, two) and agree(every, one) and agree(every, two) and self.guides_known()
+        return EntryResult(every, farther(every, one, two), agreed, "importance", wins, met and agreed)
+
+    def guides_known(self) -> bool:
+        """Whether E h of every guide is known: a pool of which few points matter does not have the density it says."""
+        return all(guide.expected_error <= LEAST_KNOWN * guide.expected for guide in self.guides)
+
+    def estimate(self) -> FlipEstimate:
+        """The estimate from all runs, which have the density of the mixture in the shares that were drawn."""
+        estimate = controlled(torch.cat(self.flips), self.mixture_ratios(), self.controls())
+        return replace(_with_prediction(estimate, self.guides[-1]), unseen_error=self.unseen_error)
+
+    def estimate_of_guide(self, number: int) -> FlipEstimate:
+        """The estimate from the runs of one guide, as if there were no other."""
+        of_guide = torch.cat(self.origins) == number
+        flips, chances, ratios = (torch.cat(x)[of_guide] for x in (self.flips, self.flip_chances, self.ratios))
+        guide = self.guides[number]
+        estimate = controlled(flips, ratios[:, number], Controls.of_guide(chances[:, number], guide))
+        return _with_prediction(estimate, guide)
+
+    def controls(self) -> Controls:
+        """The control variates of all runs: h of the last guide."""
+        return Controls.of_guide(torch.cat(self.flip_chances)[:, -1], self.guides[-1])
+
+    def mixture_ratios(self) -> Tensor:
+        """ρ (N,) of the mixture of guides, in the shares that were drawn."""
+        origins = torch.cat(self.origins)
+        shares = origins.bincount(minlength=len(self.guides)).double() / len(origins)
+        return torch.cat(self.ratios) @ shares
+
+    def times_needed(self, target: Target) -> float:
+        """How many times the runs so far are needed for a target; it is met if that is at most 1."""
+        now = self.estimate()
+        seen = replace(now, unseen_error=0.0)
+        unseen = replace(now, error=0.0, predicted_error=0.0, largest_share=0.0)
+        times = [target.times_needed(x.probability, x.careful_error, half_width(x)) for x in (seen, unseen)]
+        return max(with_shrinking_share(times[0], seen), math.sqrt(times[1]))
+
+    @property
+    def unseen_error(self) -> float:
+        """The standard error due to flips that no surrogate expects, where plain samples are to show them; else 0."""
+        return 0.0
+
+    def wins(self, classes: int) -> Tensor:
+        """By how much weight each class won, (d,)."""
+        weight = torch.cat(self.flips) / self.mixture_ratios()
+        total = torch.zeros(classes, dtype=torch.float64, device=weight.device)
+        return total.index_add(0, torch.cat(self.winners), weight) / self.samples
+
+
+def with_shrinking_share(times: float, estimate: FlipEstimate) -> float:
+    """How many times the runs are needed, where the square of the careful error is `times` what is wanted.
+
+    s² falls with the runs as 1/n, the square of what the largest sample adds as 1/n². So it is the x with
+    (1 − a)/x + a/x² = 1/t, a being the share of the latter in the whole. It is at most 1 where t is.
+    """
+    square = estimate.careful_error**2
+    part = min((estimate.largest_share * estimate.probability) ** 2 / square, 1.0) if square > 0 else 0.0
+    first = (1 - part) * times
+    return 0.5 * (first + math.sqrt(first**2 + 4 * part * times))
+
+
+def _with_prediction(estimate: FlipEstimate, guide: Guide | PlainNoise) -> FlipEstimate:
+    """The estimate with the error that the surrogates expect of so many samples, if they are right."""
+    relative = BELIEVED * math.sqrt(min(guide.predicted_variance, MOST_PREDICTED) / max(estimate.samples, 1))
+    return replace(estimate, predicted_error=relative * max(estimate.probability, 0.0))
+
+
+def farther(origin: FlipEstimate, one: FlipEstimate, two: FlipEstimate) -> FlipEstimate:
+    """Of two estimates, the one that is farther from a third, by the logarithm of the probability."""
+    base = max(origin.probability, 1e-300)
+    return max(one, two, key=lambda each: abs(math.log(max(each.probability, 1e-300) / base)))
+
+
+@dataclass(frozen=True, eq=False)
+class Controls:
+    """Control variates: values (N, c) at runs, means under the noise, and the standard errors of these means."""
+
+    values: Tensor
+    means: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    @classmethod
+    def of_guide(cls, flip_chances: Tensor, guide: Guide | PlainNoise) -> Controls:
+        """h (N,) of a guide as the only control."""
+        return cls(flip_chances.unsqueeze(1), (guide.expected,), (guide.expected_error,))
+
+
+def controlled(flips: Tensor, ratios: Tensor, controls: Controls) -> FlipEstimate:
+    """The mean of 1{flip}/ρ; where flips are common by the first control h, regressed on controls/ρ and 1/ρ.
+
+    Where flips are rare a control hardly helps, and a variance that is too small because no sample was wrong must not
+    be believed. ρ is known to the size of the pool that its level is from, as E h is; its relative error is added.
+    """
+    count = len(flips)
+    terms = flips / ratios
+    largest = float(terms.max() / terms.sum().clamp(min=1e-300))
+    if controls.means[0] < COMMON:
+        mean, error = float(terms.mean()), float(terms.std()) / math.sqrt(count)
+        freedom = (mean / error) ** 2 if error > 0 else 1.0
+        level_error = mean * controls.errors[0] / max(controls.means[0], 1e-300)
+        return FlipEstimate(mean, math.hypot(error, level_error), count, largest, freedom=freedom)
+    value, error_of_value, left = regressed(terms.unsqueeze(1), 1 / ratios, controls)
+    largest = float(left.abs().max()) / count / max(abs(float(value)), 1e-300)
+    freedom = count - 2 - len(controls.means)
+    return FlipEstimate(float(value), float(error_of_value), count, largest, freedom=freedom)
+
+
+def regressed(terms: Tensor, weight: Tensor, controls: Controls) -> tuple[Tensor, Tensor, Tensor]:
+    """Means (d,) of terms (N, d) regressed on what has a known mean; their standard errors (d,); residuals (N, d).
+
+    What has a known mean are the weights 1/ρ (N,), with mean 1, and controls/ρ (generalized regression estimator,
+    Cassel, Särndal & Wretman 1976; its bias is of the order 1/N).
+    """
+    means, errors = weight.new_tensor(controls.means), weight.new_tensor(controls.errors)
+    known = torch.cat([weight.unsqueeze(1) - 1, controls.values * weight.unsqueeze(1) - means], 1)
+    centred, middle = known - known.mean(0), terms.mean(0)
+    gram, count = centred.mT @ centred, known.shape[1]
+    ridge = (1e-12 * gram.diagonal().sum()).clamp(min=1e-200)
+    gram = gram + ridge * torch.eye(count, dtype=gram.dtype, device=gram.device)
+    slopes = torch.linalg.solve(gram, centred.mT @ (terms - middle))
+    left = terms - middle - centred @ slopes
+    square = left.square().sum(0) / max(len(terms) - 1 - count, 1) / len(terms)
+    square = square + (slopes[1:] * errors.unsqueeze(1)).square().sum(0)
+    return middle - known.mean(0) @ slopes, square.sqrt(), left

@@ -1,17 +1,18 @@
-"""What a network says about noisy inputs, in whitened noise: its scores, its margins, their gradients, and the count of
-runs; of one input as if it were alone, of many together.
+"""The margins of a network under noise, with gradients and a count of runs; many inputs share batches of the network.
 
-An input is x = mean + L ε with ε ~ N(0, I), whatever the covariance L Lᵀ is: isotropic, diagonal, dense or of low rank.
-The margin of a rival is f_j(ε) = score_label − score_j; noise flips the answer where some margin is negative.
+Noise is whitened: an input is x = mean + L ε with ε ~ N(0, I), whatever the covariance L Lᵀ is (isotropic, diagonal,
+dense or of low rank). The margin of a rival is f_j(ε) = score_label − score_j. Noise flips the answer where some margin
+is negative.
 
-Whoever asks for margins waits for them (`await`): `together` runs the network for many inputs that wait, in one batch.
+The work on each input is a coroutine, written as if that input were alone. It awaits runs of the network, and
+`run_together` collects what many inputs are waiting for and runs the network on it in one batch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Coroutine, Generator, Iterable, Iterator
+from collections.abc import Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from typing import Any, TypeVar, cast
@@ -27,16 +28,16 @@ from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision, without_cudnn
 from netmoments.sampling.fast_network import FastNetwork, fast_network
 
-LOOKED_AT = 7
-"""Samples, beside the mean, at which outputs must be probabilities to be taken for such."""
+CHECKED_SAMPLES = 7
+"""The outputs at so many samples, and at the mean, decide whether a network returns probabilities."""
 BACKWARD = 2
-"""What a gradient costs beside the run it belongs to, in runs of the network."""
-LEAST_ASKED = 32
-"""Runs that an input waits for at a time, or more."""
-HELD = 3000
-"""Whitened inputs that one holds on the way: samples, and gradients at them."""
-POOLED = 40_000 * 600
-"""Other numbers that it holds: those of the points that surrogates are looked at."""
+"""The cost of a gradient, in runs of the network, beside the run it belongs to."""
+RUNS_AT_A_TIME = 32
+"""An input is taken to await at least so many runs at a time; that says how many inputs fill a batch of the network."""
+HELD_POINTS = 3000
+"""An input is taken to hold so many points ε in memory: samples, and gradients at them."""
+HELD_NUMBERS = 40_000 * 600
+"""An input is taken to hold so many other numbers: those of the points at which surrogates are evaluated."""
 
 Result = TypeVar("Result")
 
@@ -47,7 +48,7 @@ class OutOfTime(Exception):
 
 @dataclass(eq=False)
 class Clock:
-    """When work must end; asked before every piece of it."""
+    """The time at which work must end. It is asked before every piece of work."""
 
     seconds: float | None = None
     start: float = field(default_factory=time.perf_counter)
@@ -73,8 +74,8 @@ class NoisyMargins:
     clock: Clock = field(default_factory=Clock)
     caller: str = "flip_probability"
     runs: int = field(default=0, init=False)
-    """Of the network, but for the eight that tell what its outputs are; a backward pass counts two."""
-    _probabilities: bool | None = field(default=None, init=False)
+    """Runs of the network so far; a backward pass counts two. The few that check its outputs are not counted."""
+    _returns_probabilities: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.fast: FastNetwork = fast_network(self.model)
@@ -90,7 +91,7 @@ class NoisyMargins:
         return self.covariance.normals
 
     @property
-    def rivals(self) -> int:
+    def classes(self) -> int:
         return self.model.outputs
 
     def normal(self, count: int) -> Tensor:
@@ -104,28 +105,29 @@ class NoisyMargins:
         coloured = self.covariance.coloured(white)
         return (self.mean + coloured).reshape(len(white), *self.noise.event_shape)
 
-    async def probabilities(self) -> bool:
-        """Whether the outputs are probabilities, at the mean and some samples; looked at once."""
-        if self._probabilities is None:
-            own = torch.Generator(self.mean.device).manual_seed(random_seed(0, "looked at", 0))
-            white = torch.zeros(1 + LOOKED_AT, self.dimension, dtype=self.mean.dtype, device=self.mean.device)
-            white[1:].normal_(generator=own)
-            self._probabilities = are_probabilities((await Asked(self, white, runs_each=0)).scores)
-        return self._probabilities
+    async def returns_probabilities(self) -> bool:
+        """Whether the outputs at the mean and at some samples are probabilities; found out once."""
+        if self._returns_probabilities is None:
+            generator = torch.Generator(self.mean.device).manual_seed(random_seed(0, "looked at", 0))
+            white = torch.zeros(1 + CHECKED_SAMPLES, self.dimension, dtype=self.mean.dtype, device=self.mean.device)
+            white[1:].normal_(generator=generator)
+            answer = await RunRequest(self, white, runs_each=0)
+            self._returns_probabilities = are_probabilities(answer.scores)
+        return self._returns_probabilities
 
-    async def of(self, white: Tensor) -> Tensor:
+    async def at(self, white: Tensor) -> Tensor:
         """The margins (N, d) at ε (N, n), in float64; the label's own is +∞."""
-        probabilities = await self.probabilities()
-        answer = await Asked(self, white)
+        probabilities = await self.returns_probabilities()
+        answer = await RunRequest(self, white)
         return self._margins(comparable(answer.scores, probabilities))
 
     async def with_gradients(self, white: Tensor, rivals: Tensor) -> tuple[Tensor, Tensor]:
-        """The margins (N, d), and the gradient (N, n) in ε of the margin of one rival (N,) of each sample: Lᵀ∇f.
+        """The margins (N, d) at ε (N, n), and the gradients (N, n) in ε, Lᵀ∇f, of the margins of the rivals (N,).
 
-        A rival of −1 is the strongest one at that sample.
+        A rival of −1 stands for the strongest one at that ε.
         """
-        probabilities = await self.probabilities()
-        answer = await Asked(self, white, Slopes(rivals, probabilities), 1 + BACKWARD)
+        probabilities = await self.returns_probabilities()
+        answer = await RunRequest(self, white, GradientRequest(rivals, probabilities), 1 + BACKWARD)
         assert answer.gradients is not None
         return self._margins(answer.scores), answer.gradients
 
@@ -142,52 +144,70 @@ class NoisyMargins:
         return margins
 
 
+def margins_of_entries(
+    caller: str, model: NetworkModel, noise: Gaussian, labels: Sequence[int], seed: int, purpose: str, clock: Clock
+) -> Iterator[NoisyMargins]:
+    """The margins of every entry of noise with one batch dimension, each with random numbers of its own."""
+    for place, label in enumerate(labels):
+        entry = noise.entries(torch.tensor([place], device=noise.device))
+        generator = torch.Generator(noise.device).manual_seed(seed_of_input(seed, purpose, entry.flat_mean[0]))
+        yield NoisyMargins(model, entry, label, generator, clock, caller)
+
+
+def seed_of_input(seed: int, purpose: str, mean: Tensor) -> int:
+    """A seed that depends on the input's mean (n,): the same alone and in any batch, another for another input."""
+    digest = hashlib.sha256(mean.detach().cpu().contiguous().numpy().tobytes()).digest()
+    return random_seed(seed, purpose, int.from_bytes(digest[:6], "big"))
+
+
 @dataclass(frozen=True, eq=False)
-class Slopes:
-    """Whose margins are differentiated, (N,), −1 for the strongest; and whether outputs are probabilities."""
+class GradientRequest:
+    """The rivals (N,) of whose margins gradients are wanted, −1 for the strongest."""
 
     rivals: Tensor
     probabilities: bool
+    """Whether the network returns probabilities."""
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Scores (N, d), and gradients (N, n) where they were asked for."""
+    """Scores (N, d), and gradients (N, n) where they were asked for: then scores are `comparable` already."""
 
     scores: Tensor
     gradients: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """Runs of the network at ε (N, n) that an input waits for; with `slopes`, gradients of margins, too."""
+class RunRequest:
+    """Runs of the network at ε (N, n) that the work on one input awaits, with gradients of margins if wanted."""
 
     margins: NoisyMargins
     white: Tensor
-    slopes: Slopes | None = None
+    gradients: GradientRequest | None = None
     runs_each: int = 1
+    """What each ε adds to the count of runs."""
 
-    def __await__(self) -> Generator[Asked, Answer, Answer]:
+    def __await__(self) -> Generator[RunRequest, Answer, Answer]:
         answer: Answer = yield self
         return answer
 
 
-Work = Coroutine[Asked, Answer, Result]
-"""What is done for one input: it waits for runs of the network, and ends with a result."""
+Work = Coroutine[RunRequest, Answer, Result]
+"""The work on one input: it awaits runs of the network, and ends with a result."""
 
 
-def together(works: Iterable[Work[Result]], most: int) -> Iterator[tuple[int, Result]]:
-    """Results with the places of their works, as they come; at most so many works go on at a time.
+def run_together(works: Iterable[Work[Result]], most: int) -> Iterator[tuple[int, Result]]:
+    """Run works, at most so many at a time, and yield the place and the result of each as it ends.
 
-    Every work that goes on waits for some runs; the network is run for all of them, and each goes on with its own. It
-    is told where the time was over before its runs were made (`OutOfTime`).
+    All that go on wait for runs. The network is run for all of them together, and each is resumed with its own answer,
+    or with `OutOfTime` where the time was over before all of its runs were made.
     """
-    coming, waiting = enumerate(works), dict[int, tuple[Work[Result], Asked]]()
+    coming, waiting = enumerate(works), dict[int, tuple[Work[Result], RunRequest]]()
     try:
         while True:
-            answers = answered([asked for _, asked in waiting.values()])
-            before = [(place, work) for place, (work, _) in waiting.items()]
-            ready = [*before, *islice(coming, most - len(waiting))]
+            answers = answers_to([request for _, request in waiting.values()])
+            begun = [(place, work) for place, (work, _) in waiting.items()]
+            ready = [*begun, *islice(coming, most - len(waiting))]
             if not ready:
                 return
             for (place, work), answer in zip_longest(ready, answers):
@@ -201,71 +221,66 @@ def together(works: Iterable[Work[Result]], most: int) -> Iterator[tuple[int, Re
             work.close()
 
 
-def _resumed(work: Work[Result], answer: Answer | OutOfTime | None) -> Asked:
-    """What a work asks for next, after this answer; None where it has not begun."""
+def inputs_together(model: NetworkModel, noise: Gaussian) -> int:
+    """How many inputs to work on at a time: as many as fill a batch of the network, if they fit into memory."""
+    filling = -(-fast_network(model).batch // RUNS_AT_A_TIME)
+    held = HELD_POINTS * noise.covariance.normals + HELD_NUMBERS
+    return min(filling, elements_together("matrices", noise.mean, held))
+
+
+def _resumed(work: Work[Result], answer: Answer | OutOfTime | None) -> RunRequest:
+    """The next request of a work that is resumed with this answer, or begun with None."""
     if isinstance(answer, OutOfTime):
         return work.throw(answer)
     return work.send(cast(Answer, answer))
 
 
-def alone(work: Work[Result]) -> Result:
-    """The result of one work."""
-    ((_, result),) = together([work], 1)
-    return result
-
-
-def inputs_together(model: NetworkModel, noise: Gaussian) -> int:
-    """How many inputs go on at a time: as many as fill a batch of the network, if their numbers fit into memory."""
-    filling = -(-fast_network(model).batch // LEAST_ASKED)
-    held = HELD * noise.covariance.normals + POOLED
-    return min(filling, elements_together("matrices", noise.mean, held))
-
-
-def answered(asked: list[Asked]) -> list[Answer | OutOfTime]:
-    """The network run for all, in as few batches as possible; works that ask alike go through together."""
+def answers_to(requests: list[RunRequest]) -> list[Answer | OutOfTime]:
+    """Answer all requests, those of one kind in as few batches of the network as possible."""
     kinds: dict[Any, list[int]] = {}
-    for place, one in enumerate(asked):
-        kind = None if one.slopes is None else one.slopes.probabilities
-        kinds.setdefault((id(one.margins.fast), kind), []).append(place)
-    found: dict[int, Answer | OutOfTime] = {}
+    for place, request in enumerate(requests):
+        kind = None if request.gradients is None else request.gradients.probabilities
+        kinds.setdefault((id(request.margins.fast), kind), []).append(place)
+    answers: dict[int, Answer | OutOfTime] = {}
     for places in kinds.values():
-        found |= zip(places, _answered_alike([asked[place] for place in places]), strict=True)
-    return [found[place] for place in range(len(asked))]
+        answers |= zip(places, _answers_to_one_kind([requests[place] for place in places]), strict=True)
+    return [answers[place] for place in range(len(requests))]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some runs of one of those who ask: which, and the rows from where to where."""
+    """Some rows of the ε of one request."""
 
-    place: int
+    request: int
+    """The place of the request."""
     rows: slice
 
 
-def _answered_alike(asked: list[Asked]) -> list[Answer | OutOfTime]:
-    margins, sloping = asked[0].margins, asked[0].slopes is not None
-    if sloping:
+def _answers_to_one_kind(requests: list[RunRequest]) -> list[Answer | OutOfTime]:
+    margins = requests[0].margins
+    if requests[0].gradients is not None:
         most = min(margins.fast.batch, elements_together("backward", margins.mean, margins.model.pass_size))
     else:
         most = elements_together("pass", margins.mean, 2 * margins.noise.size + margins.dimension)
-    found: list[list[Answer]] = [[] for _ in asked]
-    for parts in batches([len(one.white) for one in asked], max(1, most)):
-        if any(asked[part.place].margins.clock.over for part in parts):
+    answers: list[list[Answer]] = [[] for _ in requests]
+    for parts in batches([len(request.white) for request in requests], max(1, most)):
+        if any(requests[part.request].margins.clock.over for part in parts):
             break
-        for part, answer in zip(parts, _run(asked, parts), strict=True):
-            found[part.place].append(answer)
-            one = asked[part.place]
-            one.margins.runs += one.runs_each * len(answer.scores)
-    return [_joined(parts, len(one.white)) for one, parts in zip(asked, found, strict=True)]
+        for part, answer in zip(parts, _run_batch(requests, parts), strict=True):
+            answers[part.request].append(answer)
+            request = requests[part.request]
+            request.margins.runs += request.runs_each * len(answer.scores)
+    return [_joined(parts, len(request.white)) for request, parts in zip(requests, answers, strict=True)]
 
 
 def batches(counts: list[int], most: int) -> Iterator[list[_Part]]:
-    """Rows of several, so many of each, in batches of `most` and a last one."""
+    """The rows of several requests, with these counts, in batches of `most` rows and a last one."""
     parts, room = list[_Part](), most
-    for place, count in enumerate(counts):
+    for request, count in enumerate(counts):
         start = 0
         while start < count:
             stop = min(count, start + room)
-            parts.append(_Part(place, slice(start, stop)))
+            parts.append(_Part(request, slice(start, stop)))
             room -= stop - start
             start = stop
             if room == 0:
@@ -276,6 +291,7 @@ def batches(counts: list[int], most: int) -> Iterator[list[_Part]]:
 
 
 def _joined(parts: list[Answer], count: int) -> Answer | OutOfTime:
+    """The answer to a request for so many rows; `OutOfTime` if some are missing."""
     if sum(len(part.scores) for part in parts) < count:
         return OutOfTime()
     scores = torch.cat([part.scores for part in parts])
@@ -283,62 +299,68 @@ def _joined(parts: list[Answer], count: int) -> Answer | OutOfTime:
     return Answer(scores, torch.cat(gradients) if gradients else None)
 
 
-def _run(asked: list[Asked], parts: list[_Part]) -> list[Answer]:
-    """One batch."""
-    fast, sizes = asked[0].margins.fast, [part.rows.stop - part.rows.start for part in parts]
-    every = [asked[part.place].margins for part in parts]
-    white = [asked[part.place].white[part.rows] for part in parts]
-    wanted = [asked[part.place].slopes for part in parts]
+def _run_batch(requests: list[RunRequest], parts: list[_Part]) -> list[Answer]:
+    """Run the network on one batch, and answer each of its parts."""
+    fast, sizes = requests[0].margins.fast, [part.rows.stop - part.rows.start for part in parts]
+    margins = [requests[part.request].margins for part in parts]
+    white = [requests[part.request].white[part.rows] for part in parts]
+    wanted = [requests[part.request].gradients for part in parts]
     if wanted[0] is None:
-        scores = fast.values(torch.cat([own.inputs(x) for own, x in zip(every, white, strict=True)]))
-        return [Answer(own) for own in scores.split(sizes)]
-    rivals = torch.cat([own.rivals[part.rows] for own, part in zip(wanted, parts, strict=True) if own is not None])
-    labels = torch.cat([rivals.new_full((size,), own.label) for own, size in zip(every, sizes, strict=True)])
+        scores = fast.values(torch.cat([each.inputs(x) for each, x in zip(margins, white, strict=True)]))
+        return [Answer(rows) for rows in scores.split(sizes)]
+    rivals = torch.cat([each.rivals[part.rows] for each, part in zip(wanted, parts, strict=True) if each is not None])
+    labels = torch.cat([rivals.new_full((size,), each.label) for each, size in zip(margins, sizes, strict=True)])
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in white]
-        inputs = [own.inputs(leaf) for own, leaf in zip(every, leaves, strict=True)]
-        scores, slopes = margin_slopes(fast, wanted[0].probabilities, torch.cat(inputs).detach(), labels, rivals)
-        found = zip(inputs, leaves, slopes.split(sizes), scores.split(sizes), strict=True)
-        return [Answer(own, torch.autograd.grad(x, leaf, slope.to(x.dtype))[0]) for x, leaf, slope, own in found]
+        inputs = [each.inputs(leaf) for each, leaf in zip(margins, leaves, strict=True)]
+        scores, gradients = margin_gradients(fast, wanted[0].probabilities, torch.cat(inputs).detach(), labels, rivals)
+        rows = zip(inputs, leaves, gradients.split(sizes), scores.split(sizes), strict=True)
+        return [Answer(y, torch.autograd.grad(x, leaf, slope.to(x.dtype))[0]) for x, leaf, slope, y in rows]
 
 
-def margin_slopes(
+def margin_gradients(
     fast: FastNetwork, probabilities: bool, inputs: Tensor, labels: Tensor, rivals: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Comparable scores (N, d), and the gradient (N, *event) of the margin of a label (N,) to a rival (N,) of each.
+    """Comparable scores (N, d), and the gradients (N, *event) of the margins between labels (N,) and rivals (N,).
 
-    On a GPU from a recording, of a number of inputs that is a power of two, so that few are needed.
+    On a GPU the work is recorded and replayed. The number of inputs is then filled up to a power of two, so that few
+    recordings are needed.
     """
 
     def work(x: Tensor, label: Tensor, which: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad(), full_precision():
             x = x.detach().requires_grad_()
-            scores = comparable(fast(x.clone()), probabilities)  # which it may write into
-            own = label.unsqueeze(1)
-            strongest = scores.detach().scatter(1, own, -torch.inf).argmax(1)
+            scores = comparable(fast(x.clone()), probabilities)  # a clone, as the network may write into its input
+            label = label.unsqueeze(1)
+            strongest = scores.detach().scatter(1, label, -torch.inf).argmax(1)
             rival = torch.where(which < 0, strongest, which).unsqueeze(1)
-            margin = scores.gather(1, own) - scores.gather(1, rival)
+            margin = scores.gather(1, label) - scores.gather(1, rival)
             (slope,) = torch.autograd.grad(margin.sum(), x)
         return scores.detach(), slope
 
     count = len(inputs)
     missing = 0 if fast.recordings is None else 2 ** (count - 1).bit_length() - count
-    given = [torch.cat([x, x[:1].expand(missing, *x.shape[1:])]) for x in (inputs, labels, rivals)]
+    filled = [torch.cat([x, x[:1].expand(missing, *x.shape[1:])]) for x in (inputs, labels, rivals)]
     try:
-        scores, slopes = fast.replayed(("margin", probabilities), work, *given)
+        scores, slopes = fast.replayed(("margin", probabilities), work, *filled)
     except RuntimeError:
         with without_cudnn():
-            scores, slopes = work(*given)
+            scores, slopes = work(*filled)
     return scores[:count], slopes[:count]
 
 
 def comparable(scores: Tensor, probabilities: bool) -> Tensor:
-    """The scores, of a softmax their logarithms: the same one is the largest, and margins are nearer to linear."""
+    """The scores, or the logarithms of probabilities: the largest stays the largest, margins are nearer to linear."""
     return scores.clamp(min=torch.finfo(scores.dtype).tiny).log() if probabilities else scores
 
 
+def are_probabilities(scores: Tensor) -> bool:
+    """Whether scores (N, d) are not negative and sum to 1, as those of a softmax."""
+    return bool((scores >= 0).all()) and bool(((scores.sum(1) - 1).abs() < 1e-3).all())
+
+
 def read_classifier(caller: str, network: Any, noise: Any, memory_budget: int | None, key: str | int | None) -> Request:
-    """The request, of a network with at least two scores of one input, and nothing else."""
+    """The checked request for a classifier: a network with one output, a vector of at least two scores."""
     request = Request.read(network, noise, None, memory_budget, caller, key=key)
     parts = request.model.parts
     if len(parts) > 1:
@@ -360,7 +382,7 @@ def read_classifier(caller: str, network: Any, noise: Any, memory_budget: int | 
 
 
 def labels_of(caller: str, request: Request, label: int | Tensor | None) -> Tensor:
-    """A class (N,) for each entry: as told, or the answer at the mean."""
+    """The label (N,) of each entry: as given, or the network's answer at the mean."""
     mean, classes = request.flat.mean, request.model.outputs
     if label is None:
         scores = torch.cat([request.model.network(part.clone()) for part in mean.split(64)])
@@ -384,14 +406,3 @@ def labels_of(caller: str, request: Request, label: int | Tensor | None) -> Tens
             f"{caller}: label must be a class from 0 to {classes - 1}, got {int(wanted.min())} to {int(wanted.max())}"
         )
     return wanted
-
-
-def own_seed(seed: int, purpose: str, mean: Tensor) -> int:
-    """A seed of an input's own, by its mean (n,): the same alone and in any batch, another for another input."""
-    digest = hashlib.sha256(mean.detach().cpu().contiguous().numpy().tobytes()).digest()
-    return random_seed(seed, purpose, int.from_bytes(digest[:6], "big"))
-
-
-def are_probabilities(scores: Tensor) -> bool:
-    """Whether scores (N, d) are not negative and sum to 1, as those of a softmax."""
-    return bool((scores >= 0).all()) and bool(((scores.sum(1) - 1).abs() < 1e-3).all())

@@ -1,4 +1,8 @@
-"""A probability as it was estimated, with its error and interval; and what users get of it: a table, what it took."""
+"""Estimates of a probability with errors and intervals, when they are good enough, and the results that users get.
+
+`FlipEstimate` is an estimate with its standard error, `Target` says when it is good enough, and `EntryResult` is what
+was found for one entry of a batch. `FlipProbability`, `ClassProbabilities` and `NearestFlip` are returned to users.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +17,31 @@ from torch import Tensor
 from netmoments.normal import wilson_interval
 
 DISAGREE = 3.0
-"""Standard errors between two estimates, beyond which they do not agree."""
+"""Two estimates agree if they are within so many standard errors."""
 QUANTILE = 1.959964
-"""Of the standard normal, for intervals of 95 %."""
+"""The 97.5 % quantile of the standard normal, for intervals of 95 %."""
 UNSURE = 2.0
-"""Half-width of an interval over p(1 − p), beyond which log-odds say nothing."""
+"""Intervals are symmetric in the log-odds up to this half-width over p(1 − p); beyond it log-odds say nothing."""
 NEVER_SEEN = 3.0
-"""Over the number of plain samples: a bound of 95 % on what was not seen in any of them ("rule of three")."""
+"""What none of n plain samples shows has a probability below NEVER_SEEN/n, with 95 % ("rule of three")."""
 UNKNOWN = 1e9
-"""Times more runs, where nothing was found yet."""
+"""How many times the runs are needed, as long as no flip was found."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is enough: a standard error relative to the probability, or a half-width of the 95 % interval."""
+    """The accuracy that is enough."""
 
     relative: float
+    """A standard error over the probability."""
     absolute: float | None = None
+    """A half-width of the 95 % interval, which is enough too."""
 
-    def needed(self, probability: float, error: float, half_width: float | None = None) -> float:
-        """How many times the runs are needed that gave this standard error; at most 1 is met.
+    def times_needed(self, probability: float, error: float, half_width: float | None = None) -> float:
+        """How many times the runs that gave this standard error are needed; the target is met if that is at most 1.
 
-        The half-width of the interval is 1.96 errors where none is given.
+        With the standard deviation of one run as the error it is the number of runs. The half-width of the interval is
+        1.96 errors where none is given.
         """
         wanted = self.relative * max(probability, 0.0)
         times = (error / wanted) ** 2 if wanted > 0 else UNKNOWN
@@ -46,46 +53,51 @@ class Target:
 
 @dataclass(frozen=True)
 class FlipEstimate:
-    """A probability with its standard error, from so many samples; the largest share that one sample has of it."""
+    """A probability with its standard error, from so many samples."""
 
     probability: float
     error: float
     samples: int
-    largest: float = 0.0
+    largest_share: float = 0.0
+    """The largest contribution of one sample, over the probability."""
     freedom: float = math.inf
     """Degrees of freedom of the standard error."""
-    predicted: float = 0.0
+    predicted_error: float = 0.0
     """The standard error that was expected beforehand."""
-    unseen: float = 0.0
-    """The same of flips that nothing expects and too few plain samples would show."""
+    unseen_error: float = 0.0
+    """The standard error due to flips that nothing expects and too few plain samples would show."""
 
     @property
     def careful_error(self) -> float:
-        """√(s² + (share·p)²), with s no less than what was expected, and one sample more as large as the largest.
+        """√(s² + (share·p)²), where s is no less than what was predicted, and never below the error of the unseen.
 
-        Samples that happen to lack large weights show a small probability with a small error: both are too small.
+        The second term is one more sample as large as the largest. Samples that happen to lack large weights show a
+        small probability with a small error, and both are too small.
         """
-        return max(self.unseen, math.hypot(max(self.error, self.predicted), self.largest * self.probability))
+        careful = math.hypot(max(self.error, self.predicted_error), self.largest_share * self.probability)
+        return max(self.unseen_error, careful)
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """What one entry's estimate is and how it came about."""
+class EntryResult:
+    """The estimate for one entry, and how it came about."""
 
     estimate: FlipEstimate
     second: FlipEstimate | None
-    """Of an independent second way, or start."""
+    """An independent second estimate, by which the first is checked."""
     agreed: bool
+    """Whether both estimates are compatible; True where there is only one."""
     route: str
     wins: Tensor
-    """Weights with which each class won, (d,)."""
+    """By how much weight each other class won, (d,)."""
     met: bool
+    """Whether the target was met and the two agree."""
     bounds: tuple[float, float] | None = None
-    """An interval of its own, where it has one."""
+    """The 95 % interval, where it is not that of the estimate (`interval`)."""
 
     @property
     def probability(self) -> float:
-        """Between 0 and 1, where the estimate may not be."""
+        """The estimate, cut to [0, 1]."""
         return min(max(self.estimate.probability, 0.0), 1.0)
 
     @property
@@ -95,12 +107,12 @@ class Found:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of 95 %; where the second estimate does not agree, one that holds both of theirs."""
+        """The 95 % interval; where the second estimate does not agree, the smallest that holds those of both."""
         low, high = interval(self.estimate) if self.bounds is None else self.bounds
         if self.agreed or self.second is None:
             return low, high
-        other = interval(self.second)
-        return min(low, other[0]), max(high, other[1])
+        second_low, second_high = interval(self.second)
+        return min(low, second_low), max(high, second_high)
 
 
 def agree(first: FlipEstimate, second: FlipEstimate) -> bool:
@@ -125,8 +137,8 @@ def student_quantile(freedom: float) -> float:
 def interval(estimate: FlipEstimate) -> tuple[float, float]:
     """A 95 % interval, symmetric in the log-odds: odds·exp(±t s/(p(1 − p))).
 
-    Estimates of rare events are skewed: the logarithm of one is nearer to Gaussian than itself, and an interval of it
-    holds no negative numbers. Where little more than the size of the error is known, p ± t s.
+    Estimates of rare events are skewed: the logarithm of one is nearer to Gaussian than the estimate itself, and its
+    interval holds no negative numbers. Where little more than the size of the error is known, the interval is p ± t s.
     """
     p, error = estimate.probability, student_quantile(estimate.freedom) * estimate.careful_error
     if p <= 0 or p >= 1 or error > UNSURE * p * (1 - p):
@@ -138,13 +150,13 @@ def interval(estimate: FlipEstimate) -> tuple[float, float]:
 
 
 def half_width(estimate: FlipEstimate) -> float:
-    """Of its interval."""
+    """Half the width of the 95 % interval."""
     low, high = interval(estimate)
     return (high - low) / 2
 
 
 def shares_interval(count: Tensor, samples: Tensor) -> Tensor:
-    """95 % intervals (..., 2) of frequencies: Wilson's; where none or all samples were such, the rule of three."""
+    """95 % intervals (..., 2) of frequencies: Wilson's; where none or all of the samples count, the rule of three."""
     n = samples.double()
     low, high = wilson_interval(count / n, n)
     low = torch.where(count == samples, 1 - NEVER_SEEN / n, torch.where(count == 0, 0.0, low))
@@ -153,20 +165,20 @@ def shares_interval(count: Tensor, samples: Tensor) -> Tensor:
 
 
 def wilson(count: int, samples: int) -> tuple[float, float]:
-    """The same of one frequency."""
+    """The interval of one frequency (`shares_interval`)."""
     low, high = shares_interval(torch.tensor(count), torch.tensor(samples)).tolist()
     return low, high
 
 
 ROWS = 24
-"""Entries that are printed, at most."""
+"""A table has at most so many rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class FlipProbability:
     """How often another class than the label wins: estimates with intervals of 95 %, not certificates.
 
-    Print it for a table, a row for each input.
+    Printing it gives a table with a row for each input.
 
     >>> from netmoments import Gaussian, flip_probability
     >>> found = flip_probability(torch.nn.Identity().eval(), Gaussian(torch.tensor([[1.0, 0.0], [9.0, 0.0]]), std=1.0))
@@ -177,7 +189,7 @@ class FlipProbability:
     probability: Tensor
     """(*batch), in float64."""
     interval: Tensor
-    """Of 95 %, (*batch, 2)."""
+    """Of 95 %: its lower and upper end, (*batch, 2)."""
     standard_error: Tensor
     """(*batch)."""
     label: Tensor
@@ -185,15 +197,17 @@ class FlipProbability:
     rival: Tensor
     """The class that wins most often instead, (*batch); −1 where none was seen."""
     runs: Tensor
-    """Of the network for each entry, (*batch); a backward pass counts two."""
+    """Runs of the network for each entry, (*batch); a backward pass counts two."""
     route: list[str]
-    """For each entry, in the order of a flattened batch: "frequencies", "importance", "splitting" or "exact"."""
+    """How each entry was estimated, in the order of a flattened batch: by "frequencies", "importance", "splitting", or
+    "exact"; "out of time" if nothing was found in time.
+    """
     met: Tensor
     """Whether the error is as small as asked and the second estimate agrees, (*batch)."""
     agreement: Tensor
-    """What an independent second estimate says, (*batch); NaN where there is none."""
+    """The probability by an independent second estimate, (*batch); NaN where there is none."""
     agreed: Tensor
-    """Whether it is compatible with the first; if not, the interval holds both."""
+    """Whether the second estimate is compatible with the first, (*batch); if not, the interval holds both."""
     seconds: float
 
     def __repr__(self) -> str:
@@ -220,7 +234,7 @@ def described(found: FlipProbability, place: int) -> str:
 
 
 def printed(found: FlipProbability) -> Iterator[str]:
-    """A table: a row for each entry."""
+    """The lines of a table, with a row for each entry."""
     total = int(found.runs.sum())
     yield f"flip probability: {total:,} runs of the network, {found.seconds:.2g} s"
     head = f"{'input':>10}  {'label':>5}  {'rival':>5}  {'probability':>11}  {'95 % interval':>21}  {'second':>9}"
@@ -248,7 +262,7 @@ def printed(found: FlipProbability) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class ClassProbabilities:
-    """How often each class wins: estimates with intervals of 95 %. Print it for a table.
+    """How often each class wins: estimates with intervals of 95 %. Printing it gives a table.
 
     >>> from netmoments import Gaussian, class_probabilities
     >>> found = class_probabilities(torch.nn.Identity().eval(), Gaussian(torch.tensor([1.0, 0.0]), std=1.0))
@@ -259,11 +273,11 @@ class ClassProbabilities:
     probability: Tensor
     """(*batch, d), in float64; sums to 1."""
     interval: Tensor
-    """(*batch, d, 2)."""
+    """Of 95 %: lower and upper ends, (*batch, d, 2)."""
     standard_error: Tensor
     """(*batch, d)."""
     runs: Tensor
-    """(*batch)."""
+    """Runs of the network for each entry, (*batch); a backward pass counts two."""
     met: Tensor
     """Whether every class is as exact as asked, (*batch)."""
     seconds: float
@@ -306,7 +320,7 @@ class NearestFlip:
     """
 
     noise: Tensor
-    """What is added to the mean, (*batch, *event); NaN where nothing was found."""
+    """The change δ that is added to the mean, (*batch, *event); NaN where nothing was found."""
     distance: Tensor
     """Its length √(δᵀΣ⁻¹δ) in standard deviations of the noise, (*batch), in float64; ∞ where nothing was found."""
     label: Tensor
@@ -314,7 +328,7 @@ class NearestFlip:
     rival: Tensor
     """The class that wins there, (*batch); −1 where nothing was found."""
     runs: Tensor
-    """Of the network for each entry, (*batch); a backward pass counts two."""
+    """Runs of the network for each entry, (*batch); a backward pass counts two."""
 
     def __repr__(self) -> str:
         found = self.distance[torch.isfinite(self.distance)]
@@ -327,5 +341,5 @@ class NearestFlip:
 
 
 def stacked(values: list[float], batch: torch.Size, device: torch.device) -> Tensor:
-    """Numbers of all entries, with the dimensions of the batch."""
+    """One number for each entry as a tensor with the batch's shape, in float64."""
     return torch.tensor(values, dtype=torch.float64, device=device).reshape(batch)

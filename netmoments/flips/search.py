@@ -1,19 +1,19 @@
-"""What gradients find: surrogates of the margins, and the nearest noise that flips the answer.
+"""Searches that follow gradients: for surrogates of the margins (`Search`), and for the nearest flip (`nearest_flip`).
 
-Surrogates take a few hundred gradients: from a start, rounds of runs where the surrogates so far are unsure. There are
-two starts, which share nothing but the network: from the noise itself, whose expected gradients point to where the
-expected margin becomes 0, and from samples that are pulled across the boundary one by one, each by its own gradient.
-Agreement of what the two find is part of an answer.
+Surrogates take a few hundred gradients. After a start come rounds of runs where the surrogates so far are unsure. There
+are two starts, which share nothing but the network: one from the noise itself, whose expected gradients point to where
+the expected margin becomes 0, and one from samples that are pulled across the boundary one by one, each by its own
+gradient. Whether both lead to the same is part of an answer.
 
-The nearest flip is the ε of least norm with a negative margin, x = mean + L ε: where the density of the noise that
+The nearest flip is the ε of least norm with a negative margin, x = mean + L ε: there the density of the noise that
 flips is largest. Steps go to where the margin, made linear at the last point, is 0 nearest to the mean (Hasofer & Lind
-1974, Rackwitz & Fiessler 1978), then along the boundary as long as that shortens.
+1974, Rackwitz & Fiessler 1978), then along the boundary as long as that shortens ε.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,214 +22,223 @@ import torch
 from torch import Tensor
 
 from netmoments.checks import require_positive, require_seed
-from netmoments.flips.guide import FEWER, Guide, guide
+from netmoments.flips.guide import SMALL_POOL, Guide, guide
 from netmoments.flips.margins import (
     BACKWARD,
-    Asked,
+    Clock,
+    GradientRequest,
     NoisyMargins,
-    Slopes,
+    RunRequest,
     comparable,
     inputs_together,
     labels_of,
-    own_seed,
+    margins_of_entries,
     read_classifier,
-    together,
+    run_together,
 )
 from netmoments.flips.result import NearestFlip
-from netmoments.flips.surrogate import Evidence, Quadratic, fitted, ways
+from netmoments.flips.surrogate import Evidence, Quadratic, fitted, split_by_face
 from netmoments.gaussian import Gaussian
 from netmoments.moments.request import Request
 from netmoments.precision import full_precision
 from netmoments.progress import progress_bar
 
 START = 32
-"""Gradients of a start."""
-ROUND = 48
-"""Gradients of a round, at least."""
+"""Samples of the noise that a search starts with."""
+LEAST_ROUND = 48
+"""A round has at least so many gradients."""
 GROWTH = 0.35
-"""A round has so many gradients of those before."""
+"""A round has this share of the gradients of all before it, if that is more."""
 CANDIDATES = 4
-"""Rivals that are looked at from a start, at most."""
-SEEDS = 12
-"""Gradients of each of them, at least."""
-FEWEST = 8
-"""Gradients of a rival's margin that make a surrogate."""
+"""A start looks at so many rivals at most."""
 WITHIN = 3.0
-"""How many more standard deviations than the nearest a rival may be away to be looked at."""
+"""These rivals are at most so many standard deviations farther away than the nearest, or half as far again."""
+RIVAL_START = 12
+"""Every likely rival gets at least so many gradients at the start."""
+FEWEST = 8
+"""A surrogate is fitted to at least so many gradients of a rival's margin."""
 PULLS = 3
-"""Newton steps of a sample across the boundary."""
+"""Newton steps that pull a sample across the boundary."""
 LONGEST_PULL = 12.0
-"""Standard deviations of the noise."""
+"""The longest of these steps, in standard deviations of the noise."""
 MOST_DIRECTIONS = 384
-"""Of a surrogate."""
+"""A surrogate has at most so many directions."""
 GRADIENTS_EACH = 3
-"""Gradients for each direction of a surrogate."""
-ATTENTION = 0.12
-"""Of a round: what each of several surrogates gets for itself."""
-CURIOUS = 2
-"""Rounds in which it does, however little it matters."""
-RELEVANT = 1e-3
-"""Of the probability: what makes it matter afterwards."""
+"""A surrogate has at most one direction for so many gradients."""
+OWN_SHARE = 0.12
+"""Each of several surrogates gets this share of a round for itself, all of them together at most half of it."""
+FIRST_ROUNDS = 2
+"""In so many first rounds every surrogate gets this share, later only those that matter."""
+MATTERS = 1e-3
+"""A surrogate matters if it has more than this share of the probability that they expect, and not nearly all."""
 
 FARTHEST = 1e12
-"""Standard deviations, that squares of lengths are numbers in float32, too."""
-LOOKED_INTO = 8
-"""Rivals with the smallest margins at the mean, whose gradients there are looked at."""
-NEARBY = 4
-"""Of them, those with the nearest boundaries are gone to; and so many samples of the noise are started from."""
+"""No flip is looked for beyond so many standard deviations: squares of lengths must be numbers in float32."""
+RIVALS_COMPARED = 8
+"""So many rivals, those with the smallest margins at the mean, are compared by their gradients there."""
+STARTS = 4
+"""Steps go to so many of these rivals, whose boundaries seem nearest, and start from so many samples too."""
 STEPS = 6
-"""To the boundary, from each start."""
-RAYS, BLIND = 16, 64
-"""Random directions that are tried, too; and where there are no gradients."""
+"""Steps to the boundary from each start."""
+RAYS, BLIND_RAYS = 16, 64
+"""Random directions that are tried in addition, and where there are no gradients."""
 FARTHER = (1.05, 1.2, 1.5, 2.0, 3.0, 5.0)
-"""Times the length of a step that does not flip: where its ray is looked at."""
-NARROWED = 8
+"""A ray through a point that does not flip is followed to so many times the point's length."""
+NARROWINGS = 8
 """Rounds that close in on where a ray crosses the boundary, at most."""
 FINEST = {torch.float32: 1e-6, torch.float64: 1e-7}
-"""Of a length: how well the crossing is known."""
+"""How exactly a crossing is found, relative to the length."""
 CLEAR = 8
-"""Rounding errors of the largest score by which a flip must show, so that it shows in any batch."""
+"""A flip must show by so many rounding errors of the largest score, so that it shows in any batch."""
 SLIDES = 8
 """Steps along the boundary, at most."""
 SLIDING = (1.0, 0.5, 0.2, 0.05)
-"""Of the way to the nearest point of the boundary made linear."""
+"""The shares that are tried of the way to the nearest point of the linearized boundary."""
 BACK_OUT = (0.0, 0.35, 0.7)
-"""Of the way from such a point to the length before, along its ray: where the boundary may have bent to."""
+"""The shares that are tried of the way from such a point back to the length before, along its ray: the boundary may
+have bent away.
+"""
 LEAST_GAIN = 1e-4
-"""Of the length, by which one goes on."""
-GROWN = 12
-"""Times that noise is made larger, from `FINEST` on by a factor of 2, until the network itself flips."""
+"""Steps along the boundary go on as long as each shortens the length by more than this share."""
+ENLARGEMENTS = 12
+"""If the network does not flip at the noise that was found, this is enlarged up to so many times, first by `FINEST` of
+its length, then by twice as much each time.
+"""
 
 
 @dataclass(eq=False)
 class Search:
-    """One search: what was run, and the surrogates and guide that follow from it."""
+    """A search for surrogates: the runs that it made, and the guide that follows from them."""
 
     margins: NoisyMargins
     generator: torch.Generator
     evidence: Evidence
     start: Evidence | None = None
-    """Runs of the start where they are not samples of the noise: used until there are others."""
+    """Runs at pulled samples, which are used for fits until there are two rounds of others."""
     guide: Guide | None = None
     rounds: int = 0
-    plain: Tensor | None = None
-    """The strongest margins at the samples of the noise that it started with, (N,)."""
+    plain_margins: Tensor | None = None
+    """The strongest margins (N,) at the samples of the noise that the search started with, if it started from these."""
 
     @classmethod
     async def from_noise(cls, margins: NoisyMargins, generator: torch.Generator) -> Search:
-        """Started with samples of the noise: gradients of the strongest margins, and some of each likely rival's."""
-        white = margins.normal(START)
-        evidence = await _evidence(margins, white, torch.full((START,), -1, device=white.device))
-        found = cls(margins, generator, evidence, plain=evidence.margins.amin(1))
+        """A search that starts with samples of the noise: gradients of the strongest margins, and of likely rivals'."""
+        evidence = await _run_with_gradients(margins, margins.normal(START))
+        search = cls(margins, generator, evidence, plain_margins=evidence.margins.amin(1))
         for rival in likely_rivals(evidence.margins):
-            await found.seed(rival)
-        return found
+            await search.look_at_rival(rival)
+        return search
 
     @classmethod
     async def from_pulled(cls, margins: NoisyMargins, generator: torch.Generator) -> Search:
-        """Started with samples that are pulled across the boundary, each by Newton steps along its own gradient."""
+        """A search that starts with samples pulled across the boundary, each by Newton steps along its gradient."""
         white = margins.normal(START)
-        parts = []
+        pulled = []
         for _ in range(PULLS):
-            part = await _evidence(margins, white, torch.full((len(white),), -1, device=white.device))
-            parts.append(part)
-            margin = part.margins.gather(1, part.rivals.unsqueeze(1)).to(white.dtype)
-            square = part.gradients.square().sum(1, keepdim=True)
-            step = torch.where(square > 0, margin * part.gradients / square.clamp(min=1e-30), 0.0)
+            runs = await _run_with_gradients(margins, white)
+            pulled.append(runs)
+            margin = runs.margins.gather(1, runs.rivals.unsqueeze(1)).to(white.dtype)
+            square = runs.gradients.square().sum(1, keepdim=True)
+            step = torch.where(square > 0, margin * runs.gradients / square.clamp(min=1e-30), 0.0)
             length = step.norm(dim=1, keepdim=True)
             white = white - step * (LONGEST_PULL / length.clamp(min=LONGEST_PULL))
-        pulled = parts[0].joined(parts[1]).joined(parts[2])
-        found = cls(margins, generator, parts[0], start=pulled)
-        for rival in likely_rivals(parts[0].margins):
-            await found.seed(rival)
-        return found
+        search = cls(margins, generator, pulled[0], start=pulled[0].joined(pulled[1]).joined(pulled[2]))
+        for rival in likely_rivals(pulled[0].margins):
+            await search.look_at_rival(rival)
+        return search
 
     @classmethod
     def joined(cls, first: Search, second: Search) -> Search:
-        """One that knows what both have found."""
-        return cls(first.margins, first.generator, first.evidence.joined(second.evidence), rounds=CURIOUS)
+        """A search that knows the runs of both."""
+        return cls(first.margins, first.generator, first.evidence.joined(second.evidence), rounds=FIRST_ROUNDS)
 
-    async def seed(self, rival: int) -> None:
-        """Gradients of a rival's margin at some samples of the noise, where there are too few."""
-        missing = SEEDS - int((self.evidence.rivals == rival).sum())
-        if missing <= 0:
-            return
-        white = self.margins.normal(missing)
-        which = torch.full((missing,), rival, device=white.device)
-        self.evidence = self.evidence.joined(await _evidence(self.margins, white, which))
+    async def look_at_rival(self, rival: int) -> None:
+        """Make sure that there are `RIVAL_START` gradients of a rival's margin, at samples of the noise."""
+        missing = RIVAL_START - int((self.evidence.rivals == rival).sum())
+        if missing > 0:
+            white = self.margins.normal(missing)
+            which = torch.full((missing,), rival, device=white.device)
+            self.evidence = self.evidence.joined(await _run_with_gradients(self.margins, white, which))
 
     @property
     def gradients(self) -> int:
+        """How many gradients the search has taken."""
         return len(self.evidence) + (0 if self.start is None else len(self.start))
 
     @property
     def next_round(self) -> int:
         """Gradients of the next round."""
-        return max(ROUND, int(GROWTH * self.gradients))
+        return max(LEAST_ROUND, int(GROWTH * self.gradients))
 
     def surrogates(self) -> tuple[Quadratic, ...]:
-        """A surrogate for every rival with enough gradients, or two where there are two ways to it."""
+        """A surrogate for every rival with enough gradients, or two where its boundary has two faces."""
         evidence = self.evidence
         if self.start is not None and self.rounds < 2:
             evidence = evidence.joined(self.start)
-        found = []
+        surrogates = []
         for rival, count in enumerate(evidence.rivals.bincount(minlength=1).tolist()):
             if count < FEWEST:
                 continue
-            parts = ways(evidence.of_rival(rival), FEWEST)
-            beside = evidence.without_rival(rival) if len(parts) == 1 else None  # else whose values are these?
-            for part in parts:
-                surrogate = fitted(part, rival, max(2, min(MOST_DIRECTIONS, len(part) // GRADIENTS_EACH)), beside)
-                if surrogate.size > 0:
-                    found.append(surrogate)
-        return tuple(found)
+            faces = split_by_face(evidence.of_rival(rival), FEWEST)
+            others = evidence.without_rival(rival) if len(faces) == 1 else None  # of two, whose values are these?
+            for face in faces:
+                surrogate = fitted(face, rival, max(2, min(MOST_DIRECTIONS, len(face) // GRADIENTS_EACH)), others)
+                if surrogate.deviation > 0:
+                    surrogates.append(surrogate)
+        return tuple(surrogates)
 
-    def refit(self, points: int = FEWER) -> None:
-        """A new guide from all evidence; none where nothing moves the margins."""
+    def refit(self, points: int = SMALL_POOL) -> None:
+        """Make a guide, with a pool of so many points, from all evidence; None where nothing moves the margins."""
         self.margins.clock.require_time()
         surrogates = self.surrogates()
         self.guide = guide(surrogates, self.generator, points) if surrogates else None
 
     async def advance(self) -> None:
-        """A round, and what follows from it."""
+        """One more round, and the guide that follows from it."""
         if self.guide is None:
             self.refit()
         if self.guide is not None:
-            await self.round()
+            await self.add_round()
             self.refit()
 
-    async def round(self) -> None:
-        """Gradients at samples of the guide, and of each surrogate's own."""
-        assert self.guide is not None
+    async def add_round(self) -> None:
+        """Take gradients at samples of the guide, and at some of each surrogate alone."""
         white, which = self._samples(self.next_round)
-        self.evidence = self.evidence.joined(await _evidence(self.margins, white, which))
+        self.evidence = self.evidence.joined(await _run_with_gradients(self.margins, white, which))
         self.rounds += 1
 
     def _samples(self, count: int) -> tuple[Tensor, Tensor]:
-        """ε (count, n), and whose margin is differentiated at each: of some the surrogate's, else the strongest."""
+        """ε (count, n), and the rival (count,) whose margin is differentiated at each, −1 for the strongest.
+
+        A part of the samples is drawn from guides of single surrogates; at every other one of these the margin of the
+        surrogate's rival is differentiated.
+        """
         assert self.guide is not None
         pairs = zip(self.guide.surrogates, self.guide.shares, strict=True)
-        apart = [one for one, share in pairs if self.rounds < CURIOUS or RELEVANT < share < 1 - ATTENTION]
-        apart = apart if len(self.guide.surrogates) > 1 else []
-        each = max(2, min(int(ATTENTION * count), count // (2 * max(1, len(apart)))))
-        drawn = [self.guide.draw(self.margins.normal(max(2, count - each * len(apart))), self.generator)]
+        single = [each for each, share in pairs if self.rounds < FIRST_ROUNDS or MATTERS < share < 1 - OWN_SHARE]
+        single = single if len(self.guide.surrogates) > 1 else []
+        count_each = max(2, min(int(OWN_SHARE * count), count // (2 * max(1, len(single)))))
+        drawn = [self.guide.draw(self.margins.normal(max(2, count - count_each * len(single))), self.generator)]
         which = [torch.full((len(drawn[0]),), -1, device=drawn[0].device)]
-        for surrogate in apart:
-            own = guide((surrogate,), self.generator, FEWER).draw(self.margins.normal(each), self.generator)
-            whose = torch.full((each,), -1, device=own.device)
-            whose[::2] = surrogate.rival
-            drawn.append(own)
-            which.append(whose)
+        for surrogate in single:
+            alone = guide((surrogate,), self.generator, SMALL_POOL)
+            white = alone.draw(self.margins.normal(count_each), self.generator)
+            rivals = torch.full((count_each,), -1, device=white.device)
+            rivals[::2] = surrogate.rival
+            drawn.append(white)
+            which.append(rivals)
         return torch.cat(drawn), torch.cat(which)
 
 
-async def _evidence(margins: NoisyMargins, white: Tensor, which: Tensor) -> Evidence:
-    found, gradients = await margins.with_gradients(white, which)
-    return Evidence(white, found, gradients, torch.where(which < 0, found.argmin(1), which))
+async def _run_with_gradients(margins: NoisyMargins, white: Tensor, which: Tensor | None = None) -> Evidence:
+    """Runs at ε (N, n) with gradients of the margins of rivals `which` (N,), or everywhere of the strongest."""
+    which = torch.full((len(white),), -1, device=white.device) if which is None else which
+    values, gradients = await margins.with_gradients(white, which)
+    return Evidence(white, values, gradients, torch.where(which < 0, values.argmin(1), which))
 
 
 def likely_rivals(margins: Tensor) -> list[int]:
-    """Rivals whose margins (N, d) are fewest standard deviations above 0."""
+    """The rivals whose margins (N, d) are the fewest standard deviations above 0."""
     finite = torch.isfinite(margins).all(0)
     mean, spread = margins.mean(0), margins.std(0)
     away = torch.where(finite, mean / spread.clamp(min=1e-300), torch.inf)
@@ -257,14 +266,14 @@ def nearest_flip(
         label: the class that should win, an int or an int tensor of the batch's shape; by default the network's answer
             at the mean of the noise.
         limit: standard deviations beyond which nothing is looked for.
-        seed: of the samples of the noise that some of the starts are from.
+        seed: the seed of the samples of the noise from which some of the searches start.
         key: which output, for a network that returns several.
         memory_budget: bytes, as elsewhere.
 
-    Newton-like steps from the mean towards the nearest rivals, and from a few samples; then along the boundary while
-    that is shorter: a few hundred runs for each input. Every answer was seen to flip, by the network itself. It is a
-    search, no certificate: the nearest flip is at most so far away. Without gradients random directions are tried,
-    whose flips are much farther than the nearest.
+    Newton-like steps go from the mean towards the nearest rivals, and from a few samples, then along the boundary as
+    long as that shortens the change: a few hundred runs for each input. The network itself was seen to flip at every
+    answer. It is a search, no certificate: the nearest flip is at most so far away. Without gradients random directions
+    are tried, whose flips are much farther away than the nearest.
 
     >>> network = torch.nn.Linear(2, 2, bias=False)
     >>> network.weight.data = torch.eye(2)
@@ -275,10 +284,10 @@ def nearest_flip(
     require_positive("nearest_flip", "limit", limit, "10_000 standard deviations")
     require_seed("nearest_flip", seed)
     request = read_classifier("nearest_flip", network, noise, memory_budget, key)
-    return request.model.answer(partial(_nearest, request, label, min(float(limit), FARTHEST), seed))
+    return request.model.answer(partial(_nearest_of_entries, request, label, min(float(limit), FARTHEST), seed))
 
 
-def _nearest(request: Request, label: int | Tensor | None, limit: float, seed: int) -> NearestFlip:
+def _nearest_of_entries(request: Request, label: int | Tensor | None, limit: float, seed: int) -> NearestFlip:
     flat, batch = request.flat, request.noise.batch_shape
     with (
         torch.inference_mode(False),
@@ -287,63 +296,63 @@ def _nearest(request: Request, label: int | Tensor | None, limit: float, seed: i
         progress_bar("nearest flips", len(flat.mean)) as show,
     ):
         labels = labels_of("nearest_flip", request, label)
-        every = dict[int, Nearby]()
-        coming = (_closest(margins, limit) for margins in _each_entry(request, labels.tolist(), seed))
-        for place, found in together(coming, inputs_together(request.model, flat)):
-            every[place] = found
-            show(len(every))
-        noises = torch.stack([every[place].noise for place in range(len(every))])
-        distance = noises.new_tensor([every[place].distance for place in range(len(every))], dtype=torch.float64)
-        noises, distance, rival = shown_to_flip(request, noises.reshape(flat.mean.shape), distance, labels)
+        margins = margins_of_entries(
+            "nearest_flip", request.model, flat, labels.tolist(), seed, "nearest flip", Clock()
+        )
+        works = (_nearest_of_entry(each, limit) for each in margins)
+        done = dict[int, NearestSoFar]()
+        for place, nearest in run_together(works, inputs_together(request.model, flat)):
+            done[place] = nearest
+            show(len(done))
+        ordered = [done[place] for place in range(len(done))]
+        noises = torch.stack([nearest.noise for nearest in ordered])
+        distance = noises.new_tensor([nearest.distance for nearest in ordered], dtype=torch.float64)
+        noises, distance, rival = confirmed_by_network(request, noises.reshape(flat.mean.shape), distance, labels)
     return NearestFlip(
         noise=noises.reshape(*batch, *flat.event_shape),
         distance=distance.reshape(batch),
         label=labels.reshape(batch),
         rival=rival.reshape(batch),
-        runs=torch.tensor([every[place].margins.runs for place in range(len(every))], device=rival.device).reshape(
-            batch
-        ),
+        runs=torch.tensor([nearest.margins.runs for nearest in ordered], device=rival.device).reshape(batch),
     )
 
 
-def _each_entry(request: Request, labels: list[int], seed: int) -> Iterator[NoisyMargins]:
-    for entry, label in enumerate(labels):
-        own = request.flat.entries(torch.tensor([entry], device=request.flat.device))
-        generator = torch.Generator(own.device).manual_seed(own_seed(seed, "nearest flip", own.flat_mean[0]))
-        yield NoisyMargins(request.model, own, label, generator, caller="nearest_flip")
+def confirmed_by_network(
+    request: Request, noises: Tensor, distance: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Noise (N, *event), distances and rivals (N,) for which the network itself gives another answer than the labels.
 
-
-def shown_to_flip(request: Request, noises: Tensor, distance: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Noise (N, *event) for which the network itself gives another answer than labels (N,), a little larger where
-    rounding says so; NaN, at distance ∞ and of class −1, where it never does.
+    Where rounding keeps it from flipping, the noise is made a little larger. Where it never flips, the noise is NaN,
+    its distance ∞ and the rival −1.
     """
     mean, network = request.flat.mean, request.model.network
-    rival, every = torch.full_like(labels, -1), torch.arange(len(labels), device=labels.device)
-    more = FINEST.get(mean.dtype, FINEST[torch.float32])
-    left = every[torch.isfinite(distance)]
-    for _ in range(GROWN):
-        for some in left.split(64) if len(left) else ():
-            scores = network(mean[some] + noises[some])
-            own = scores.gather(1, labels[some].unsqueeze(1)).squeeze(1)
-            flipped = scores.amax(1) > own
-            rival[some[flipped]] = scores.argmax(1)[flipped]
+    rival = torch.full_like(labels, -1)
+    enlargement = FINEST.get(mean.dtype, FINEST[torch.float32])
+    left = torch.arange(len(labels), device=labels.device)[torch.isfinite(distance)]
+    for _ in range(ENLARGEMENTS):
+        for part in left.split(64) if len(left) else ():
+            scores = network(mean[part] + noises[part])
+            of_label = scores.gather(1, labels[part].unsqueeze(1)).squeeze(1)
+            flipped = scores.amax(1) > of_label
+            rival[part[flipped]] = scores.argmax(1)[flipped]
         left = left[rival[left] < 0]
-        noises[left], distance[left] = (1 + more) * noises[left], (1 + more) * distance[left]
-        more *= 2
+        noises[left], distance[left] = (1 + enlargement) * noises[left], (1 + enlargement) * distance[left]
+        enlargement *= 2
     missing = rival < 0
     noises[missing], distance[missing] = torch.nan, torch.inf
     return noises, distance, rival
 
 
 @dataclass(eq=False)
-class Nearby:
-    """Runs of one input at points ε, with the nearest so far that flips."""
+class NearestSoFar:
+    """The margins of one input; of all points ε that were run, the nearest that flips is kept."""
 
     margins: NoisyMargins
     limit: float
     probabilities: bool
+    """Whether the network returns probabilities."""
     white: Tensor | None = field(default=None, init=False)
-    """(n,), where one was found."""
+    """The nearest flip, (n,), if there is one."""
     distance: float = field(default=math.inf, init=False)
 
     @property
@@ -355,27 +364,28 @@ class Nearby:
 
     @property
     def reach(self) -> float:
-        """How far it is worth to look."""
+        """How far away it is worth to look."""
         return min(self.limit, self.distance)
 
-    async def of(self, white: Tensor) -> Tensor:
-        """The margins (N, d) at ε (N, n), greater by what rounding may be; +∞ where outputs are no numbers."""
-        scores = (await Asked(self.margins, white)).scores
-        return self._seen(white, comparable(scores, self.probabilities))
+    async def margins_at(self, white: Tensor) -> Tensor:
+        """The margins (N, d) at ε (N, n), enlarged by what rounding may be; +∞ where outputs are not finite."""
+        scores = (await RunRequest(self.margins, white)).scores
+        return self._margins(white, comparable(scores, self.probabilities))
 
     async def with_gradients(self, white: Tensor, rivals: Tensor) -> tuple[Tensor, Tensor]:
-        """The margins (N,) of one rival (N,) each, −1 for the strongest, and their gradients (N, n)."""
-        answer = await Asked(self.margins, white, Slopes(rivals, self.probabilities), 1 + BACKWARD)
+        """The margins (N,) of the rivals (N,), −1 for the strongest, at ε (N, n), and their gradients (N, n)."""
+        answer = await RunRequest(self.margins, white, GradientRequest(rivals, self.probabilities), 1 + BACKWARD)
         assert answer.gradients is not None
-        margins = self._seen(white, answer.scores)
+        margins = self._margins(white, answer.scores)
         chosen = torch.where(rivals < 0, margins.argmin(1), rivals)
         return margins.gather(1, chosen.unsqueeze(1)).squeeze(1), answer.gradients
 
-    def _seen(self, white: Tensor, scores: Tensor) -> Tensor:
-        scores, own = scores.double(), self.margins.label
+    def _margins(self, white: Tensor, scores: Tensor) -> Tensor:
+        """The margins from comparable scores, after a look at whether one of these points is the nearest flip."""
+        scores, label = scores.double(), self.margins.label
         rounding = CLEAR * torch.finfo(white.dtype).eps * scores.abs().amax(1, keepdim=True)
-        margins = scores[:, own : own + 1] - scores + rounding
-        margins[:, own] = torch.inf
+        margins = scores[:, label : label + 1] - scores + rounding
+        margins[:, label] = torch.inf
         margins[~torch.isfinite(scores).all(1)] = torch.inf
         lengths = white.double().norm(dim=1)
         lengths = torch.where(margins.amin(1) < 0, lengths, torch.inf)
@@ -385,56 +395,59 @@ class Nearby:
         return margins
 
 
-async def _closest(margins: NoisyMargins, limit: float) -> Nearby:
+async def _nearest_of_entry(margins: NoisyMargins, limit: float) -> NearestSoFar:
     """The nearest flip of one input."""
-    nearby = Nearby(margins, limit, await margins.probabilities())
+    nearest = NearestSoFar(margins, limit, await margins.returns_probabilities())
     origin = margins.normal(1).zero_()
-    first = (await nearby.of(origin))[0]
-    if nearby.distance == 0 or not bool((margins.covariance.variances() > 0).any()):
-        return nearby
-    points = margins.normal(RAYS if margins.has_gradient else BLIND)
+    at_mean = (await nearest.margins_at(origin))[0]
+    if nearest.distance == 0 or not bool((margins.covariance.variances() > 0).any()):
+        return nearest
+    points = margins.normal(RAYS if margins.has_gradient else BLIND_RAYS)
     if margins.has_gradient:
-        points = torch.cat([await _stepped(nearby, first), points])
-    crossings = await Crossings.on_rays(nearby, points, float(first.min()))
-    await crossings.narrowed(nearby)
-    if margins.has_gradient and nearby.white is not None:
-        await _slid(nearby, float(first.min()))
-    return nearby
+        points = torch.cat([await _stepped_to_boundary(nearest, at_mean), points])
+    crossings = await Crossings.on_rays(nearest, points, float(at_mean.min()))
+    await crossings.narrow(nearest)
+    if margins.has_gradient and nearest.white is not None:
+        await _slide_along_boundary(nearest, float(at_mean.min()))
+    return nearest
 
 
-async def _stepped(nearby: Nearby, first: Tensor) -> Tensor:
-    """Where steps to the boundary lead, (N, n): from the mean to rivals near by, from samples to the strongest."""
-    rivals = first.argsort()[: min(LOOKED_INTO, len(first) - 1)]
-    white = nearby.margins.normal(len(rivals)).zero_()
-    margin, gradients = await nearby.with_gradients(white, rivals)
-    near = (margin / gradients.double().norm(dim=1)).argsort()[:NEARBY]
-    white = torch.cat([nearest_on_plane(white, margin, gradients)[near], nearby.margins.normal(NEARBY)])
-    which = torch.cat([rivals[near], rivals.new_full((NEARBY,), -1)])
+async def _stepped_to_boundary(nearest: NearestSoFar, at_mean: Tensor) -> Tensor:
+    """Points (N, n) to which steps lead: from the mean to rivals near by, from samples to the strongest rival there.
+
+    `at_mean` (d,) are the margins at the mean.
+    """
+    rivals = at_mean.argsort()[: min(RIVALS_COMPARED, len(at_mean) - 1)]
+    white = nearest.margins.normal(len(rivals)).zero_()
+    margin, gradients = await nearest.with_gradients(white, rivals)
+    near = (margin / gradients.double().norm(dim=1)).argsort()[:STARTS]
+    white = torch.cat([nearest_on_plane(white, margin, gradients)[near], nearest.margins.normal(STARTS)])
+    which = torch.cat([rivals[near], rivals.new_full((STARTS,), -1)])
     for step in range(STEPS):
-        white = shortened(white, nearby.reach)
-        margin, gradients = await nearby.with_gradients(white, which)
-        target = shortened(nearest_on_plane(white, margin, gradients), nearby.reach)
-        target = torch.where(gradients.any(1, keepdim=True), target, nearby.margins.normal(len(white)))
-        target = target if 2 * step < STEPS else 0.5 * (white + target)  # steps may go to and fro
+        white = shortened(white, nearest.reach)
+        margin, gradients = await nearest.with_gradients(white, which)
+        target = shortened(nearest_on_plane(white, margin, gradients), nearest.reach)
+        target = torch.where(gradients.any(1, keepdim=True), target, nearest.margins.normal(len(white)))
+        target = target if 2 * step < STEPS else 0.5 * (white + target)  # whole steps may go to and fro
         white = torch.where(torch.isfinite(margin).unsqueeze(1), target, 0.5 * white)
     return white
 
 
 def nearest_on_plane(white: Tensor, margin: Tensor, gradients: Tensor) -> Tensor:
-    """g (g·ε − f)/|g|², (N, n): where f (N,), made linear at ε (N, n) with gradients g (N, n), is 0 nearest to 0.
+    """g (g·ε − f)/|g|², (N, n): the point nearest to 0 at which f (N,), made linear at ε with gradient g (N, n), is 0.
 
-    ε itself where g is 0 or no number.
+    ε (N, n) itself where g is 0 or not finite.
     """
     slope = gradients.double()
     square = slope.square().sum(1, keepdim=True)
     ahead = (slope * white.double()).sum(1, keepdim=True) - margin.unsqueeze(1)
     usable = (square > 0) & torch.isfinite(square) & torch.isfinite(ahead)
-    found = slope * (ahead / torch.where(usable, square, 1.0))
-    return torch.where(usable, found, white.double()).to(white.dtype)
+    nearest = slope * (ahead / torch.where(usable, square, 1.0))
+    return torch.where(usable, nearest, white.double()).to(white.dtype)
 
 
 def shortened(white: Tensor, most: float) -> Tensor:
-    """Points (N, n), those farther from 0 than that taken back."""
+    """Points (N, n), where those with a larger norm than `most` are scaled to it."""
     return white * (most / white.norm(dim=1, keepdim=True).clamp(min=most))
 
 
@@ -445,67 +458,73 @@ class Crossings:
     points: Tensor
     low: Tensor
     high: Tensor
-    above: Tensor
-    """The smallest margins (N,) at `low`, and at `high`."""
-    below: Tensor
+    low_margin: Tensor
+    """The smallest margin (N,) at `low`, not negative."""
+    high_margin: Tensor
+    """The smallest margin (N,) at `high`, negative."""
 
     @classmethod
-    async def on_rays(cls, nearby: Nearby, points: Tensor, start: float) -> Crossings:
-        """Rays through points, where they flip at these or somewhat farther; the margin at the mean is `start`."""
+    async def on_rays(cls, nearest: NearestSoFar, points: Tensor, start: float) -> Crossings:
+        """Those of the rays that flip at their points or somewhat farther; the margin at the mean is `start`."""
         points = points[points.any(1)]
-        most = (nearby.reach / points.double().norm(dim=1, keepdim=True)).clamp(min=1.0)
+        most = (nearest.reach / points.double().norm(dim=1, keepdim=True)).clamp(min=1.0)
         scales = torch.tensor((0.0, 1.0, *FARTHER), dtype=torch.float64, device=points.device)
         scales = torch.minimum(scales.expand(len(points), -1), most)
         values = torch.full_like(scales, start)
         if len(points) > 0:
-            values[:, 1] = (await nearby.of(points)).amin(1)
+            values[:, 1] = (await nearest.margins_at(points)).amin(1)
         ahead = ((values[:, 1] >= 0) & (most.squeeze(1) > 1)).nonzero().squeeze(1)
         if len(ahead) > 0:
             farther = points[ahead].unsqueeze(1) * scales[ahead, 2:, None].to(points.dtype)
-            values[ahead, 2:] = (await nearby.of(farther.flatten(0, 1))).amin(1).reshape(len(ahead), -1)
-        some = (values < 0).any(1)
-        after = (values[some] < 0).int().argmax(1, keepdim=True)
-        ends = (x[some].gather(1, place).squeeze(1) for x in (scales, values) for place in (after - 1, after))
-        return cls(points[some], *ends)
+            values[ahead, 2:] = (await nearest.margins_at(farther.flatten(0, 1))).amin(1).reshape(len(ahead), -1)
+        crossing = (values < 0).any(1)
+        after = (values[crossing] < 0).int().argmax(1, keepdim=True)
+        ends = (x[crossing].gather(1, place).squeeze(1) for x in (scales, values) for place in (after - 1, after))
+        return cls(points[crossing], *ends)
 
-    async def narrowed(self, nearby: Nearby) -> None:
-        """By runs on both sides of where the margin, as if it were linear, is 0; every third time, of the middle."""
+    async def narrow(self, nearest: NearestSoFar) -> None:
+        """Close in on the crossings that may be the nearest flip.
+
+        Runs are on both sides of where the margin would be 0 if it were linear, and every third time of the middle.
+        """
         finest = FINEST.get(self.points.dtype, FINEST[torch.float32])
         lengths = self.points.double().norm(dim=1)
-        for attempt in range(NARROWED):
-            wide = (self.high - self.low > 3 * finest * self.high) & (self.low * lengths < nearby.distance)
+        for attempt in range(NARROWINGS):
+            wide = (self.high - self.low > 3 * finest * self.high) & (self.low * lengths < nearest.distance)
             if not bool(wide.any()):
                 return
-            low, high, above, below = (x[wide] for x in (self.low, self.high, self.above, self.below))
+            low, high, above, below = (x[wide] for x in (self.low, self.high, self.low_margin, self.high_margin))
             linear = torch.isfinite(above) & (attempt % 3 < 2)
             middle = low + torch.where(linear, above / (above - below), 0.5) * (high - low)
             for side in (-1, 1):
                 at = torch.minimum(torch.maximum(middle + side * finest * high, low), high)
                 ray = self.points[wide] * at.unsqueeze(1).to(self.points.dtype)
-                self._cut(wide, at, (await nearby.of(ray)).amin(1))
+                self._cut(wide, at, (await nearest.margins_at(ray)).amin(1))
 
     def _cut(self, which: Tensor, at: Tensor, value: Tensor) -> None:
-        """To the side of `at` times the length at which the sign changes, of some of the rays."""
-        low, high, above, below = (x[which] for x in (self.low, self.high, self.above, self.below))
+        """Cut the rays `which` at `at` times their length, where the smallest margin is `value`, and keep the side on
+        which the sign changes.
+        """
+        low, high, above, below = (x[which] for x in (self.low, self.high, self.low_margin, self.high_margin))
         inside, flips = (at > low) & (at < high), value < 0
         self.low[which] = torch.where(inside & ~flips, at, low)
-        self.above[which] = torch.where(inside & ~flips, value, above)
+        self.low_margin[which] = torch.where(inside & ~flips, value, above)
         self.high[which] = torch.where(inside & flips, at, high)
-        self.below[which] = torch.where(inside & flips, value, below)
+        self.high_margin[which] = torch.where(inside & flips, value, below)
 
 
-async def _slid(nearby: Nearby, start: float) -> None:
-    """From the nearest flip along the boundary, to where it is nearest to the mean, as long as that shortens."""
+async def _slide_along_boundary(nearest: NearestSoFar, start: float) -> None:
+    """Go from the nearest flip along the boundary to where that is nearest to the mean, as long as it gets shorter."""
     for _ in range(SLIDES):
-        assert nearby.white is not None
-        white, before = nearby.white.unsqueeze(0), nearby.distance
-        margin, gradients = await nearby.with_gradients(white, torch.full((1,), -1, device=white.device))
+        assert nearest.white is not None
+        white, before = nearest.white.unsqueeze(0), nearest.distance
+        margin, gradients = await nearest.with_gradients(white, torch.full((1,), -1, device=white.device))
         target = nearest_on_plane(white, margin, gradients)
         points = torch.cat([white + share * (target - white) for share in SLIDING])
         longer = before / points.double().norm(dim=1, keepdim=True).clamp(min=1e-300) - 1
-        await nearby.of(torch.cat([points * (1 + share * longer).to(points.dtype) for share in BACK_OUT]))
-        if nearby.distance < before:
-            crossings = await Crossings.on_rays(nearby, nearby.white.unsqueeze(0), start)
-            await crossings.narrowed(nearby)
-        if nearby.distance > (1 - LEAST_GAIN) * before:
+        await nearest.margins_at(torch.cat([points * (1 + share * longer).to(points.dtype) for share in BACK_OUT]))
+        if nearest.distance < before:
+            crossings = await Crossings.on_rays(nearest, nearest.white.unsqueeze(0), start)
+            await crossings.narrow(nearest)
+        if nearest.distance > (1 - LEAST_GAIN) * before:
             return

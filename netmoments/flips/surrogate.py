@@ -1,10 +1,10 @@
-"""A margin as a quadratic function of a few directions of the noise, fitted to values and gradients of the network.
+"""Surrogates: a margin as a quadratic function of a few directions of the noise, fitted to values and gradients.
 
     q(ε) = a + b·z + ½ zᵀH z,   z = Uᵀε,   and   P(f < 0 | z) ≈ h = Φ(−q/s)
 
-with U an orthonormal basis of the directions along which gradients are large or vary, and s the spread of what q
-leaves unexplained. It guides where the network is run, and is a control variate: it may be wrong without making an
-estimate wrong (see `importance`).
+Here U is an orthonormal basis of the directions along which gradients are large or vary, and s the spread of what q
+leaves unexplained. A surrogate guides where the network is run, and is a control variate: it may be wrong without
+making an estimate wrong (see `importance`).
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ import torch
 from torch import Tensor
 
 LEAST_SPREAD = 0.02
-"""Of the margin's spread under the noise: what a surrogate leaves unexplained, at least."""
+"""The least spread s of a surrogate, over the standard deviation of q under the noise."""
 MOST_SPREAD = 0.6
-"""The same, at most: a surrogate that explains so little would guide nowhere."""
-TWO_WAYS = 0.5
-"""Of the variance of a rival's gradients: what two ways may leave."""
-STEPS = 6
-"""Of finding the two."""
+"""The largest s, over the same: a surrogate that explains so little would guide nowhere."""
+TWO_FACES = 0.5
+"""A rival has two faces if two means leave at most this share of the variance of its gradients."""
+LLOYD_STEPS = 6
+"""Steps of the algorithm that finds the two means."""
 FIRST_DIRECTIONS = 32
-"""Of the first of two fits."""
+"""The first of the two fits of a surrogate has at most so many directions."""
 NEAR, NEAR_SLOPES = 1.5, 4.0
-"""Of the margin's spread: runs within it of the boundary count most in a fit, of values and of slopes. Values say where
-the boundary is; a curvature has many more numbers, changes slowly, and needs all runs that there are.
+"""Runs whose margins are within so many standard deviations of the boundary count most in fits of values and of slopes.
+Values say where the boundary is. A curvature has many more numbers and changes slowly, and needs all the runs there
+are.
 """
 OVERSAMPLED, ITERATIONS = 12, 4
-"""Of subspace iteration: directions beyond those that are wanted, and how often."""
+"""Subspace iteration has so many directions more than are wanted, and so many steps."""
 RIDGES = tuple(10.0**power for power in (-4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 2, 4))
 """Candidates for the penalty of a ridge regression, relative to the mean square of the regressors."""
 LEAST_DEVIATION = 1e-3
-"""Of the largest deviation of slopes: what a direction's is taken to be, at least."""
+"""The deviation of the slope along any direction is taken to be at least this share of the largest."""
 LEAST_FREEDOM = 0.05
-"""Of the runs: what a candidate's coefficients must leave."""
+"""A penalty is a candidate only if its coefficients leave this share of the runs as degrees of freedom."""
 
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Runs of the network: noise ε (N, n), margins (N, d), and gradients (N, n) of the margin of one rival (N,)."""
+    """Runs of the network: noise ε (N, n), margins (N, d), and gradients (N, n) of the margins of some rivals (N,)."""
 
     white: Tensor
     margins: Tensor
@@ -56,28 +57,32 @@ class Evidence:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Evidence(*(torch.cat(pair) for pair in pairs))
 
+    def chosen(self, which: Tensor) -> Evidence:
+        """The runs for which `which` (N,) is True."""
+        return Evidence(*(x[which] for x in vars(self).values()))
+
     def of_rival(self, rival: int) -> Evidence:
-        own = self.rivals == rival
-        return Evidence(*(x[own] for x in vars(self).values()))
+        return self.chosen(self.rivals == rival)
 
     def without_rival(self, rival: int) -> Evidence:
-        other = self.rivals != rival
-        return Evidence(*(x[other] for x in vars(self).values()))
+        return self.chosen(self.rivals != rival)
 
 
 @dataclass(frozen=True, eq=False)
 class Quadratic:
-    """A rival's surrogate margin, in the eigenvectors of its H; basis (n, k) as the noise, the rest in float64."""
+    """The surrogate of a rival's margin, with the eigenvectors of H as its directions."""
 
     rival: int
     basis: Tensor
+    """U, (n, k), with the dtype and device of the noise."""
     constant: float
+    """a."""
     slope: Tensor
-    """b, (k,), on the CPU, as the following."""
+    """b, (k,), in float64 on the CPU."""
     curvature: Tensor
-    """The eigenvalues of H, (k,)."""
+    """The eigenvalues of H, (k,), in float64 on the CPU."""
     spread: float
-    """s, of the margin around q."""
+    """s, the standard deviation of the margin about q."""
 
     def at(self, z: Tensor) -> Tensor:
         """q (N,) at coordinates z (N, k)."""
@@ -89,93 +94,95 @@ class Quadratic:
         return (white @ self.basis).double()
 
     @cached_property
-    def size(self) -> float:
+    def deviation(self) -> float:
         """The standard deviation of q under the noise: √(|b|² + ½|H|²)."""
         return math.sqrt(float(self.slope.square().sum() + 0.5 * self.curvature.square().sum()))
 
 
-def ways(own: Evidence, fewest: int) -> list[Evidence]:
-    """The runs of one rival, in two parts where its gradients point two ways: two faces of the boundary.
+def fitted(evidence: Evidence, rival: int, most: int, others: Evidence | None = None) -> Quadratic:
+    """The surrogate of a rival's margin, in at most so many directions.
 
-    Two means (Lloyd 1982) of the gradients, which must leave less than `TWO_WAYS` of their variance around them; those
-    of one face that bends leave more.
+    Directions and curvature follow from the gradients of this rival's margin. Place and tilt of the boundary follow
+    from its values at all runs, those of `others` included, whatever was differentiated there. The fit is done twice:
+    the first surrogate weighs the runs of the second, see `relevance`.
     """
-    gradients = own.gradients
-    centred = gradients - gradients.mean(0)
-    total = float(centred.square().sum())
-    if len(own) < 2 * fewest or total <= 1e-6 * float(gradients.square().sum()):
-        return [own]
-    second = (centred @ principal_directions(centred, 1)[:, 0].to(centred.dtype)) > 0
-    for _ in range(STEPS):
-        if min(int(second.sum()), int((~second).sum())) < fewest:
-            return [own]
-        means = [gradients[~second].mean(0), gradients[second].mean(0)]
-        away = [(gradients - mean).square().sum(1) for mean in means]
-        second = away[1] < away[0]
-    if min(int(second.sum()), int((~second).sum())) < fewest:
-        return [own]
-    if float(torch.minimum(*away).sum()) > TWO_WAYS * total:
-        return [own]
-    return [Evidence(*(x[part] for x in vars(own).values())) for part in (~second, second)]
+    rival_runs = evidence.of_rival(rival)
+    all_runs = evidence if others is None else evidence.joined(others)
+    scale = max(float(rival_runs.gradients.double().mean(0).norm()), 1e-30)
+    first = _weighted_fit(rival_runs, all_runs, rival, None, scale, min(most, FIRST_DIRECTIONS))
+    return _weighted_fit(rival_runs, all_runs, rival, first, scale, most)
 
 
-def relevance(margin: Tensor, ahead: Tensor, scale: float) -> Tensor:
-    """How much a run says about a rival's boundary: where its margin q is near 0, and little ahead of the strongest.
-
-    1/(1 + (q/c)²) · 1/(1 + (d/c)²), with the scale c and the distance d to the strongest margin. q is what a first
-    surrogate says: to weigh runs by their own margins would bias a regression of these.
-    """
-    return 1 / ((1 + (margin / scale) ** 2) * (1 + (ahead / scale) ** 2))
-
-
-def fitted(evidence: Evidence, rival: int, most: int, beside: Evidence | None = None) -> Quadratic:
-    """The surrogate of a rival's margin, in at most so many directions; twice, see `relevance`.
-
-    Curvature and directions are from the gradients of this rival's margin, the place and the tilt of the boundary from
-    its values at all runs, and at those `beside`, whatever was differentiated there.
-    """
-    own = evidence.of_rival(rival)
-    every = evidence if beside is None else evidence.joined(beside)
-    scale = max(float(own.gradients.double().mean(0).norm()), 1e-30)
-    first = _weighted(own, every, rival, None, scale, min(most, FIRST_DIRECTIONS))
-    return _weighted(own, every, rival, first, scale, most)
-
-
-def _weighted(
-    own: Evidence, every: Evidence, rival: int, first: Quadratic | None, scale: float, most: int
+def _weighted_fit(
+    rival_runs: Evidence, all_runs: Evidence, rival: int, first: Quadratic | None, scale: float, most: int
 ) -> Quadratic:
-    """With runs weighted by a first surrogate. What has the size of an input is worked on where it is, the rest on the
-    CPU.
+    """A surrogate from runs weighted by a first one.
+
+    What has the size of an input is computed on the device of the runs, the rest on the CPU.
     """
-    weight = _weights(own, rival, first, NEAR_SLOPES * scale)
-    basis = leading_directions(own.gradients, weight.to(own.gradients.device), most)
-    z, slopes = ((x @ basis).double().cpu() for x in (own.white, own.gradients))
+    weight = _weights(rival_runs, rival, first, NEAR_SLOPES * scale)
+    basis = leading_directions(rival_runs.gradients, weight.to(rival_runs.gradients.device), most)
+    z, slopes = ((x @ basis).double().cpu() for x in (rival_runs.white, rival_runs.gradients))
     curvature, slope = regressed_slopes(z, slopes, weight)
-    z = (every.white @ basis).double().cpu()
-    rest = every.margins[:, rival].cpu() - z @ slope - 0.5 * ((z @ curvature) * z).sum(-1)
-    constant, extra, spread = regressed_values(z, rest, _weights(every, rival, first, NEAR * scale))
+    z = (all_runs.white @ basis).double().cpu()
+    rest = all_runs.margins[:, rival].cpu() - z @ slope - 0.5 * ((z @ curvature) * z).sum(-1)
+    constant, extra_slope, spread = regressed_values(z, rest, _weights(all_runs, rival, first, NEAR * scale))
     values, vectors = torch.linalg.eigh(curvature)
     turned = basis @ vectors.to(basis)
-    found = Quadratic(rival, turned, constant, vectors.mT @ (slope + extra), values, spread)
-    spread = min(max(spread, LEAST_SPREAD * found.size), MOST_SPREAD * found.size)
-    return replace(found, spread=max(spread, 1e-30))
+    quadratic = Quadratic(rival, turned, constant, vectors.mT @ (slope + extra_slope), values, spread)
+    spread = min(max(spread, LEAST_SPREAD * quadratic.deviation), MOST_SPREAD * quadratic.deviation)
+    return replace(quadratic, spread=max(spread, 1e-30))
 
 
 def _weights(runs: Evidence, rival: int, first: Quadratic | None, scale: float) -> Tensor:
-    """The relevance of runs (N,) by a first surrogate; by their rank alone where there is none."""
+    """The relevance (N,) of runs by a first surrogate, or without one by their distance to the strongest margin."""
     margins = runs.margins.cpu()
     ahead = margins[:, rival] - margins.amin(1)
     margin = torch.zeros_like(ahead) if first is None else first.at(first.coordinates(runs.white).cpu())
     return relevance(margin, ahead, scale)
 
 
+def relevance(margin: Tensor, ahead: Tensor, scale: float) -> Tensor:
+    """How much a run says about a rival's boundary: 1/(1 + (q/c)²) · 1/(1 + (d/c)²), with the scale c.
+
+    It says most where the rival's margin q is near 0 and hardly above the strongest margin, which is d below. q is the
+    value of a first surrogate: weights by the margins themselves would bias a regression of these margins.
+    """
+    return 1 / ((1 + (margin / scale) ** 2) * (1 + (ahead / scale) ** 2))
+
+
+def split_by_face(runs: Evidence, fewest: int) -> list[Evidence]:
+    """The runs of one rival, in two parts if its gradients point two ways: two faces of the boundary.
+
+    Two means of the gradients (Lloyd 1982) must leave at most `TWO_FACES` of their variance, where one face that bends
+    leaves more, and each part must have `fewest` runs.
+    """
+    gradients = runs.gradients
+    centred = gradients - gradients.mean(0)
+    total = float(centred.square().sum())
+    if len(runs) < 2 * fewest or total <= 1e-6 * float(gradients.square().sum()):
+        return [runs]
+    second = (centred @ principal_directions(centred, 1)[:, 0].to(centred.dtype)) > 0
+    for _ in range(LLOYD_STEPS):
+        if min(int(second.sum()), int((~second).sum())) < fewest:
+            return [runs]
+        means = [gradients[~second].mean(0), gradients[second].mean(0)]
+        away = [(gradients - mean).square().sum(1) for mean in means]
+        second = away[1] < away[0]
+    if min(int(second.sum()), int((~second).sum())) < fewest:
+        return [runs]
+    if float(torch.minimum(*away).sum()) > TWO_FACES * total:
+        return [runs]
+    return [runs.chosen(~second), runs.chosen(second)]
+
+
 def leading_directions(gradients: Tensor, weight: Tensor, most: int) -> Tensor:
-    """An orthonormal basis (n, k) of the mean gradient and the leading principal directions of gradients (N, n)."""
+    """An orthonormal basis (n, k) of the mean and the leading principal directions of gradients (N, n)."""
     share = (weight / weight.sum()).to(gradients.dtype)
     mean = share @ gradients
-    spread = (gradients - mean) * share.sqrt().unsqueeze(1)
+    centred = (gradients - mean) * share.sqrt().unsqueeze(1)
     wanted = max(0, min(most - 1, len(gradients) - 2, gradients.shape[1] - 1))
-    directions = principal_directions(spread, wanted)
+    directions = principal_directions(centred, wanted)
     columns = torch.cat([mean.double().unsqueeze(1), directions], 1)
     lengths = columns.norm(dim=0)
     columns = columns[:, lengths > 0] / lengths[lengths > 0]
@@ -187,7 +194,7 @@ def leading_directions(gradients: Tensor, weight: Tensor, most: int) -> Tensor:
 
 
 def principal_directions(rows: Tensor, most: int) -> Tensor:
-    """Leading right singular vectors (n, ≤ most) of rows (N, n), by subspace iteration where there are many rows."""
+    """The leading right singular vectors (n, at most `most`) of rows (N, n), by subspace iteration if both are many."""
     if most == 0 or not bool(rows.any()):
         return rows.new_zeros(rows.shape[1], 0, dtype=torch.float64)
     count = most + OVERSAMPLED
@@ -210,38 +217,34 @@ def principal_directions(rows: Tensor, most: int) -> Tensor:
 
 
 def regressed_slopes(z: Tensor, slopes: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """H (k, k), symmetric, and b (k,) with slopes ≈ b + H z: a ridge regression, its penalty by cross-validation.
+    """H (k, k), symmetric, and b (k,) with slopes ≈ b + H z, by ridge regression.
 
-    A direction in which slopes vary much is expected to bend much: row i of H is penalized by 1/d_i², with d_i the
-    deviation of slope i, no less than `LEAST_DEVIATION` of the largest.
+    A direction along which the slope varies much is expected to bend much: row i of H is penalized by 1/d_i², where d_i
+    is the deviation of slope i, no less than `LEAST_DEVIATION` of the largest.
     """
     share = weight / weight.sum()
     middle, level = share @ z, share @ slopes
     deviation = (share @ (slopes - level).square()).sqrt()
     deviation = deviation.clamp(min=max(LEAST_DEVIATION * float(deviation.max()), 1e-300))
     scaled = deviation / deviation.max()
-    curvature = scaled.unsqueeze(1) * ridge((z - middle) * scaled, slopes - level, share)
+    curvature = scaled.unsqueeze(1) * ridge((z - middle) * scaled, slopes - level, share)[0]
     curvature = 0.5 * (curvature + curvature.mT)
     return curvature, level - curvature @ middle
 
 
 def regressed_values(z: Tensor, rest: Tensor, weight: Tensor) -> tuple[float, Tensor, float]:
-    """A constant and slopes (k,) for what is left of the values, and the spread around them, as new runs would show."""
+    """A constant and slopes (k,) fitted to what is left of values (N,), and the spread of new runs about this fit."""
     share = weight / weight.sum()
     middle, level = share @ z, share @ rest
-    extra, left = ridge_with_error(z - middle, (rest - level).unsqueeze(1), share)
-    return float(level - extra[:, 0] @ middle), extra[:, 0], math.sqrt(max(left, 0.0))
+    slopes, error = ridge(z - middle, (rest - level).unsqueeze(1), share)
+    return float(level - slopes[:, 0] @ middle), slopes[:, 0], math.sqrt(max(error, 0.0))
 
 
-def ridge(x: Tensor, y: Tensor, share: Tensor) -> Tensor:
-    """B (k, p) with y ≈ x B."""
-    return ridge_with_error(x, y, share)[0]
+def ridge(x: Tensor, y: Tensor, share: Tensor) -> tuple[Tensor, float]:
+    """B (k, p) with y ≈ x B by ridge regression, and its error; rows (N, k) and (N, p) have weights (N,) that sum to 1.
 
-
-def ridge_with_error(x: Tensor, y: Tensor, share: Tensor) -> tuple[Tensor, float]:
-    """B (k, p) with y ≈ x B, its penalty by generalized cross-validation (Golub, Heath & Wahba 1979), and its error.
-
-    The error is the mean square of what is left, summed over p, that cross-validation expects of new data.
+    The penalty is chosen by generalized cross-validation (Golub, Heath & Wahba 1979). The error is the mean square of
+    what is left, summed over p, that cross-validation expects of new data.
     """
     root = share.sqrt().unsqueeze(1)
     target = root * y
@@ -259,5 +262,5 @@ def ridge_with_error(x: Tensor, y: Tensor, share: Tensor) -> tuple[Tensor, float
     best = int(score.argmin())
     if not math.isfinite(float(score[best])):
         return y.new_zeros(x.shape[1], y.shape[1]), total
-    found = (right.mT * (shrink[best] / singular.clamp(min=1e-150))) @ projected
-    return found, float(score[best])
+    coefficients = (right.mT * (shrink[best] / singular.clamp(min=1e-150))) @ projected
+    return coefficients, float(score[best])

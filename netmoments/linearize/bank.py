@@ -1,7 +1,7 @@
-"""Linearizations made once at representative points, and answers for new inputs from the nearest of them.
+"""Banks: linearizations made once at representative points, the nearest of which answers for a new input.
 
-Points are the centres of k-means clusters of some images, or, the paper's baseline, the member of each cluster that is
-farthest from its centre.
+The points are a user's own, the centres of k-means clusters of images, or, as in the paper's baseline, the member of
+each cluster that is farthest from its centre.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from netmoments.network.weights import read_tensors, write_tensors
 
 
 def k_means_centres(images: Tensor, count: int, *, seed: int = 0, initial: Tensor | None = None) -> Tensor:
-    """The centres, (count, *event), of `count` clusters of the images (N, *event), by scikit-learn's k-means.
+    """The centres, (count, *event), of clusters of the images (N, *event), found by scikit-learn's k-means.
 
-    `initial` (count, *event) are the centres to start from; by default k-means++ chooses them.
+    It starts from the centres `initial`, (count, *event), or from those that k-means++ chooses.
     """
     images = _require_images("k_means_centres", images, count)
     seed = require_seed("k_means_centres", seed)
@@ -45,7 +45,7 @@ def k_means_centres(images: Tensor, count: int, *, seed: int = 0, initial: Tenso
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """A block that leaves Python's and NumPy's random states as they were: importing scikit-learn alone uses one."""
+    """A block that leaves Python's and NumPy's random states as they were; even importing scikit-learn changes one."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         yield
@@ -55,28 +55,28 @@ def _random_state_kept() -> Iterator[None]:
 
 
 def members_farthest_from(centres: Tensor, images: Tensor) -> Tensor:
-    """Of each centre's cluster (the images nearest to it) the member farthest away; of an empty one, the centre."""
+    """For each centre, the farthest member of its cluster, which are the images nearest to it; if empty, the centre."""
     images = _require_images("members_farthest_from", images, 1)
-    cluster, own = nearest(images.flatten(1), centres.flatten(1))
+    cluster, distance = nearest(images.flatten(1), centres.flatten(1))
     farthest = centres.clone()
     for number in cluster.unique().tolist():
         members = (cluster == number).nonzero().squeeze(1)
-        farthest[number] = images[members[own[members].argmax()]]
+        farthest[number] = images[members[distance[members].argmax()]]
     return farthest
 
 
 def nearest(inputs: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
     """For inputs (N, n): the number of the nearest of the points (k, n), and its distance, in float64.
 
-    The nearest by |x|² − 2x·p + |p|², then its exact distance; 4096 inputs at a time.
+    The nearest point is found by |x|² − 2x·p + |p|², and its distance then computed directly; 4096 inputs at a time.
     """
     points = points.double()
     squares = points.square().sum(1)
-    found = []
+    results = []
     for part in inputs.double().split(4096):
         index = (squares - 2 * part @ points.T).argmin(1)
-        found.append((index, (part - points[index]).norm(dim=1)))
-    index, distance = (torch.cat(parts) for parts in zip(*found, strict=True))
+        results.append((index, (part - points[index]).norm(dim=1)))
+    index, distance = (torch.cat(parts) for parts in zip(*results, strict=True))
     return index, distance
 
 
@@ -91,15 +91,16 @@ def _require_images(caller: str, images: Tensor, count: int) -> Tensor:
 
 
 FORMAT = "netmoments linearization bank 1"
+"""What a bank's file says it is."""
 
 
 @dataclass(frozen=True, eq=False)
 class LinearizationBank:
     """Two-stage linearizations of one network at k points, (k, *event).
 
-    Make one with `at` (points of your own), `k_means` (centres of clusters of images) or `farthest` (the member of each
-    cluster farthest from its centre: the paper's baseline), keep it with `save` and `load`. `TwoStage(bank=…)` answers
-    from the nearest point, and the result's `distance` says how far that was: the Taylor step is that much longer.
+    Make a bank with `at` (points of your own), `k_means` (centres of clusters of images) or `farthest` (the member of
+    each cluster farthest from its centre: the paper's baseline), and keep it with `save` and `load`. `TwoStage(bank=…)`
+    answers from the nearest point, and the result's `distance` is how much longer that makes the Taylor step.
 
     >>> network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).eval()
     >>> bank = LinearizationBank.at(network, torch.eye(2))
@@ -110,8 +111,9 @@ class LinearizationBank:
 
     points: Tensor
     networks: AffineReluAffine
+    """The linearizations, with one batch dimension for the points."""
     relu: str
-    """The ReLU that was kept."""
+    """The name of the ReLU that was kept."""
 
     def __post_init__(self) -> None:
         require_float_tensors("LinearizationBank", points=self.points, A=self.networks.A)
@@ -190,7 +192,7 @@ class LinearizationBank:
         return LinearizationBank(self.points.to(*args, **kwargs), self.networks.to(*args, **kwargs), self.relu)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file, whole or not at all."""
+        """Write the bank to a safetensors file, whole or not at all."""
         g = self.networks
         tensors = {"points": self.points, "A": g.A, "c1": g.c1, "B": g.B, "c2": g.c2}
         if g.D is not None:
@@ -199,6 +201,7 @@ class LinearizationBank:
 
     @classmethod
     def load(cls, path: str | Path) -> LinearizationBank:
+        """Read a bank that `save` wrote."""
         tensors, facts = read_tensors(path)
         if facts.get("format") != FORMAT:
             raise ValueError(f"{path} is not a linearization bank (format {facts.get('format')!r}, wanted {FORMAT!r})")

@@ -1,7 +1,9 @@
-"""The two-stage linearization of networks whose Jacobian cannot be stored: A and B as linear maps.
+"""The two-stage linearization of networks whose Jacobian A is too large to store.
 
-SqueezeNet's first ReLU has 1.2 million units over 155 thousand inputs: A would take 730 GB. Everything the moments need
-of it can be had in passes through the network instead, a bounded number of directions at a time."""
+SqueezeNet's first ReLU has 1.2 million units over 155 thousand inputs: A would take 730 GB. The moments only need
+products with A, its rows and its columns. These are computed by passes through the network instead, with a bounded
+number of directions at a time.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,8 @@ def two_stage_maps(
 ) -> TwoStageMaps:
     """`two_stage` at one point without storing A: the same mean, variance and covariance, paid for in passes.
 
-    The variances of the pre-activations take as many passes through the part before the ReLU as there are inputs, or
-    units with influence on the chosen outputs if those are fewer; the covariance two more for every unit that the noise
+    Variances of pre-activations take as many passes through the part before the ReLU as there are inputs, or units with
+    influence on the chosen outputs if those are fewer. The covariance takes two more for every unit that the noise
     takes across zero. Choose few `outputs`. Memory stays within `memory_budget`, by default half of what is free.
     Arguments, shapes and accuracy are those of `two_stage`; `at` is one point.
 
@@ -66,23 +68,26 @@ def two_stage_maps(
         raise ValueError(f"{CALLER}: one point at a time, got {describe(at)}")
     model = NetworkModel.of(network, points, CALLER)
     indices = output_indices(outputs, 1, model.outputs, CALLER)
-    cut, limit, _, working = Linearizer.of(model, layer, points, memory_budget)
+    cut, limit, _, chunk = Linearizer.of(model, layer, points, memory_budget)
     require_room(cut, points, indices, limit)
     with torch.inference_mode(False), full_precision():
         point = points.clone()
-        z, out, B, D, live = after_the_cut(cut, point, indices, working)
-    A = StemMap(cut, point, live[0], working)
+        z, out, B, D, live = after_the_cut(cut, point, indices, chunk)
+    A = StemMap(cut, point, live[0], chunk)
     return TwoStageMaps(A, z[0, live[0]], B[0], out[0], None if D is None else D[0], limit)
 
 
 @dataclass(frozen=True, eq=False)
 class StemMap:
-    """A = ∂z/∂x at a point, for the units `live`, (L, n), as products in chunks of directions."""
+    """A = ∂z/∂x at a point, (L, n) for L live units, as a linear map that is never stored."""
 
     cut: Cut
     point: Tensor
+    """(1, *event)."""
     live: Tensor
+    """Indices of the live units among all, (L,)."""
     chunk: int
+    """How many directions go through the network at a time."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -116,10 +121,10 @@ class StemMap:
         with torch.inference_mode(False), torch.enable_grad(), full_precision():
             x = self.point.clone().requires_grad_()
             z = self.cut.stem(x)
-            (found,) = (
+            (rows,) = (
                 by_reverse_mode(z, (x,), self.live[index].unsqueeze(0), self.chunk) if z.requires_grad else (None,)
             )
-        return self.point.new_zeros(len(index), x.numel()) if found is None else found[0]
+        return self.point.new_zeros(len(index), x.numel()) if rows is None else rows[0]
 
     def columns(self, index: Tensor) -> Tensor:
         """Chosen columns of A, (L, c)."""
@@ -143,16 +148,19 @@ class StemMap:
 
 @dataclass(frozen=True, eq=False)
 class TwoStageMaps:
-    """out ≈ B relu(A x + c₁) + D x + c₂ at a point, with A a linear map; B (k, L) for the chosen outputs."""
+    """out ≈ B relu(A x + c₁) + D x + c₂ near a point, for k chosen outputs, with A a linear map (see `StemMap`)."""
 
     A: StemMap
     z: Tensor
-    """A·point + c₁, (L,)."""
+    """The pre-activations A·point + c₁, (L,)."""
     B: Tensor
+    """(k, L)."""
     out: Tensor
     """The network's chosen outputs at the point, (k,)."""
     D: Tensor | None
+    """(k, n); None without a path around the ReLU."""
     limit: int
+    """The bytes that rows of A may take."""
 
     def mean(self, noise: Gaussian) -> Tensor:
         """E of the chosen outputs, (k,)."""
@@ -168,17 +176,17 @@ class TwoStageMaps:
         return self.moments(noise)[1]
 
     def moments(self, noise: Gaussian) -> tuple[Tensor, Tensor]:
-        """Mean (k,) and covariance (k, k) together, with the passes they share made once."""
+        """Mean (k,) and covariance (k, k) together, making the passes that they share once."""
         mean, variance = self._pre_activations(noise)
         gate = open_probability(mean, variance)
         slopes = self.A.transposed_times(self.B * gate)
         linear = noise.covariance.push(slopes if self.D is None else slopes + self.D)
-        own = matmul(self.B * nonlinear_variance(mean, variance), self.B.mT)
-        nonlinear = own + self._pairs(noise.covariance, mean, variance)
+        of_units = matmul(self.B * nonlinear_variance(mean, variance), self.B.mT)
+        nonlinear = of_units + self._pairs(noise.covariance, mean, variance)
         return self._mean(noise, mean, variance), linear + 0.5 * (nonlinear + nonlinear.mT)
 
     def _pre_activations(self, noise: Gaussian) -> tuple[Tensor, Tensor]:
-        """Means and variances of the live units."""
+        """Means and variances of the live units' pre-activations, (L,) each."""
         if noise.batch_shape or noise.size != self.A.shape[1] or noise.dtype != self.z.dtype:
             raise ValueError(
                 f"{CALLER}: the noise must be one Gaussian over {self.A.shape[1]} inputs in {self.z.dtype}, got {noise}"
@@ -188,6 +196,7 @@ class TwoStageMaps:
         return mean, self.A.row_variances(noise.covariance)
 
     def _mean(self, noise: Gaussian, mean: Tensor, variance: Tensor) -> Tensor:
+        """The mean of the chosen outputs, (k,), from the means and variances of the pre-activations."""
         expected = relu_mean(mean, standard_deviation(variance))
         change = matvec(self.B, expected - torch.relu(self.z))
         if self.D is not None:
@@ -195,7 +204,7 @@ class TwoStageMaps:
         return self.out + change
 
     def _pairs(self, covariance: Covariance, mean: Tensor, variance: Tensor) -> Tensor:
-        """B N Bᵀ over pairs of units that the noise takes across zero."""
+        """B N Bᵀ over pairs of different units that the noise takes across zero, N their nonlinear covariance."""
         units = units_of(mean.unsqueeze(0), variance.unsqueeze(0))
         chosen = active(units)[0].nonzero().squeeze(1)
         if len(chosen) == 0:
@@ -211,7 +220,7 @@ class TwoStageMaps:
         return matmul(B, product)
 
     def _streamed(self, covariance: Covariance, units: Units, chosen: Tensor, B: Tensor) -> Tensor:
-        """N Bᵀ, (units, k), a strip of rows of A at a time: A Σ Aᵀ of a strip is A times Σ times its rows."""
+        """N Bᵀ, (units, k), a strip of rows of A at a time: that strip of A Σ Aᵀ is A applied to Σ times its rows."""
         elements = tile_elements(scratch_budget(B.device, None), B.dtype)
         scratch = scratch_for(B, elements)
         product = B.new_zeros(len(chosen), len(B))
@@ -228,7 +237,7 @@ class TwoStageMaps:
 
 
 def _chunks(count: int, chunk: int, what: str, device: torch.device) -> Iterator[Tensor]:
-    """Indices 0 … count − 1 in chunks, with progress."""
+    """The indices 0 … count − 1 in chunks, with a progress bar."""
     with progress_bar(what, count) as show:
         for start in range(0, count, chunk):
             show(start)

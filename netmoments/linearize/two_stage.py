@@ -1,8 +1,8 @@
-"""The paper's two-stage linearization: everything before one ReLU, and everything after it, made affine at a point.
+"""The paper's two-stage linearization: the network before one ReLU, and the network after it, made affine at a point.
 
-Jacobians are exact, of a batch of images at once, in pieces of bounded memory: a network in eval mode treats every
-image by itself, so one backward pass with a different direction for each image gives a row of each image's Jacobian,
-and `vmap` over directions gives many rows; forward mode likewise gives columns.
+Jacobians are exact, for a batch of images at once, and computed in pieces of bounded memory. A network in eval mode
+treats every image by itself, so one backward pass with a different direction for each image gives one row of each
+image's Jacobian, and `vmap` over directions gives many rows. Forward mode gives columns in the same way.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ def two_stage(
     event_ndim: int | None = None,
     memory_budget: int | None = None,
 ) -> AffineReluAffine:
-    """network(x) ≈ B relu(A x + c₁) + D x + c₂ near a point, exact there, with its Jacobians.
+    """Linearize a network at a point around one ReLU: network(x) ≈ B relu(A x + c₁) + D x + c₂.
 
     Args:
         network: any module in eval mode, or an exported program; it is not changed.
         at: the point, (n,) or (C, H, W), or a batch of points, each with a linearization of its own.
         layer: which ReLU is kept: its place in the order of calls (from either end), or its name; see `relus`.
-        outputs: indices of the scores wanted, (k,) or one set a point (N, k); all by default.
+        outputs: indices of the scores wanted, (k,), or for each point its own, (N, k); all by default.
         event_ndim: how many trailing dimensions of `at` make one input, where that is not clear.
         memory_budget: bytes that A, B and D may take, by default half of what is free; more is refused beforehand.
 
-    Units of the ReLU without influence on any output (behind a max-pool, or a dead ReLU) are dropped and their rows of
-    A never computed. D is there only if the output depends on the input by a path around the ReLU (a skip connection).
-    The result carries no gradient to the network's weights. A network with other nonlinear functions on the way is
-    linearized at the point, smooth ones with a warning. For n inputs, q units with influence and k outputs A is (q, n),
-    B (k, q), D (k, n), each after the batch of points. At the point it equals the network to rounding, away from it to
-    first order; for (Affine, ReLU, Affine) everywhere.
+    For n inputs, k outputs and q units of the ReLU, A is (q, n), B (k, q) and D (k, n), each after the batch of points.
+    Units without influence on any output (behind a max-pool, or a dead ReLU) are dropped and their rows of A never
+    computed. D is there only if the outputs depend on the input by a path around the ReLU (a skip connection). The
+    result carries no gradient to the network's weights.
+
+    At the point the result equals the network to rounding, away from it to first order; for (Affine, ReLU, Affine) it
+    does so everywhere. Other nonlinear functions of the network are linearized too, smooth ones with a warning.
 
     >>> network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).eval()
     >>> g = two_stage(network, at=torch.zeros(2))
@@ -73,37 +74,37 @@ def two_stage(
 def linearized_at(
     model: NetworkModel, points: Tensor, layer: int | str, indices: Tensor, memory_budget: int | None
 ) -> AffineReluAffine:
-    """`two_stage` at points (N, *event) for the scores with indices (N, k): N of them, nothing checked again."""
+    """`two_stage` at points (N, *event) for the scores with indices (N, k), without checking these again."""
     return Linearizer.of(model, layer, points, memory_budget).at(points, indices)
 
 
 def linearized_in_groups(
     model: NetworkModel, points: Tensor, layer: int | str, indices: Tensor, memory_budget: int | None
 ) -> Iterator[tuple[int, AffineReluAffine]]:
-    """`linearized_at` as many points at a time as may be held, with the place of the first of them."""
+    """`linearized_at` for groups of as many points as fit into memory: yields the place of the first, and the group."""
     linearizer = Linearizer.of(model, layer, points, memory_budget)
     units, inputs = linearizer.cut.relu.shape.numel(), points[0].numel()
-    each = units * inputs + indices.shape[1] * (units + inputs)
-    together = matrices_together(points, each, memory_budget)
+    numbers_each = units * inputs + indices.shape[1] * (units + inputs)
+    together = matrices_together(points, numbers_each, memory_budget)
     for start in range(0, len(points), together):
-        some = slice(start, start + together)
-        yield start, linearizer.at(points[some], indices[some])
+        group = slice(start, start + together)
+        yield start, linearizer.at(points[group], indices[group])
 
 
 class Linearizer(NamedTuple):
-    """A network cut at a ReLU, and how much of the work at points is done at a time."""
+    """A network cut at a ReLU, and how much of the work goes at a time."""
 
     cut: Cut
     limit: int
-    """Bytes that A, B and D of the points together may take."""
+    """The bytes that A, B and D of all points together may take."""
     together: int
-    """Points that go through the network at a time."""
-    working: int
-    """Directions of each of them that do."""
+    """How many points go through the network at a time."""
+    directions: int
+    """How many directions of each of these points go at a time."""
 
     @classmethod
     def of(cls, model: NetworkModel, layer: int | str, points: Tensor, memory_budget: int | None) -> Linearizer:
-        """For points like these (N, *event), with a budget of bytes or half of what is free."""
+        """For points like these, (N, *event), with a budget of bytes or half of what is free."""
         cut, limit = model.cut(layer), memory_limit(points.device, memory_budget)
         return cls(cut, limit, *points_together(points, model.pass_size, model.most_images, memory_budget))
 
@@ -119,10 +120,10 @@ class Linearizer(NamedTuple):
         ):
             for start in range(0, len(points), self.together):
                 show(start)
-                some = slice(start, start + self.together)
-                at = points[some].clone()  # one made in inference mode could not be differentiated
-                z, out, B, D, live = after_the_cut(self.cut, at, indices[some], self.working)
-                A = _before_the_cut(self.cut, at, live, self.working, self.limit // len(points))
+                group = slice(start, start + self.together)
+                at = points[group].clone()  # one made in inference mode could not be differentiated
+                z, out, B, D, live = after_the_cut(self.cut, at, indices[group], self.directions)
+                A = _before_the_cut(self.cut, at, live, self.directions, self.limit // len(points))
                 z, flat = z.gather(1, live), at.flatten(1)
                 c2 = out - matvec(B, torch.relu(z))
                 groups.append((A, z - matvec(A, flat), B, c2 if D is None else c2 - matvec(D, flat), D))
@@ -130,18 +131,18 @@ class Linearizer(NamedTuple):
 
 
 def tangent_at(model: NetworkModel, points: Tensor, indices: Tensor, memory_budget: int | None) -> AffineReluAffine:
-    """The network's tangent at points (N, *event), for the scores with indices (N, k): f(p) + J(x − p).
+    """The tangent f(p) + J(x − p) at points p (N, *event), for the scores with indices (N, k).
 
-    For networks without a ReLU: it has one unit, which is never open and has no weight.
+    It is for networks without a ReLU, and as an `AffineReluAffine` has one unit, which is never open and has no weight.
     """
     model.require_differentiable()
-    together, working = points_together(points, model.pass_size, model.most_images, memory_budget)
+    together, directions = points_together(points, model.pass_size, model.most_images, memory_budget)
     groups: list[Parts] = []
     with refusing_what_torch_cannot_derive(), progress_bar("linearizing", len(points)) as show:
         for start in range(0, len(points), together):
             show(start)
             at = points[start : start + together]
-            out, D = linearized(model.network, at, indices[start : start + together], working)
+            out, D = linearized(model.network, at, indices[start : start + together], directions)
             A, B = at.new_zeros(len(at), 1, D.shape[2]), at.new_zeros(len(at), D.shape[1], 1)
             groups.append((A, at.new_full((len(at), 1), -1.0), B, out - matvec(D, at.flatten(1)), D))
     return AffineReluAffine.trusted(*(groups[0] if len(groups) == 1 else _joined(groups)))
@@ -149,7 +150,10 @@ def tangent_at(model: NetworkModel, points: Tensor, indices: Tensor, memory_budg
 
 @contextmanager
 def refusing_what_torch_cannot_derive() -> Iterator[None]:
-    """What was wrong where derivatives end in an error of torch's: choices by values, a `vmap` inside the network."""
+    """A block in which torch's errors on the way to derivatives say what is wrong.
+
+    They come from choices by values, or from a `vmap` inside the network.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -166,7 +170,7 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 def _joined(groups: list[Parts]) -> Parts:
-    """One batch of them all; units that only other points have are zero rows of A and columns of B."""
+    """Join groups to one batch; a group with fewer units than others gets zero rows of A and columns of B."""
     units = max(A.shape[1] for A, *_ in groups)
     A = torch.cat([pad(A, (0, 0, 0, units - A.shape[1])) for A, *_ in groups])
     c1 = torch.cat([pad(c1, (0, units - c1.shape[1])) for _, c1, *_ in groups])
@@ -174,13 +178,13 @@ def _joined(groups: list[Parts]) -> Parts:
     c2 = torch.cat([c2 for *_, c2, _ in groups])
     if all(D is None for *_, D in groups):
         return A, c1, B, c2, None
-    nothing = A.new_zeros(B.shape[1], A.shape[2])
-    around = [nothing.expand(len(own), -1, -1) if D is None else D for own, *_, D in groups]
+    zeros = A.new_zeros(B.shape[1], A.shape[2])
+    around = [zeros.expand(len(of_group), -1, -1) if D is None else D for of_group, *_, D in groups]
     return A, c1, B, c2, torch.cat(around)
 
 
 def require_room(cut: Cut, points: Tensor, indices: Tensor, limit: int) -> None:
-    """B alone must fit before it is computed: it tells which rows of A matter."""
+    """Refuse if not even B and D fit, before they are computed. B then tells which rows of A matter."""
     units, inputs = cut.relu.shape.numel(), points[0].numel()
     needed = indices.numel() * (units + inputs) * points.element_size()
     if needed > limit:
@@ -203,15 +207,17 @@ def points_of(caller: str, at: Any, event_ndim: int | None) -> tuple[Tensor, tor
 
 
 def output_indices(outputs: Sequence[int] | Tensor | None, images: int, count: int, caller: str) -> Tensor:
-    """The chosen outputs of each image as indices, (N, k)."""
+    """Check the `outputs` that a user asks for; they become indices from 0 for every image, (N, k)."""
     if outputs is None:
         return torch.arange(count).expand(images, -1)
     try:
         chosen = torch.as_tensor(outputs)
     except (RuntimeError, TypeError, ValueError):
         raise ValueError(f"{caller}: outputs must be indices of scores, (k,) or (N, k), got {outputs!r}") from None
-    whole = not (chosen.is_floating_point() or chosen.is_complex() or chosen.is_quantized or chosen.dtype == torch.bool)
-    if not whole or chosen.is_meta or chosen.dim() not in (1, 2) or chosen.numel() == 0:
+    integer = not (
+        chosen.is_floating_point() or chosen.is_complex() or chosen.is_quantized or chosen.dtype == torch.bool
+    )
+    if not integer or chosen.is_meta or chosen.dim() not in (1, 2) or chosen.numel() == 0:
         raise ValueError(f"{caller}: outputs must be indices of scores, (k,) or (N, k), got {describe(chosen)}")
     if chosen.dim() == 2 and chosen.shape[0] != images:
         raise ValueError(f"{caller}: outputs has {chosen.shape[0]} rows for {images} points, got {describe(chosen)}")
@@ -223,16 +229,19 @@ def output_indices(outputs: Sequence[int] | Tensor | None, images: int, count: i
 
 
 def after_the_cut(
-    cut: Cut, points: Tensor, rows: Tensor, working: int
+    cut: Cut, points: Tensor, rows: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """z (N, p), the chosen outputs (N, k), B (N, k, L) and D (N, k, n) or None; and which units (N, L) B is about."""
+    """Linearize the head: z (N, p), the outputs `rows` (N, k), B (N, k, L), D (N, k, n) or None, live units (N, L).
+
+    B has columns for the live units only. `chunk` rows are computed at a time.
+    """
     with torch.enable_grad():
         x = points.clone().requires_grad_()
         z = cut.stem(points).detach()
         y = torch.relu(z).requires_grad_()
         out = cut.head(x, y)
         rows = rows.to(points.device)
-        D, B = by_reverse_mode(out, (x, y), rows, working) if out.requires_grad else (None, None)
+        D, B = by_reverse_mode(out, (x, y), rows, chunk) if out.requires_grad else (None, None)
     if B is None:
         B = z.new_zeros(*rows.shape, z[0].numel())
     if D is not None and not bool(D.any()):  # a ReLU in place leaves a path that carries nothing
@@ -244,7 +253,10 @@ def after_the_cut(
 
 
 def live_units(B: Tensor) -> Tensor:
-    """Units with a non-zero column of B, (N, L): as many as the liveliest image has, at least 1."""
+    """The units with a non-zero column of B, (N, L), where L is the most that any image has, but at least 1.
+
+    Images with fewer live units have some others too.
+    """
     matters = (B != 0).any(1)
     most = max(1, int(matters.sum(1).max()))
     if most == B.shape[2]:
@@ -252,10 +264,10 @@ def live_units(B: Tensor) -> Tensor:
     return torch.argsort(matters, dim=1, descending=True, stable=True)[:, :most].sort(1).values
 
 
-def _before_the_cut(cut: Cut, points: Tensor, live: Tensor, working: int, limit_each: int) -> Tensor:
-    """A, (N, L, n): by forward mode where that takes fewer passes than reverse mode and every function has it.
+def _before_the_cut(cut: Cut, points: Tensor, live: Tensor, chunk: int, limit_each: int) -> Tensor:
+    """A, (N, L, n), the Jacobian of the stem for live units; refused before it is computed if it does not fit.
 
-    It must fit before it is computed.
+    Forward mode is taken where it needs fewer passes than reverse mode and every function supports it.
     """
     size, units = points[0].numel(), live.shape[1]
     needed = units * size * points.element_size()
@@ -267,9 +279,9 @@ def _before_the_cut(cut: Cut, points: Tensor, live: Tensor, working: int, limit_
             f"passes instead of storing it"
         )
     if size < units:
-        everything = units == cut.relu.size
+        all_live = units == cut.relu.size
         try:
-            return by_forward_mode(cut.stem, points, None if everything else live, working)
+            return by_forward_mode(cut.stem, points, None if all_live else live, chunk)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
@@ -277,7 +289,7 @@ def _before_the_cut(cut: Cut, points: Tensor, live: Tensor, working: int, limit_
     with torch.enable_grad():
         x = points.clone().requires_grad_()
         z = cut.stem(x)
-        (A,) = by_reverse_mode(z, (x,), live, working) if z.requires_grad else (None,)
+        (A,) = by_reverse_mode(z, (x,), live, chunk) if z.requires_grad else (None,)
     return points.new_zeros(points.shape[0], live.shape[1], size) if A is None else A
 
 
@@ -302,15 +314,15 @@ def by_reverse_mode(outputs: Tensor, inputs: tuple[Tensor, ...], rows: Tensor, c
             for place, part in enumerate(parts):
                 if part is None:
                     continue
-                found, part = results[place], part.flatten(2)
-                if found is None:
-                    found = results[place] = part.new_empty(images, count, part.shape[2])
-                found[:, start : start + part.shape[0]] = part.transpose(0, 1)
+                jacobian, part = results[place], part.flatten(2)
+                if jacobian is None:
+                    jacobian = results[place] = part.new_empty(images, count, part.shape[2])
+                jacobian[:, start : start + part.shape[0]] = part.transpose(0, 1)
     return tuple(results)
 
 
 def by_forward_mode(function: Callable[[Tensor], Tensor], at: Tensor, rows: Tensor | None, chunk: int) -> Tensor:
-    """The Jacobian of `function` at `at` (N, ...), (N, p, n), column by column; with `rows` (N, R), those rows only."""
+    """The Jacobian (N, p, n) of `function` at points (N, ...), column by column; or its `rows` (N, R) only."""
     images, size = at.shape[0], at[0].numel()
     result: Tensor | None = None
 
@@ -334,13 +346,13 @@ def by_forward_mode(function: Callable[[Tensor], Tensor], at: Tensor, rows: Tens
     return result
 
 
-def linearized(network: nn.Module, points: Tensor, rows: Tensor, working: int) -> tuple[Tensor, Tensor]:
-    """The chosen scores (N, k) at points (N, *event), and their Jacobian (N, k, n)."""
+def linearized(network: nn.Module, points: Tensor, rows: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """The scores with indices `rows` (N, k) at points (N, *event), and their Jacobian (N, k, n)."""
     with torch.inference_mode(False), full_precision(), torch.enable_grad():
         x = points.detach().clone().requires_grad_()
         out = network(x.clone())
         rows = rows.to(points.device)
-        (jacobian,) = by_reverse_mode(out, (x,), rows, working) if out.requires_grad else (None,)
+        (jacobian,) = by_reverse_mode(out, (x,), rows, chunk) if out.requires_grad else (None,)
     if jacobian is None:
         jacobian = points.new_zeros(*rows.shape, points[0].numel())
     return out.detach().gather(1, rows), jacobian

@@ -31,7 +31,7 @@ from netmoments.linearize.two_stage import linearized, linearized_at, linearized
 from netmoments.memory import gigabytes, matrices_together, memory_limit, points_together
 from netmoments.moments.request import CALLER, Request
 from netmoments.moments.result import MomentErrors, OutputMoments
-from netmoments.propagate.layerwise import layerwise, need_of, with_variances
+from netmoments.propagate.layerwise import layerwise, need_of, without_negative_variances
 from netmoments.propagate.plan import NoRule, plan_of
 from netmoments.propagate.sketch import PROBES, sketched
 from netmoments.rules.black_box import black_box
@@ -100,7 +100,7 @@ class Layerwise(Method):
             plan = plan_of(request.model, CALLER)
             found = layerwise(plan, noise.mean, noise.covariance, indices, budget, CALLER)
             request.model.look()  # while a GPU is still at work on it
-            mean, covariance = with_variances(found, plan, noise.mean, noise.covariance, indices, budget)
+            mean, covariance = without_negative_variances(found, plan, noise.mean, noise.covariance, indices, budget)
         return OutputMoments(mean, _variances(covariance), covariance, self.name, outputs=indices)
 
 

@@ -1,1 +1,1 @@
-"""Any trained network: its ReLUs, cuts at one of them, loading, the zoo, training."""
+"""Any trained network: the model of it, its ReLUs and graph, cuts at a ReLU, loading, and the zoo."""

@@ -1,7 +1,7 @@
-"""Operators that are made of others, written out: normalisation as squares, means, roots and products, and so on.
+"""Compound operators written out in elementary ones: normalisation as squares, means, roots and products, and so on.
 
-What a graph is recorded with. A written-out operator gives what it gives, to rounding; in exchange every piece of it
-has a rule of its own, and what is affine in it needs none. An operator that is not listed is recorded as it is.
+`graph` records networks with these. The result is the same up to rounding, but each elementary operator has a rule, or
+is affine and needs none. Operators that are not listed in `WRITTEN_OUT` are recorded as they are.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 aten = torch.ops.aten
 FEW_NUMBERS = 32
-"""Normalisation and lengths of fewer numbers are left as they are: there is a rule for few, whose mean square is far
-from Gaussian."""
-FEW_FACTORS = 8
-"""A product along a dimension is written out up to so many factors."""
+"""Normalisation and norms of fewer numbers are not written out: their mean square is far from Gaussian, and there is a
+rule for them as a whole."""
+MOST_FACTORS = 8
+"""Products along a dimension are written out up to this many factors."""
 
 
 def _normalised(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x − mean)/√(variance + eps) over some dimensions, the mean and the root's reciprocal."""
+    """(x − mean)/√(variance + eps), the mean, and 1/√(variance + eps), with the moments taken over `dims`."""
     mean = x.mean(list(dims), keepdim=True)
     centred = x - mean
     scale = (centred.square().mean(list(dims), keepdim=True) + eps).rsqrt()
@@ -42,9 +42,8 @@ def _group_norm(
     if channels * size // groups < FEW_NUMBERS:
         return NotImplemented
     y, mean, scale = _normalised(x.reshape(n, groups, -1), [-1], eps)
-    by_channel = [1, channels] + [1] * (x.dim() - 2)
-    own = (None if part is None else part.reshape(by_channel) for part in (weight, bias))
-    return _scaled(y.reshape(x.shape), *own), mean.reshape(n, groups), scale.reshape(n, groups)
+    y = _scaled(y.reshape(x.shape), *_by_channel(x, weight, bias))
+    return y, mean.reshape(n, groups), scale.reshape(n, groups)
 
 
 def _batch_norm(
@@ -57,7 +56,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """With statistics of its input, as instance normalisation has them; with those it has learned it is affine."""
+    """Batch normalisation by statistics of its input, as in instance normalisation; by learned ones it is affine."""
     if not training or running_mean is not None:
         return NotImplemented
     return _batch_norm_of_input(x, weight, bias, eps)
@@ -73,9 +72,12 @@ def _batch_norm_of_input(x: Tensor, weight: Tensor | None, bias: Tensor | None, 
     if x.numel() // x.shape[1] < FEW_NUMBERS:
         return NotImplemented
     y, mean, scale = _normalised(x, [0, *range(2, x.dim())], eps)
-    by_channel = [1, -1] + [1] * (x.dim() - 2)
-    own = (None if part is None else part.reshape(by_channel) for part in (weight, bias))
-    return _scaled(y, *own), mean.reshape(-1), scale.reshape(-1)
+    return _scaled(y, *_by_channel(x, weight, bias)), mean.reshape(-1), scale.reshape(-1)
+
+
+def _by_channel(x: Tensor, *values: Tensor | None) -> list[Tensor | None]:
+    """Values (C,) in a shape that broadcasts with x, (N, C, ...)."""
+    return [None if value is None else value.reshape([1, -1] + [1] * (x.dim() - 2)) for value in values]
 
 
 def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -115,13 +117,13 @@ def _vector_norm(
 
 
 def _divided(x: Any, y: Any) -> Any:
-    """By a tensor; division by a number is affine as it is."""
+    """A quotient of tensors as a product with a reciprocal; division by a number is affine as it is."""
     if not isinstance(y, Tensor) or not isinstance(x, Tensor) or y.dim() == 0 or not y.is_floating_point():
         return NotImplemented
     return x * y.reciprocal()
 
 
-def _gated(x: Tensor, dim: int = -1) -> Tensor:
+def _glu(x: Tensor, dim: int = -1) -> Tensor:
     first, second = x.chunk(2, dim)
     return first * second.sigmoid()
 
@@ -134,25 +136,25 @@ def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     return -torch.nn.functional.softplus(-x), x.new_empty(0)
 
 
-def _added_product(x: Tensor, first: Tensor, second: Tensor, *, value: float = 1) -> Tensor:
+def _addcmul(x: Tensor, first: Tensor, second: Tensor, *, value: float = 1) -> Tensor:
     return x + (first * second if value == 1 else value * first * second)
 
 
-def _added_quotient(x: Tensor, first: Tensor, second: Tensor, *, value: float = 1) -> Tensor:
+def _addcdiv(x: Tensor, first: Tensor, second: Tensor, *, value: float = 1) -> Tensor:
     return x + value * first * second.reciprocal()
 
 
-def _between(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
+def _lerp(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
     return start + weight * (end - start)
 
 
-def _added_matrix_product(x: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def _baddbmm(x: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     product = torch.bmm(first, second)
     return (x if beta == 1 else beta * x) + (product if alpha == 1 else alpha * product)
 
 
 def _product_along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    if not 0 < x.shape[dim] <= FEW_FACTORS or dtype is not None:
+    if not 0 < x.shape[dim] <= MOST_FACTORS or dtype is not None:
         return NotImplemented
     factors = list(x.unbind(dim))
     while len(factors) > 1:
@@ -172,11 +174,11 @@ def _trilinear(
     sumdim: Sequence[int],
     unroll_dim: int = 1,
 ) -> Any:
-    """Of a bilinear layer, x₁ᵀWx₂: an affine map of x₁, times x₂."""
+    """A bilinear layer, x₁ᵀWx₂, as an affine map of x₁ times x₂; other uses of the operator are left as they are."""
     if (list(expand1), list(expand2), list(expand3), list(sumdim)) != ([1, 3], [0], [1, 2], [2, 3]):
         return NotImplemented
-    turned = torch.nn.functional.linear(first, weight.transpose(1, 2).reshape(-1, weight.shape[1]))
-    return (turned.reshape(-1, weight.shape[0], weight.shape[2]) * second.unsqueeze(1)).sum(-1)
+    mapped = torch.nn.functional.linear(first, weight.transpose(1, 2).reshape(-1, weight.shape[1]))
+    return (mapped.reshape(-1, weight.shape[0], weight.shape[2]) * second.unsqueeze(1)).sum(-1)
 
 
 def _distances(first: Tensor, second: Tensor, p: float, compute_mode: int | None) -> Any:
@@ -187,32 +189,29 @@ def _distances(first: Tensor, second: Tensor, p: float, compute_mode: int | None
 
 
 def _lstm_cell(
-    given: Tensor, hidden: Tensor, cell: Tensor, bias: Tensor | None = None, hidden_bias: Tensor | None = None
+    inputs: Tensor, hidden: Tensor, cell: Tensor, bias: Tensor | None = None, hidden_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A step of an LSTM as a GPU does it without cuDNN: from products with its weights, its state and biases."""
-    gates = _sum_of(given, hidden, bias, hidden_bias)
+    """A step of an LSTM on a GPU without cuDNN, from the products of the input and the hidden state with weights."""
+    gates = _sum_of(inputs, hidden, bias, hidden_bias)
     enter, forget, new, leave = gates.chunk(4, 1)
     cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
-    return leave.sigmoid() * cell.tanh(), cell, given.new_empty(0)
+    return leave.sigmoid() * cell.tanh(), cell, inputs.new_empty(0)
 
 
 def _gru_cell(
-    given: Tensor, hidden: Tensor, state: Tensor, bias: Tensor | None = None, hidden_bias: Tensor | None = None
+    inputs: Tensor, hidden: Tensor, state: Tensor, bias: Tensor | None = None, hidden_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    first, second = _sum_of(given, bias).chunk(3, 1), _sum_of(hidden, hidden_bias).chunk(3, 1)
+    """A step of a GRU on a GPU without cuDNN, from the products of the input and the hidden state with weights."""
+    first, second = _sum_of(inputs, bias).chunk(3, 1), _sum_of(hidden, hidden_bias).chunk(3, 1)
     reset, update = ((a + b).sigmoid() for a, b in zip(first[:2], second[:2], strict=True))
     new = (first[2] + reset * second[2]).tanh()
-    return update * (state - new) + new, given.new_empty(0)
+    return update * (state - new) + new, inputs.new_empty(0)
 
 
 def _sum_of(first: Tensor, *others: Tensor | None) -> Tensor:
     for other in others:
         first = first if other is None else first + other
     return first
-
-
-def _log_of_more_than_one(x: Tensor) -> Tensor:
-    return (1 + x).log()
 
 
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
@@ -225,18 +224,18 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.var_mean.correction: _variance_and_mean,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.div.Tensor: _divided,
-    aten.glu.default: _gated,
+    aten.glu.default: _glu,
     aten._log_softmax.default: _log_softmax,
     aten.log_sigmoid_forward.default: _log_sigmoid,
-    aten.addcmul.default: _added_product,
-    aten.addcdiv.default: _added_quotient,
-    aten.lerp.Tensor: _between,
-    aten.baddbmm.default: _added_matrix_product,
+    aten.addcmul.default: _addcmul,
+    aten.addcdiv.default: _addcdiv,
+    aten.lerp.Tensor: _lerp,
+    aten.baddbmm.default: _baddbmm,
     aten.prod.dim_int: _product_along,
     aten._trilinear.default: _trilinear,
     aten._cdist_forward.default: _distances,
     aten._thnn_fused_lstm_cell.default: _lstm_cell,
     aten._thnn_fused_gru_cell.default: _gru_cell,
-    aten.log1p.default: _log_of_more_than_one,
+    aten.log1p.default: lambda x: (1 + x).log(),
 }
-"""By overload; one that does not write a call out returns NotImplemented."""
+"""The function that writes out each overload; it returns NotImplemented for calls that are better left as they are."""

@@ -1,10 +1,10 @@
-"""Networks from `torch.export`: archives that are looked through before torch sees them, and programs as networks.
+"""Networks from `torch.export`: archives checked before torch sees them, and programs as networks.
 
 `torch.export.save` writes a zip archive: the program as JSON, weights as plain bytes, example inputs as a pickle.
 `torch.export.load` trusts all of it: it unpickles, evaluates sizes as Python expressions, looks operators up by any
-name below `torch`, and makes Python source from the names of arguments and weights. So a file of a stranger is read
-here first. What is not known is refused; pickles are read as plain tensors and written anew; what torch gets is an
-archive made here from what passed, never the file.
+name below `torch`, and makes Python source from the names of arguments and weights. A stranger's file could run any
+code that way, so it is checked here first. Whatever is unknown is refused, pickles are read as plain tensors and
+written anew, and torch gets an archive made here from what passed, never the file itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from netmoments.precision import quietly
 
 
 def load_exported(path: Path) -> ExportedNetwork:
-    """The network in an archive of `torch.export.save`; nothing in the archive is run but its operators on tensors."""
+    """The network in an archive of `torch.export.save`; nothing in it can run but operators on tensors."""
     archive = safe_archive(path)
     try:
         with quietly("The given buffer is not writable"):  # torch's own reading
@@ -42,26 +42,30 @@ def load_exported(path: Path) -> ExportedNetwork:
 
 
 MOST_MEMBERS = 100_000
+"""Members that a zip archive may have."""
 ADVICE = (
     "such a network can be given as file.py:factory, with its weights in a safetensors file, if you trust who made it"
 )
+"""What to do with a network that is refused."""
 
 WEIGHTS, CONSTANTS = "data/weights/", "data/constants/"
 PROGRAM, INPUTS = "models/model.json", "data/sample_inputs/model.pt"
 CONFIGURATIONS = {f"{WEIGHTS}model_weights_config.json": WEIGHTS, f"{CONSTANTS}model_constants_config.json": CONSTANTS}
+"""Members that list the files of a folder, with the folder."""
 PAYLOAD = re.compile(r"data/weights/weight_\d+|data/constants/tensor_\d+")
+"""Names of members that hold one tensor."""
 SIGNS = ("archive_format", "archive_version", ".data/version", "byteorder", ".data/serialization_id")
 """Small members that say what kind of archive it is."""
 EXTRA = "extra/"
-"""Texts that whoever exported the network put beside it; nothing reads them here."""
+"""The folder of texts that whoever exported the network added; they are left out."""
 
 
 class RefusedArchiveError(ValueError):
-    """What is wrong with an archive, before it is known which file it is."""
+    """An archive is refused. The message continues "{path} is refused: ", since the path is not known here."""
 
 
 def safe_archive(path: Path) -> io.BytesIO:
-    """The archive of an exported network, made anew from what was checked; a ValueError says what was refused."""
+    """The archive of an exported network, written anew from what was checked; a ValueError says what was refused."""
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             members = _members(archive, path.stat().st_size)
@@ -73,7 +77,7 @@ def safe_archive(path: Path) -> io.BytesIO:
 
 
 def _members(archive: zipfile.ZipFile, size: int) -> dict[str, bytes]:
-    """What is in the archive, by names without the folder that all of them are in."""
+    """The contents of the archive's members, by names without the folder that all of them are in."""
     require_plain_zip(archive, size)
     names = [entry.filename for entry in archive.infolist()]
     folder = names[0].partition("/")[0] + "/" if names else ""
@@ -85,7 +89,7 @@ def _members(archive: zipfile.ZipFile, size: int) -> dict[str, bytes]:
 
 
 def require_plain_zip(archive: zipfile.ZipFile, size: int) -> None:
-    """That a zip file of so many bytes holds files as they are, each once, under names that stay inside it."""
+    """Require that a zip file of `size` bytes holds uncompressed files, each once, with paths that stay inside it."""
     entries = archive.infolist()
     if len(entries) > MOST_MEMBERS:
         raise RefusedArchiveError(f"it has {len(entries):,} members, more than the {MOST_MEMBERS:,} allowed")
@@ -112,17 +116,18 @@ def require_plain_zip(archive: zipfile.ZipFile, size: int) -> None:
 
 
 def _checked(members: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The members that torch may see, as it may see them."""
+    """The members that torch gets, after their contents were checked and cleaned."""
     _require_known(members)
     checked = {name: members[name] for name in SIGNS if name in members}
     for name, folder in CONFIGURATIONS.items():
-        checked[name] = _json_bytes(_checked_payloads(_parsed(members, name), folder, members, checked))
-    checked[PROGRAM] = _json_bytes(checked_program(_parsed(members, PROGRAM)))
+        checked[name] = json.dumps(_checked_payloads(_parsed(members, name), folder, members, checked)).encode()
+    checked[PROGRAM] = json.dumps(checked_program(_parsed(members, PROGRAM))).encode()
     checked[INPUTS] = _plain_pickle(members[INPUTS], "its example inputs")
     return checked
 
 
 def _require_known(members: Mapping[str, bytes]) -> None:
+    """Require that there are exactly the members that torch 2.11 writes, in this machine's byte order."""
     for name in members:
         if name.startswith((f"{CONSTANTS}custom_obj_", f"{CONSTANTS}opaque_obj_")):
             raise RefusedArchiveError(f"it holds a custom object ({name}), which runs code when it is loaded; {ADVICE}")
@@ -143,6 +148,7 @@ def _require_known(members: Mapping[str, bytes]) -> None:
 
 
 def _parsed(members: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The JSON object in a member."""
     try:
         value = json.loads(members[name])
     except (ValueError, RecursionError) as error:
@@ -150,10 +156,6 @@ def _parsed(members: Mapping[str, bytes], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RefusedArchiveError(f"its {name} is no JSON object")
     return value
-
-
-def _json_bytes(value: Any) -> bytes:
-    return json.dumps(value).encode()
 
 
 def _written_anew(members: Mapping[str, bytes]) -> io.BytesIO:
@@ -168,7 +170,7 @@ def _written_anew(members: Mapping[str, bytes]) -> io.BytesIO:
 def _checked_payloads(
     configuration: dict[str, Any], folder: str, members: Mapping[str, bytes], checked: dict[str, bytes]
 ) -> dict[str, Any]:
-    """A configuration of weights or constants whose files are there; the files are put beside it."""
+    """The list of a folder's weights or constants, checked; their files are added to `checked`."""
     entries = configuration.get("config")
     if not isinstance(entries, dict):
         raise RefusedArchiveError(f"the list of files in {folder} has no config")
@@ -194,7 +196,7 @@ def _sizes(weight: str, entry: Mapping[str, Any]) -> list[int]:
 
 
 def _plain_pickle(content: bytes, what: str) -> bytes:
-    """A pickle of plain tensors, numbers and lists of them, read as such and written anew."""
+    """A pickle of plain tensors, numbers and containers of them, read as such and written anew."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             require_plain_zip(archive, len(content))
@@ -211,19 +213,20 @@ def _plain_pickle(content: bytes, what: str) -> bytes:
 
 
 MOST_PARTS = 100_000
-"""Of a pickle, each counted as often as it is met: lists that hold one list twice, and so on, never end."""
+"""Parts that a pickle may have, counted each time they are met: n lists that each hold the next one twice have 2ⁿ."""
 
 
-def _require_plain(value: Any, what: str, met: Iterator[int]) -> None:
-    if next(met) > MOST_PARTS:
+def _require_plain(value: Any, what: str, numbers: Iterator[int]) -> None:
+    """Require tensors, numbers, texts and containers of these; `numbers` counts the parts that are met."""
+    if next(numbers) > MOST_PARTS:
         raise RefusedArchiveError(f"{what} have more than the {MOST_PARTS:,} parts allowed")
     if isinstance(value, tuple | list):
         for part in value:
-            _require_plain(part, what, met)
+            _require_plain(part, what, numbers)
     elif type(value) is dict:
         for key, part in value.items():
             _require_text(key, f"a key in {what}")
-            _require_plain(part, what, met)
+            _require_plain(part, what, numbers)
     elif isinstance(value, str):
         _require_text(value, f"a text in {what}", TEXT)
     elif isinstance(value, Tensor):
@@ -234,24 +237,29 @@ def _require_plain(value: Any, what: str, met: Iterator[int]) -> None:
 
 
 WORD = re.compile(r"[\w.@+ -]*")
-"""Names of weights and modules, versions, kinds of devices: nothing that ends a string in Python source."""
+"""Names of weights and modules, versions, kinds of devices: nothing that could end a string in Python source."""
 TEXT = re.compile(r"[\w.@ ,:;<>=+*/()\[\]-]*")
-"""Texts that operators take, such as "bi,bj->bij"."""
+"""Texts that are arguments of operators, such as "bi,bj->bij"."""
 NAMED = {"name", "as_name", "forward_arg_names"}
-"""Keys whose texts become variables in Python source."""
+"""Keys of the program's JSON whose texts become variables in Python source."""
 TEXTS = {"as_string", "as_strings"}
+"""Keys whose texts are arguments of operators."""
 EXPRESSIONS = {"expr_str"}
+"""Keys whose texts torch evaluates as sizes."""
 OPERATORS = {"target", "as_operator"}
+"""Keys whose texts name an operator."""
 TREES = {"in_spec", "out_spec"}
+"""Keys whose texts say how arguments or outputs are nested."""
 CUSTOM = {"as_custom_obj", "custom_obj", "custom_obj_values"}
+"""Keys of custom objects, which are refused."""
 DROPPED = {"guards_code"}
-"""Python source that says for which sizes the program was made; the sizes themselves stay."""
+"""Keys that are left out: Python source that checks the sizes of inputs. The sizes themselves stay."""
 KEPT = {"nn_module_stack"}
-"""Of what an operation remembers of its origin: the modules that it was called in."""
+"""The only metadata of an operation that is kept: the modules that it was called in."""
 
 
 def checked_program(program: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a program, with every text checked by what torch does with it, and without what is only remembered.
+    """The JSON of a program, with every text checked by what torch does with it, and without most metadata.
 
     Torch makes Python source from the names in it, evaluates its sizes, and calls its operators: names must be names,
     sizes expressions of whole numbers, and operators those that compute with tensors.
@@ -260,6 +268,7 @@ def checked_program(program: dict[str, Any]) -> dict[str, Any]:
 
 
 def _walked(value: Any, key: str) -> Any:
+    """A copy of JSON that stands under this key, with its texts checked."""
     if isinstance(value, dict):
         if key == "metadata" and all(isinstance(text, str) for text in value.values()):
             return {name: _module_stack(text) for name, text in value.items() if name in KEPT}
@@ -298,7 +307,7 @@ def _require_text(text: Any, what: str, allowed: re.Pattern[str] = WORD) -> str:
 
 
 def _module_stack(text: Any) -> str:
-    """Which modules an operation was called in: words between commas and semicolons, which torch only splits."""
+    """The modules an operation was called in, as text: torch only splits it at commas and semicolons."""
     if not isinstance(text, str) or not text.isprintable():
         raise RefusedArchiveError("the modules of an operation are no text")
     return text
@@ -314,12 +323,12 @@ OPERATOR = re.compile(
     r"|_operator\.(add|sub|mul|truediv|floordiv|mod|pow|neg|pos|and_|or_|not_|lshift|rshift|eq|ne|lt|le|gt|ge|getitem)"
 )
 """Operators that compute with tensors and sizes, and those that run a part of the program itself."""
-TOUCHING = {"from_file", "save", "_print", "warn", "Delete", "set_grad_enabled", "manual_seed", "seed"}
-"""Of these, the ones that touch files, or what belongs to the whole process."""
+SIDE_EFFECTS = {"from_file", "save", "_print", "warn", "Delete", "set_grad_enabled", "manual_seed", "seed"}
+"""Operators among these that are refused, since they touch files or the state of the whole process."""
 
 
 def _require_operator(target: str) -> None:
-    if not OPERATOR.fullmatch(target) or target.split(".")[-2] in TOUCHING:
+    if not OPERATOR.fullmatch(target) or target.split(".")[-2] in SIDE_EFFECTS:
         raise RefusedArchiveError(
             f"its program calls {target[:80]!r}, none of the operators that only compute with tensors; {ADVICE}"
         )
@@ -333,17 +342,18 @@ SIZES = {
     "FloatTrueDiv", "IntTrueDiv", "IsNonOverlappingAndDenseIndicator", "TruncToFloat", "TruncToInt", "RoundToInt",
     "RoundDecimal", "ToFloat", "Identity",
 }  # fmt: skip
-"""What expressions of sizes are made with."""
+"""Functions that may occur in expressions of sizes."""
 LONGEST = 10_000
-"""Characters of such an expression."""
-PIECES = (
+"""Characters that such an expression may have."""
+SYNTAX = (
     ast.Expression, ast.Call, ast.keyword, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Compare,
     ast.Tuple, ast.operator, ast.unaryop, ast.cmpop,
 )  # fmt: skip
+"""Python syntax that may occur in them."""
 
 
 def _require_expression(text: str) -> None:
-    """An expression of sizes, such as Mul(Integer(2), Symbol('s77', positive=True)), and no other Python."""
+    """Require an expression of sizes, such as Mul(Integer(2), Symbol('s77', positive=True)), and no other Python."""
     try:
         tree = ast.parse(text, mode="eval") if len(text) <= LONGEST else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -353,6 +363,7 @@ def _require_expression(text: str) -> None:
 
 
 def _is_of_sizes(node: ast.AST) -> bool:
+    """Whether one node of Python's syntax tree may stand in an expression of sizes."""
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id in SIZES
     if isinstance(node, ast.Name):
@@ -362,15 +373,17 @@ def _is_of_sizes(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):
         text = node.value
         return isinstance(text, bool | int | float) or (isinstance(text, str) and bool(re.fullmatch(r"[\w.+-]+", text)))
-    return isinstance(node, PIECES)
+    return isinstance(node, SYNTAX)
 
 
 POWERS = {"Pow", "PowByNatural", "FloatPow", "LShift"}
+"""Functions whose results grow exponentially with an argument."""
 LARGEST_EXPONENT = 64
+"""The largest number that may stand in an exponent."""
 
 
 def _depth_of_powers(node: ast.AST) -> int:
-    """How deeply powers are nested, as 9**9**9 takes forever; a large exponent counts as many."""
+    """How deeply powers are nested, since 9**9**9 takes forever; one with a large exponent counts as three."""
     deepest = max(map(_depth_of_powers, ast.iter_child_nodes(node)), default=0)
     exponent = None
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow | ast.LShift):
@@ -392,37 +405,38 @@ def _is_large(exponent: Any) -> bool:
 
 
 CONTAINERS = {"builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict"}
+"""Containers that arguments and outputs may be nested in: those that need no other class."""
 
 
 def _require_tree(text: str) -> None:
-    """How arguments and outputs are nested: tuples, lists and dictionaries, which need no other class."""
+    """Require that arguments or outputs are nested in tuples, lists and dictionaries only."""
     try:
         version, tree = json.loads(text)
-        right = version == 1 and _is_a_tree(tree)
+        plain = version == 1 and _is_plain_tree(tree)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        right = False
-    if not right:
+        plain = False
+    if not plain:
         raise RefusedArchiveError(
             f"its arguments or outputs are nested in something else than tuples, lists and dictionaries; {ADVICE}"
         )
 
 
-def _is_a_tree(node: dict[str, Any]) -> bool:
+def _is_plain_tree(node: dict[str, Any]) -> bool:
     if node["type"] is None:
         return node["context"] is None and node["children_spec"] == []
     keys = json.loads(node["context"])
     plain = keys is None or (isinstance(keys, list) and all(isinstance(k, str) and WORD.fullmatch(k) for k in keys))
-    return node["type"] in CONTAINERS and plain and all(_is_a_tree(child) for child in node["children_spec"])
+    return node["type"] in CONTAINERS and plain and all(_is_plain_tree(child) for child in node["children_spec"])
 
 
 class ExportedNetwork(nn.Module):
-    """An exported program as a network of any batch size.
+    """An exported program as a network that takes batches of any size.
 
-    A program exported with a batch of 1 takes nothing else; it is then mapped over the images of a batch.
+    A program exported with a batch of 1 is mapped over the images, and larger batches than a program takes are split.
     """
 
     largest: int | None
-    """The largest batch that the program takes, if it has one."""
+    """The largest batch that the program takes; None if it has no bound."""
 
     def __init__(self, program: fx.GraphModule) -> None:
         super().__init__()
@@ -445,17 +459,12 @@ class ExportedNetwork(nn.Module):
         return torch.func.vmap(lambda image: self.program(image.unsqueeze(0)).squeeze(0))(x)
 
     def train(self, mode: bool = True) -> Self:
-        """Exported programs are what they were when exported."""
+        """Do nothing: the mode of a program was settled when it was exported."""
         return self
 
 
-def exported_network(program: torch.export.ExportedProgram) -> ExportedNetwork:
-    """An exported program as a network, with the bounds of its batch respected."""
-    return ExportedNetwork(program.module())
-
-
 def _batch_dimension(program: fx.GraphModule) -> int | torch.SymInt | None:
-    """The first dimension of a program's input: a number that it insists on, or a symbol."""
+    """The first dimension of a program's input: a symbol, or the only number that the program takes."""
     for node in program.graph.nodes:
         if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
             return node.meta["val"].shape[0] if node.meta["val"].dim() else None
@@ -463,6 +472,6 @@ def _batch_dimension(program: fx.GraphModule) -> int | torch.SymInt | None:
 
 
 def _largest_value(symbol: torch.SymInt) -> int | None:
-    """The upper end of the range that a symbol was exported with."""
+    """The upper end of the range that a symbol was exported with; None if there is none."""
     bounds = symbol.node.shape_env.var_to_range.get(symbol.node.expr)
     return int(bounds.upper) if bounds is not None and getattr(bounds.upper, "is_Integer", False) else None

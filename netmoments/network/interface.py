@@ -1,8 +1,8 @@
 """Any network as a function of rows: one tensor in, one row of numbers for each input out.
 
-Networks take one tensor or several arguments, noisy ones and constants; they return scores, images, tuples or
-dictionaries of tensors, in half precision or not. `FlatNetwork` is such a network seen from outside: inputs (N, n) or
-(N, ...), outputs (N, d), with `OutputPart`s that say what the d numbers are.
+Networks take one tensor or several arguments, some noisy and some constant; they return scores, images, tuples or
+dictionaries of tensors, some in half precision. `FlatNetwork` wraps such a network: its input is one tensor (N, n) or
+(N, ...), its output (N, d), and `OutputPart`s say which of the d numbers belong to which tensor of the network's.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from netmoments.checks import describe
 from netmoments.network.replica import replica
 
 HALVES = (torch.float16, torch.bfloat16)
-"""Weights of less precision than inputs have; an input is converted to the first layer's."""
+"""Dtypes in which weights may be less precise than the input, which is then converted to that of the first weights."""
 ROWS = 3
-"""Copies of an image that say which outputs have a row for each input."""
+"""Size of the batch that shows which outputs have a row for each input."""
 
 
 @dataclass(frozen=True)
 class NoisyArgument:
-    """An argument of the network that is noisy: some of the numbers of a row, in their shape."""
+    """A noisy argument of the network: numbers `start`, `start` + 1, … of a row, in this shape."""
 
     start: int
     shape: torch.Size
@@ -34,9 +34,10 @@ class NoisyArgument:
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """What a network is called with: a tuple of arguments, or a dictionary of named ones, some of them noisy.
+    """The arguments a network is called with, as a tuple or as a dictionary by name.
 
-    Any other argument is a constant; a constant tensor is repeated for each input where the network takes it so.
+    Noisy ones are `NoisyArgument`s, all others constants. `repeated` says whether constant tensors are repeated for
+    each input.
     """
 
     structure: tuple[Any, ...] | dict[str, Any]
@@ -44,7 +45,7 @@ class Arguments:
 
     @property
     def key(self) -> Any:
-        """What makes two calls the same but for the values of constants."""
+        """A value that is equal for calls that differ in the values of constant tensors only."""
 
         def kind(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -56,6 +57,7 @@ class Arguments:
         return tuple(map(kind, self.structure)), self.repeated
 
     def call(self, network: nn.Module, rows: Tensor) -> Any:
+        """Run the network with the noisy numbers of each input in a row, (N, n)."""
         if isinstance(self.structure, dict):
             return network(**{name: self._argument(value, rows) for name, value in self.structure.items()})
         return network(*(self._argument(value, rows) for value in self.structure))
@@ -70,7 +72,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class OutputPart:
-    """One tensor among the outputs: its name, its shape for one input, and which of the d numbers it is."""
+    """One tensor among the outputs: its name, its shape for one input, and where it begins among the d numbers."""
 
     name: str
     shape: torch.Size
@@ -82,7 +84,10 @@ class OutputPart:
 
 
 class FlatNetwork(nn.Module):
-    """A network as a function of rows; see the module's docstring. It holds the network, and nothing of its own."""
+    """A network as a function of rows, which returns (N, d); it adds no parameters to the network's.
+
+    `key` chooses one of several outputs, by name, position or the beginning of a path; None takes them all.
+    """
 
     def __init__(self, network: nn.Module, arguments: Arguments | None, key: str | int | None) -> None:
         super().__init__()
@@ -90,24 +95,25 @@ class FlatNetwork(nn.Module):
         self.training = False
         first = next((p.dtype for p in network.parameters() if p.is_floating_point()), None)
         self.dtype = first if first in HALVES else None
+        """The dtype that inputs are converted to, if any."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = [value.reshape(len(x), -1).to(x.dtype) for _, value in self.outputs(x)]
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
     def outputs(self, x: Tensor) -> list[tuple[str, Tensor]]:
-        """The chosen outputs by name, (N, ...)."""
-        given = x if self.dtype is None else x.to(self.dtype)
-        result = self.network(given) if self.arguments is None else self.arguments.call(self.network, given)
-        found = list(tensors_inside(result))
+        """The chosen outputs, (N, ...), each with its name."""
+        x = x if self.dtype is None else x.to(self.dtype)
+        result = self.network(x) if self.arguments is None else self.arguments.call(self.network, x)
+        named = list(tensors_inside(result))
         if self.key is None:
-            return found
+            return named
         key = str(self.key)
-        return [(name, value) for name, value in found if name == key or name.startswith(f"{key}.")]
+        return [(name, value) for name, value in named if name == key or name.startswith(f"{key}.")]
 
 
 def tensors_inside(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every floating-point tensor inside tuples, lists, dictionaries and dataclasses, by the path of its keys."""
+    """Every floating-point tensor inside tuples, lists, dictionaries and dataclasses, named by its path: "boxes.0"."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield name, value
@@ -127,11 +133,11 @@ def tensors_inside(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def output_parts(flat: FlatNetwork, image: Tensor, caller: str) -> tuple[OutputPart, ...]:
-    """What the outputs are, from a run on copies of an image (1, ...) that leaves the network as it is."""
+    """The parts of a network's output, from a run of its replica on ROWS copies of an image (1, ...)."""
     with torch.inference_mode(False), torch.no_grad():
         twin: Any = replica(flat)
-        found = twin.outputs(image.detach().repeat(ROWS, *(1,) * (image.dim() - 1)))
-        if not found:
+        outputs = twin.outputs(image.detach().repeat(ROWS, *(1,) * (image.dim() - 1)))
+        if not outputs:
             twin = replica(FlatNetwork(flat.network, flat.arguments, None))
             names = [name for name, _ in twin.outputs(image.detach().clone())]
             if flat.key is None or not names:
@@ -142,10 +148,10 @@ def output_parts(flat: FlatNetwork, image: Tensor, caller: str) -> tuple[OutputP
             listed = ", ".join(repr(name) for name in names) if any(names) else "one tensor only, which has no key"
             raise ValueError(f"{caller}: the network has no output {flat.key!r}; its outputs are: {listed}")
     parts, start = [], 0
-    for name, value in found:
+    for name, value in outputs:
         if value.dim() == 0 or value.shape[0] != ROWS:
             called = f"output {name!r}" if name else "the output"
-            others = [other for other, x in found if x.dim() > 0 and x.shape[0] == ROWS]
+            others = [other for other, x in outputs if x.dim() > 0 and x.shape[0] == ROWS]
             fix = f"; choose another with key=, such as {others[0]!r}" if others else ""
             raise ValueError(
                 f"{caller}: {called} must have one row for each input, got {describe(value)} for {ROWS} inputs of "
@@ -160,8 +166,8 @@ def output_parts(flat: FlatNetwork, image: Tensor, caller: str) -> tuple[OutputP
 
 
 def needs_flattening(parts: tuple[OutputPart, ...], flat: FlatNetwork) -> bool:
-    """Whether the network itself is not yet a function of rows, or its output is inside a container."""
+    """Whether the network inside is not yet a function that takes one tensor and returns scores (N, d)."""
     if flat.arguments is not None or flat.key is not None or flat.dtype is not None:
         return True
-    one = parts[0]
-    return len(parts) > 1 or one.name != "" or len(one.shape) != 1
+    first = parts[0]
+    return len(parts) > 1 or first.name != "" or len(first.shape) != 1

@@ -1,4 +1,4 @@
-"""A network from the command line's words: an exported program, a factory in a Python file, or a name of the zoo."""
+"""`load_network`: a network from an exported program, from a factory in a Python file, or by its name in the zoo."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from netmoments.network.weights import PICKLES, load_weights
 
 
 def load_network(source: str | Path, weights: str | Path | None = None) -> nn.Module:
-    """A network in eval mode.
+    """Load a network, in eval mode.
 
     Args:
         source: `network.pt2` written by `torch.export.save`; `file.py:factory`, a function or class without arguments
             that makes a module; or the name of a network of the zoo.
         weights: a safetensors file for the factory's or the zoo's network.
 
-    A `.py` file is run, so it must be one you trust. Nothing else runs code: weights are read as tensors, and of a
-    `.pt2` archive only what `netmoments.network.exported` knows to compute with tensors reaches torch.
+    A `.py` file is run, so it must be one you trust. Nothing else runs code: weights are read as tensors, and a `.pt2`
+    archive is refused unless all that it does is to compute with tensors (`netmoments.network.exported`).
 
     >>> import torch
     >>> load_network("digits")(torch.zeros(1, 1, 8, 8)).shape
@@ -60,7 +60,7 @@ def load_network(source: str | Path, weights: str | Path | None = None) -> nn.Mo
 def with_preprocessing(
     network: nn.Module, mean: Sequence[float] | None, deviation: Sequence[float] | None
 ) -> nn.Module:
-    """The network with `zoo.Normalised` before it, if anything is to be normalised."""
+    """The network with `zoo.Normalised` before it, unless both are None."""
     if mean is None and deviation is None:
         return network
     if deviation is not None and min(deviation) <= 0:
@@ -77,16 +77,16 @@ def _exported(path: Path) -> nn.Module:
 def _from_factory(path: Path, factory: str, weights: str | Path | None) -> nn.Module:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    with _as_a_script(path):
-        made = _made(path, factory, _attribute(path, factory))
-    if not isinstance(made, nn.Module):
-        raise TypeError(f"{path}:{factory} must return a torch.nn.Module, got {describe(made)}")
+    with _as_script(path):
+        network = _call(path, factory, _attribute(path, factory))
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"{path}:{factory} must return a torch.nn.Module, got {describe(network)}")
     if weights is not None:
-        load_weights(made, weights)
-    return made.eval()
+        load_weights(network, weights)
+    return network.eval()
 
 
-def _made(path: Path, name: str, factory: Callable[[], Any]) -> Any:
+def _call(path: Path, name: str, factory: Callable[[], Any]) -> Any:
     try:
         return factory()
     except Exception as error:
@@ -96,8 +96,8 @@ def _made(path: Path, name: str, factory: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def _as_a_script(path: Path) -> Iterator[None]:
-    """As `python file.py` would have it: modules beside the file can be imported, and there are no arguments."""
+def _as_script(path: Path) -> Iterator[None]:
+    """Inside this block, code runs as by `python file.py`: it can import modules beside it, and has no arguments."""
     arguments, folder = sys.argv, str(path.resolve().parent)
     sys.argv = [str(path)]
     sys.path.insert(0, folder)
@@ -109,7 +109,7 @@ def _as_a_script(path: Path) -> Iterator[None]:
 
 
 def _attribute(path: Path, name: str) -> Any:
-    """What a Python file calls `name`; it must be callable."""
+    """Run a Python file, and return its function or class of this name."""
     spec = importlib.util.spec_from_file_location(f"netmoments_user_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
@@ -119,8 +119,8 @@ def _attribute(path: Path, name: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"{path} could not be run: {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    factory = getattr(module, name, None)
+    if not callable(factory):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ValueError(f"{path} has no function or class {name!r}; it has {', '.join(known) or 'none'}")
-    return found
+    return factory

@@ -1,7 +1,9 @@
-"""A network as this library knows it: looked at once, its graph and what is made of it kept, checked at every use.
+"""The model of a network: what a run of it showed, kept between calls and checked at every use.
 
-`NetworkModel` is the one way from a user's network to anything that is computed about it, and the only place where
-something is kept between calls.
+Everything that is computed about a user's network starts from a `NetworkModel`. The first use with inputs of some
+shape, dtype and device runs a replica of the network, to see whether it is a function of each image by itself and
+which ReLUs it calls. Later uses run the network once and compare the operations. This module is the only place where
+anything is kept between calls: traces, graphs, and what other rooms make from a graph and weights (`kept`).
 """
 
 from __future__ import annotations
@@ -23,54 +25,379 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from netmoments.checks import describe, require_float_tensor
-from netmoments.network.exported import ExportedNetwork, exported_network
+from netmoments.network.exported import ExportedNetwork
 from netmoments.network.graph import NetworkGraph, traced_graph
 from netmoments.network.interface import HALVES, Arguments, FlatNetwork, OutputPart, needs_flattening, output_parts
 from netmoments.network.relu_calls import Cut, Relu, Trace, find_relu
 from netmoments.network.validate import REFUSALS, examined, first_line, require_plain_weights
 from netmoments.precision import full_precision, one_at_a_time
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
-
-class _Made(NamedTuple):
-    """Something made from the graph and the weights, which it is good for as long as these stay."""
-
-    value: Any
-    weights: list[Tensor]
-    addresses: list[int]
-    """The addresses of the weights in memory."""
-    versions: list[int]
-    """How often torch knows them to have changed: not by way of `.data`, nor in inference mode."""
-
-
-@dataclass(eq=False)
-class _Knowledge:
-    """What is known of a network for inputs of one shape, dtype and device. It does not hold the network."""
-
-    trace: Trace
-    operations: list[tuple[Any, ...]]
-    """What a run of the network did when it was looked at."""
-    parts: tuple[OutputPart, ...] | None = None
-    """What its outputs are, if they are not scores (N, d) as they come."""
-    graph: NetworkGraph | None = None
-    graph_addresses: list[int] | None = None
-    """Where the weights lay when the graph was recorded, if it holds some of them itself (see `graph`)."""
-    made: dict[Any, _Made] = field(default_factory=dict)
-    warned: bool = False
-
-
-COPIES = 6
+ACTIVATIONS_HELD = 6
 """Tensors of the size of the largest activation that a pass with derivatives holds: values, gradients, scratch."""
 KEPT_SHAPES = 32
-"""Shapes of inputs of which something is remembered of a network: those that came last."""
-_known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Knowledge]] = WeakKeyDictionary()
-"""What is known, by network and kind of input, as long as the network lives."""
+"""Kinds of inputs (shape, dtype, device, arguments) for which a network is remembered: the latest ones."""
+
+
+class NetworkModel:
+    """What is known of a network from runs on an example of its input; it can be passed wherever a network can.
+
+    The first use with inputs of some shape looks at the network (is it a function of each image by itself? which ReLUs
+    does it call?). Methods that go layer by layer also record its graph. Both are kept as long as the network lives, so
+    passing the network itself costs no more than passing its model.
+
+    The network is run, and never changed by this library. Its weights, attributes, modules and flags may change between
+    calls, so every use checks what is known: `answer` compares the operations of a run and learns anew if they differ,
+    then compares the weights and drops what was made from others.
+
+    Args:
+        network: a module in eval mode, or an exported program.
+        example: one input, or a batch (N, ...) of inputs, whichever of the two the network can take.
+        key: the output to use of a network that returns several in a tuple or a dictionary; by default all.
+
+    >>> model = NetworkModel(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval(), torch.zeros(1, 3))
+    >>> model.outputs, [relu.name for relu in model.relus]
+    (2, ['1'])
+    """
+
+    network: nn.Module
+    """The network as a function of a batch: inputs (N, ...) in, scores (N, d) out. This is what is computed with."""
+    given: nn.Module
+    """The user's network; it is `network` itself, unless it takes or returns something else than one tensor."""
+    parts: tuple[OutputPart, ...]
+    """The tensors that the d outputs are made of, by name and shape."""
+    image: Tensor
+    """An example of the input, (1, ...)."""
+    relus: tuple[Relu, ...]
+    """Every ReLU call in order, with its name, shape and size."""
+    outputs: int
+    """How many scores the network has."""
+    largest: int
+    """Elements of the largest tensor that any call in the network returns, for one image."""
+    pass_size: int
+    """Numbers that a pass with derivatives holds at a time, for one image and one direction."""
+    smooth: tuple[str, ...]
+    """The smooth functions that the network calls, each with the module that calls it."""
+    has_gradient: bool
+    """Whether the scores have a gradient in the input, which a constant or a mere decision has not."""
+    most_images: int
+    """The largest batch that the network takes; only some exported programs have a bound."""
+    _caller: str
+    """The public function that error messages name."""
+    _form: tuple[Arguments | None, str | int | None] | None
+    """The arguments and the key of the output; None if the network must take one tensor and return scores (N, d)."""
+    _knowledge: _Knowledge
+    _unchecked = False
+    """Whether the `answer` that is being computed still has to check what is known."""
+    _outdated = False
+    """Whether `look` found, while an answer was being computed, that something was out of date."""
+
+    def __init__(self, network: Any, example: Tensor, *, key: str | int | None = None) -> None:
+        caller = "NetworkModel"
+        example = require_float_tensor(caller, "example", example)
+        as_one, as_batch = example.unsqueeze(0), example
+        batches = {1: [as_one], 2: [as_batch, as_one], 3: [as_one, as_batch]}.get(example.dim(), [as_batch])
+        refusals = []
+        for batch in batches:  # one input or a batch? the first that the network can take
+            try:
+                vars(self).update(vars(NetworkModel.of_any(network, batch, caller, key=key)))
+                return
+            except ValueError as error:
+                refusals.append(error)
+        raise next((error for error in refusals if "cannot take an input" not in str(error)), refusals[0])
+
+    @classmethod
+    def of(cls, network: Any, inputs: Tensor, caller: str) -> NetworkModel:
+        """The model of a network that takes a batch (N, ...) and returns scores (N, d), checked against it right now.
+
+        `network` may be a model itself. Errors name the caller.
+        """
+        model = cls.__new__(cls)
+        model.given = model.network = network_of(network, caller)
+        model._form = None
+        model._require_fitting(inputs, caller)
+        model.image, model._caller = inputs[:1].detach(), caller
+        model._learn()
+        model.renewed()
+        return model
+
+    @classmethod
+    def of_any(
+        cls,
+        network: Any,
+        inputs: Tensor,
+        caller: str,
+        *,
+        arguments: Arguments | None = None,
+        key: str | int | None = None,
+    ) -> NetworkModel:
+        """The model of a network with any arguments and outputs, as a function of rows.
+
+        Unlike `of`, this does not check yet that what is known still holds: `answer` does.
+        """
+        model = cls.__new__(cls)
+        if isinstance(network, NetworkModel) and network._form is not None and key is None:
+            key = network._form[1]
+        model.given = model.network = network_of(network, caller)
+        model._form = arguments, key
+        model._require_fitting(inputs, caller)
+        model.image, model._caller = inputs[:1].detach(), caller
+        model._learn()
+        return model
+
+    def _require_fitting(self, inputs: Tensor, caller: str) -> None:
+        """Raise an error unless the inputs are a batch with the network's dtype and device."""
+        if inputs.dim() < 2 or inputs.numel() == 0:
+            raise ValueError(
+                f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}"
+            )
+        allowed = (inputs.dtype, *(() if self._form is None else HALVES))
+        for name, parameter in self.given.named_parameters():
+            if parameter.layout is not torch.strided:
+                require_plain_weights(self.given, caller)
+            if parameter.is_floating_point() and parameter.dtype not in allowed:
+                raise TypeError(
+                    f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert one, "
+                    f"e.g. network.to({inputs.dtype})"
+                )
+            if parameter.device != inputs.device:
+                raise ValueError(
+                    f"{caller}: the network is on {parameter.device} ({name}) but the input on {inputs.device}; move "
+                    f"one, e.g. input.to({str(parameter.device)!r})"
+                )
+
+    def _learn(self) -> None:
+        """Take up what is known of the network for inputs like the image, or look at the network if nothing is."""
+        arguments, output_key = self._form or (None, None)
+        form = None if arguments is None else arguments.key, output_key
+        kind = self.image.shape, self.image.dtype, self.image.device, form
+        with one_at_a_time:
+            by_kind = _known.setdefault(self.given, {})
+            while kind not in by_kind:
+                versions = [x._version for x in self._tensors() if not x.is_inference()]
+                try:
+                    parts = self._set_network()
+                    trace = examined(self.network, self.image, self._caller)
+                    by_kind[kind] = _Knowledge(trace, operations_of(self.network, self.image), parts)
+                except ValueError:  # two runs may differ because another thread trains the network: look again then
+                    if versions == [x._version for x in self._tensors() if not x.is_inference()]:
+                        raise
+            self._knowledge, self.network = by_kind.pop(kind), self.given
+            by_kind[kind] = self._knowledge  # the latest last
+            if len(by_kind) > KEPT_SHAPES:
+                del by_kind[next(iter(by_kind))]
+            if self._knowledge.parts is not None and self._form is None:
+                examined(self.given, self.image, self._caller)  # raises the error that the outputs are no scores
+            elif self._knowledge.parts is not None:
+                self.network = FlatNetwork(self.given, arguments, output_key)
+        trace = self._knowledge.trace
+        self.relus, self.outputs, self.largest = trace.relus, trace.output.shape[1], trace.largest
+        self.has_gradient, self.smooth = trace.has_gradient, trace.smooth
+        self.pass_size = ACTIVATIONS_HELD * trace.largest
+        whole = OutputPart("", trace.output.shape[1:], 0)
+        self.parts = (whole,) if self._knowledge.parts is None else self._knowledge.parts
+        bound = self.given.largest if isinstance(self.given, ExportedNetwork) else None
+        self.most_images = 2**31 if bound is None else bound
+
+    def _set_network(self) -> tuple[OutputPart, ...] | None:
+        """Set `network` to the given one, or to a `FlatNetwork` around it, and return the parts of the latter."""
+        self.network = self.given
+        if self._form is None:
+            return None
+        flat = FlatNetwork(self.given, *self._form)
+        try:
+            with full_precision():
+                parts = output_parts(flat, self.image, self._caller)
+        except REFUSALS as error:
+            if str(error).startswith(f"{self._caller}: "):
+                raise
+            raise ValueError(
+                f"{self._caller}: the network cannot take an input of shape {tuple(self.image.shape[1:])}: "
+                f"{first_line(error)}"
+            ) from error
+        if not needs_flattening(parts, flat):
+            return None
+        self.network = flat
+        return parts
+
+    def relu(self, layer: int | str) -> Relu:
+        """The ReLU that `layer` names: a number counted from either end, or a name."""
+        try:
+            return find_relu(self.relus, layer)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self._caller}: {error}") from None
+
+    def cut(self, layer: int | str) -> Cut:
+        """The network cut at that ReLU, once it is known that both sides can be linearized."""
+        cut = Cut(self.network, self.relu(layer))
+        self.require_linearizable()
+        return cut
+
+    def require_derivatives(self) -> None:
+        """Raise an error if the weights were made in inference mode, through which no derivatives go."""
+        for parameter in self.network.parameters():
+            if parameter.is_inference():
+                raise ValueError(
+                    f"{self._caller}: the network was made under torch.inference_mode(), so that it has no "
+                    f"derivatives; make it outside, or use method='sampling'"
+                )
+
+    def require_differentiable(self) -> None:
+        """Raise an error if the scores change with the input but have no derivative in it."""
+        self.require_derivatives()
+        if not self._knowledge.trace.differentiable:
+            raise ValueError(
+                f"{self._caller}: the network's scores change with the input but their derivative is zero or missing: "
+                f"forward is under torch.no_grad(), detaches the input, rounds or only compares it, hands it to numpy, "
+                f"or changes in place what a derivative needs; take that out, or use sampling"
+            )
+
+    def require_linearizable(self) -> None:
+        """Require derivatives, and warn once for each network of smooth functions, which are linearized at a point."""
+        self.require_differentiable()
+        trace = self._knowledge.trace
+        with one_at_a_time:
+            must_warn = trace.smooth and not any(known.warned for known in _known[self.given].values())
+            self._knowledge.warned |= bool(must_warn)
+        if must_warn:
+            warnings.warn(
+                f"{self._caller}: the network calls {', '.join(trace.smooth)}, which is smooth and not piecewise "
+                f"linear; it is linearized at the given point like everything but the chosen ReLU",
+                stacklevel=_levels_to_the_user(),
+            )
+
+    @property
+    def graph(self) -> NetworkGraph:
+        """The network's operations, recorded when first needed; an error if the network has no fixed graph."""
+        with one_at_a_time:
+            known, addresses = self._knowledge, [x.data_ptr() for x in self._tensors()]
+            moved = known.graph_addresses is not None and known.graph_addresses != addresses
+            if known.graph is None or moved:
+                known.graph = traced_graph(self.network, self.image, self._caller)
+                # a module reached only through an object of the user's keeps its weights inside the graph
+                inside_graph = {x.data_ptr() for x in known.graph.fixed.values()} & set(addresses)
+                known.graph_addresses = addresses if inside_graph else None
+            return known.graph
+
+    def kept(self, key: Any, make: Callable[[], Result], unless: Callable[[Result], bool] | None = None) -> Result:
+        """The result of `make()`, kept for later calls with this key unless derivatives are enabled.
+
+        A result for which `unless(result)` is true is not kept: it holds the network itself, which would then never be
+        freed. A result may hold numbers computed from the weights. It is made anew if the weights lie elsewhere in
+        memory, or if torch has counted changes of them and their values differ; `answer` notices other changes.
+        """
+        if torch.is_grad_enabled():
+            return make()
+        tensors = self._tensors()
+        addresses = [x.data_ptr() for x in tensors]
+        versions = [0 if x.is_inference() else x._version for x in tensors]
+        with one_at_a_time:
+            cached = self._knowledge.cached
+            entry = cached.get(key)
+            if entry is not None and (entry.addresses, entry.versions) != (addresses, versions):
+                weights = self._weights()
+                if entry.addresses == addresses and _equal(entry.weights, weights):
+                    entry = _Cached(entry.value, weights, addresses, versions)
+                else:
+                    entry = None
+                    for name, other in list(cached.items()):
+                        if (other.addresses, other.versions) != (addresses, versions):
+                            del cached[name]
+            if entry is None:
+                value = make()
+                if unless is not None and unless(value):
+                    return value
+                entry = _Cached(value, self._weights(), addresses, versions)
+                self._await_device()
+            cached[key] = entry
+        result: Result = entry.value
+        return result
+
+    def _await_device(self) -> None:
+        """Wait for a GPU to finish its work, since a kept result may be used next on a stream that would not wait."""
+        if self.image.is_cuda and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self.image.device).synchronize()
+
+    def answer(self, compute: Callable[[], Result]) -> Result:
+        """`compute()` from what is known, and once more if the network turns out to have changed.
+
+        The check comes after `compute`, or when that calls `look`: on a GPU the host can do it while the device works.
+        """
+        self._unchecked, self._outdated = True, False
+        try:
+            result = compute()
+            outdated = self.renewed() if self._unchecked else self._outdated
+        except Exception:
+            if not (self._outdated or self.renewed()):
+                raise
+            outdated = True
+        finally:
+            self._unchecked = False
+        return compute() if outdated else result
+
+    def look(self) -> None:
+        """Check what is known now instead of at the end of `answer`; without effect outside one."""
+        if self._unchecked:
+            self._unchecked, self._outdated = False, self.renewed()
+
+    def renewed(self) -> bool:
+        """Check what is known, bring it up to date, and say whether anything was out of date."""
+        known = self._knowledge
+        if known.operations != operations_of(self.network, self.image):
+            with one_at_a_time:
+                by_kind = _known[self.given]
+                for kind in [kind for kind, value in by_kind.items() if value is known]:
+                    del by_kind[kind]
+            self._learn()
+            return True
+        if known.cached:
+            weights = self._weights()
+            with one_at_a_time:
+                for entry in known.cached.values():
+                    if not all(map(torch.equal, entry.weights, weights)) and not _equal(entry.weights, weights):
+                        known.cached.clear()
+                        return True
+        return False
+
+    def _weights(self) -> list[Tensor]:
+        """A copy of all parameters and buffers: one long vector for each dtype and device."""
+        by_place: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for x in self._tensors():
+            by_place.setdefault((x.dtype, x.device), []).append(x.detach().flatten())
+        return list(map(torch.cat, by_place.values()))
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.network.parameters(), *self.network.buffers()]
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """The scores (N, d) of inputs (N, ...)."""
+        scores: Tensor = self.network(inputs)
+        return scores
+
+    def __repr__(self) -> str:
+        return (
+            f"NetworkModel({type(self.network).__name__}, inputs {tuple(self.image.shape[1:])}, {self.outputs} scores, "
+            f"{len(self.relus)} ReLUs)"
+        )
+
+
+def relus(network: Any, example: Tensor) -> tuple[Relu, ...]:
+    """Every ReLU call of a network in order, with its name, shape and size; `example` is a batch (N, ...) of inputs.
+
+    >>> network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    >>> relus(network, torch.zeros(1, 3))
+    (Relu(index=0, name='1', shape=torch.Size([4])),)
+    """
+    example = require_float_tensor("relus", "example", example)
+    return NetworkModel.of(network, example, "relus").relus
 
 
 def network_of(network: Any, caller: str) -> nn.Module:
-    """The module that a user's argument means, in eval mode: as given, unwrapped if compiled, an exported program made
-    callable with any batch, or a model's network.
+    """The module that a user's argument stands for, in eval mode.
+
+    A model stands for its network, a compiled module for the one it was made from, and an exported program for an
+    `ExportedNetwork`, which takes any batch. Any other module stands for itself.
     """
     if isinstance(network, NetworkModel):
         network = network.given
@@ -95,15 +422,18 @@ def network_of(network: Any, caller: str) -> nn.Module:
 
 
 _programs: Any = WeakIdKeyDictionary()
-"""Exported programs as networks, with the tensors that these were made with, as long as the programs live."""
+"""The network of each exported program, and the tensors it was made with, as long as the program lives."""
 
 
 def _network_of_program(program: torch.export.ExportedProgram) -> ExportedNetwork:
-    """Made once, since what is known is known of the network, and anew if the program has other tensors by now."""
+    """The network of an exported program, the same at each call unless the program's tensors were replaced.
+
+    It must be the same because knowledge is kept by network.
+    """
     tensors = [*program.state_dict.values(), *program.constants.values()]
-    network, before = _programs.get(program, (None, ()))
-    if network is None or len(before) != len(tensors) or any(map(is_not, before, tensors)):
-        network = exported_network(program)
+    network, tensors_then = _programs.get(program, (None, ()))
+    if network is None or len(tensors_then) != len(tensors) or any(map(is_not, tensors_then, tensors)):
+        network = ExportedNetwork(program.module())
         _programs[program] = network, tensors
     return network
 
@@ -112,7 +442,7 @@ _training = attrgetter("training")
 
 
 def _refuse_training(network: nn.Module, caller: str) -> None:
-    """An error that names what is in training mode, unless it is inside an exported program, which has no modes."""
+    """Raise an error that names what is in training mode, except in exported programs, which have no modes."""
     if isinstance(network, ExportedNetwork):
         return
     if network.training:
@@ -121,357 +451,50 @@ def _refuse_training(network: nn.Module, caller: str) -> None:
             f"network.eval() first"
         )
     exported = {id(x) for module in network.modules() if isinstance(module, ExportedNetwork) for x in module.modules()}
-    left_on = [
+    training = [
         name
         for name, module in network.named_modules()
         if module.training and id(module) not in exported and not any(child.training for child in module.children())
     ]
-    if left_on:
-        raise ValueError(f"{caller}: {', '.join(left_on[:4])} left in training mode; call network.eval()")
+    if training:
+        raise ValueError(f"{caller}: {', '.join(training[:4])} left in training mode; call network.eval()")
 
 
-class NetworkModel:
-    """A network, looked at with an example of its input; it can be passed wherever a network can.
+@dataclass(eq=False)
+class _Knowledge:
+    """What is known of a network for inputs of one shape, dtype and device. It does not hold the network."""
 
-    The first use with inputs of a shape looks at the network (is it a function of each image by itself? which ReLUs
-    does it call?), and, for methods that go layer by layer, records its graph. Both are kept as long as the network
-    lives, so passing the network itself costs no more; a `NetworkModel` shows what was found.
+    trace: Trace
+    operations: list[tuple[Any, ...]]
+    """What the network did when it was looked at, from `operations_of`."""
+    parts: tuple[OutputPart, ...] | None = None
+    """What its outputs are; None if it returns scores (N, d) itself."""
+    graph: NetworkGraph | None = None
+    graph_addresses: list[int] | None = None
+    """Where the weights lay when the graph was recorded, if the graph holds some of them itself (see `graph`)."""
+    cached: dict[Any, _Cached] = field(default_factory=dict)
+    """What `kept` has made, by its key."""
+    warned: bool = False
+    """Whether the user was warned of smooth functions."""
 
-    The network is run, and never changed by this library. What is known is checked at every use against what the
-    network does now, since weights, attributes, replaced modules and flags may change between calls: `answer` compares
-    the operations of a run, and learns anew if they differ; then the weights, and drops what was made from others.
 
-    Args:
-        network: a module in eval mode, or an exported program.
-        example: an input, or a batch (N, ...) of inputs: what the network can take.
-        key: which output, for a network that returns several in a tuple or a dictionary; all by default.
+class _Cached(NamedTuple):
+    """A value made from the graph and the weights, and the weights as they were then."""
 
-    >>> model = NetworkModel(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval(), torch.zeros(1, 3))
-    >>> model.outputs, [relu.name for relu in model.relus]
-    (2, ['1'])
-    """
+    value: Any
+    weights: list[Tensor]
+    addresses: list[int]
+    """Where each weight lay in memory."""
+    versions: list[int]
+    """torch's count of the changes of each weight, which misses those through `.data` or in inference mode."""
 
-    network: nn.Module
-    """What is computed with: inputs (N, ...) in, scores (N, d) out."""
-    given: nn.Module
-    """The user's network; the same, unless its inputs or outputs are of another form."""
-    parts: tuple[OutputPart, ...]
-    """What the d outputs are, by name and shape."""
-    image: Tensor
-    """An example of the input, (1, ...)."""
-    relus: tuple[Relu, ...]
-    """Every ReLU call in order, with its name, shape and size."""
-    outputs: int
-    """How many scores the network has."""
-    largest: int
-    """Elements of the largest tensor that any call returns, for one image."""
-    pass_size: int
-    """Numbers that a pass with derivatives holds at a time, for one image and direction."""
-    smooth: tuple[str, ...]
-    """The smooth functions it calls, with the modules that do."""
-    has_gradient: bool
-    """Whether a gradient of the scores in the input can be asked for, and is not zero everywhere."""
-    most_images: int
-    """How many images the network takes at a time; some exported programs have a bound."""
-    _caller: str
-    _form: tuple[Arguments | None, str | int | None] | None
-    """How the network is called, and which of its outputs is meant; None if it must return scores (N, d) itself."""
-    _knowledge: _Knowledge
-    _unseen = False
-    """Whether `answer` still has to check what is known."""
-    _changed = False
-    """Whether a check in the midst of an answer found that something was out of date."""
 
-    def __init__(self, network: Any, example: Tensor, *, key: str | int | None = None) -> None:
-        caller = "NetworkModel"
-        example = require_float_tensor(caller, "example", example)
-        one, batch = example.unsqueeze(0), example
-        readings = {1: [one], 2: [batch, one], 3: [one, batch]}.get(example.dim(), [batch])
-        refusals = []
-        for reading in readings:  # the network's first run says how the example is meant
-            try:
-                vars(self).update(vars(NetworkModel.of_any(network, reading, caller, key=key)))
-                return
-            except ValueError as error:
-                refusals.append(error)
-        raise next((error for error in refusals if "cannot take an input" not in str(error)), refusals[0])
-
-    @classmethod
-    def of(cls, network: Any, inputs: Tensor, caller: str) -> NetworkModel:
-        """The model of a network, or of a model's network, for a batch (N, ...) of inputs; errors name the caller.
-
-        What is known has been checked against what the network does now.
-        """
-        model = cls.__new__(cls)
-        model.given = model.network = network_of(network, caller)
-        model._form = None
-        model._require_fitting(inputs, caller)
-        model.image, model._caller = inputs[:1].detach(), caller
-        model._learn()
-        model.renewed()
-        return model
-
-    @classmethod
-    def of_any(
-        cls,
-        network: Any,
-        inputs: Tensor,
-        caller: str,
-        *,
-        arguments: Arguments | None = None,
-        key: str | int | None = None,
-    ) -> NetworkModel:
-        """The same for a network of any arguments and outputs, as a function of rows; `answer` checks what is known."""
-        model = cls.__new__(cls)
-        if isinstance(network, NetworkModel) and network._form is not None and key is None:
-            key = network._form[1]
-        model.given = model.network = network_of(network, caller)
-        model._form = arguments, key
-        model._require_fitting(inputs, caller)
-        model.image, model._caller = inputs[:1].detach(), caller
-        model._learn()
-        return model
-
-    def _require_fitting(self, inputs: Tensor, caller: str) -> None:
-        """An error unless there is a batch of inputs with the network's dtype and device."""
-        if inputs.dim() < 2 or inputs.numel() == 0:
-            raise ValueError(
-                f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}"
-            )
-        allowed = (inputs.dtype, *(() if self._form is None else HALVES))
-        for name, parameter in self.given.named_parameters():
-            if parameter.layout is not torch.strided:
-                require_plain_weights(self.given, caller)
-            if parameter.is_floating_point() and parameter.dtype not in allowed:
-                raise TypeError(
-                    f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert one, "
-                    f"e.g. network.to({inputs.dtype})"
-                )
-            if parameter.device != inputs.device:
-                raise ValueError(
-                    f"{caller}: the network is on {parameter.device} ({name}) but the input on {inputs.device}; move "
-                    f"one, e.g. input.to({str(parameter.device)!r})"
-                )
-
-    def _learn(self) -> None:
-        """What is known of the network for such inputs, or is found now."""
-        arguments, chosen = self._form or (None, None)
-        form = None if arguments is None else arguments.key, chosen
-        key = self.image.shape, self.image.dtype, self.image.device, form
-        with one_at_a_time:
-            every = _known.setdefault(self.given, {})
-            while key not in every:
-                before = [x._version for x in self._tensors() if not x.is_inference()]
-                try:
-                    parts = self._parts()
-                    trace = examined(self.network, self.image, self._caller)
-                    every[key] = _Knowledge(trace, operations_of(self.network, self.image), parts)
-                except ValueError:  # while others train it, two runs may well differ
-                    if before == [x._version for x in self._tensors() if not x.is_inference()]:
-                        raise
-            self._knowledge, self.network = every.pop(key), self.given
-            every[key] = self._knowledge  # the latest last
-            if len(every) > KEPT_SHAPES:
-                del every[next(iter(every))]
-            if self._knowledge.parts is not None and self._form is None:
-                examined(self.given, self.image, self._caller)  # says that its outputs are no scores
-            elif self._knowledge.parts is not None:
-                self.network = FlatNetwork(self.given, arguments, chosen)
-        trace = self._knowledge.trace
-        self.relus, self.outputs, self.largest = trace.relus, trace.output.shape[1], trace.largest
-        self.pass_size, self.has_gradient, self.smooth = COPIES * trace.largest, trace.has_gradient, trace.smooth
-        whole = OutputPart("", trace.output.shape[1:], 0)
-        self.parts = (whole,) if self._knowledge.parts is None else self._knowledge.parts
-        bound = self.given.largest if isinstance(self.given, ExportedNetwork) else None
-        self.most_images = 2**31 if bound is None else bound
-
-    def _parts(self) -> tuple[OutputPart, ...] | None:
-        """What the outputs are; None, and the network as it was given, if they are scores (N, d) as they come."""
-        self.network = self.given
-        if self._form is None:
-            return None
-        flat = FlatNetwork(self.given, *self._form)
-        try:
-            with full_precision():
-                parts = output_parts(flat, self.image, self._caller)
-        except REFUSALS as error:
-            if str(error).startswith(f"{self._caller}: "):
-                raise
-            raise ValueError(
-                f"{self._caller}: the network cannot take an input of shape {tuple(self.image.shape[1:])}: "
-                f"{first_line(error)}"
-            ) from error
-        if not needs_flattening(parts, flat):
-            return None
-        self.network = flat
-        return parts
-
-    def relu(self, layer: int | str) -> Relu:
-        """The ReLU that `layer` names: a number counted from either end, or a name."""
-        if type(layer) is int and -len(self.relus) <= layer < len(self.relus):
-            return self.relus[layer]
-        try:
-            return find_relu(self.relus, layer)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{self._caller}: {error}") from None
-
-    def cut(self, layer: int | str) -> Cut:
-        """The network as what is before and after that ReLU, to be linearized; see `require_linearizable`."""
-        cut = Cut(self.network, self.relu(layer))
-        self.require_linearizable()
-        return cut
-
-    def require_derivatives(self) -> None:
-        """An error if the weights were made in a mode that derivatives cannot go through."""
-        for parameter in self.network.parameters():
-            if parameter.is_inference():
-                raise ValueError(
-                    f"{self._caller}: the network was made under torch.inference_mode(), so that it has no "
-                    f"derivatives; make it outside, or use method='sampling'"
-                )
-
-    def require_differentiable(self) -> None:
-        """An error if the network changes with its input but has no derivative there."""
-        self.require_derivatives()
-        if not self._knowledge.trace.differentiable:
-            raise ValueError(
-                f"{self._caller}: the network's scores change with the input but their derivative is zero or missing: "
-                f"forward is under torch.no_grad(), detaches the input, rounds or only compares it, hands it to numpy, "
-                f"or changes in place what a derivative needs; take that out, or use sampling"
-            )
-
-    def require_linearizable(self) -> None:
-        """The same, and a warning of smooth functions that are linearized at a point, once a network."""
-        self.require_differentiable()
-        trace = self._knowledge.trace
-        with one_at_a_time:
-            new = trace.smooth and not any(known.warned for known in _known[self.given].values())
-            self._knowledge.warned |= bool(new)
-        if new:
-            warnings.warn(
-                f"{self._caller}: the network calls {', '.join(trace.smooth)}, which is smooth and not piecewise "
-                f"linear; it is linearized at the given point like everything but the chosen ReLU",
-                stacklevel=_levels_to_the_user(),
-            )
-
-    @property
-    def graph(self) -> NetworkGraph:
-        """The network's operations, recorded when first asked for; an error where it has no fixed graph."""
-        with one_at_a_time:
-            known, addresses = self._knowledge, [x.data_ptr() for x in self._tensors()]
-            moved = known.graph_addresses is not None and known.graph_addresses != addresses
-            if known.graph is None or moved:
-                known.graph = traced_graph(self.network, self.image, self._caller)
-                # a module that is reached through an object of the user's has its weights in the graph as they are
-                held = {x.data_ptr() for x in known.graph.fixed.values()} & set(addresses)
-                known.graph_addresses = addresses if held else None
-            return known.graph
-
-    def kept(self, key: Any, make: Callable[[], Found], unless: Callable[[Found], bool] | None = None) -> Found:
-        """What `make` gives, kept for the next time if no derivative in the weights is wanted.
-
-        `unless` says of what it gives whether it holds the network itself, which it would keep alive if it were kept.
-
-        It may hold numbers that were computed from the weights: it is made anew where torch counts that these were
-        changed and they differ, or where they lie elsewhere. What torch does not count, `answer` notices.
-        """
-        if torch.is_grad_enabled():
-            return make()
-        tensors = [*self.network.parameters(), *self.network.buffers()]
-        addresses = [x.data_ptr() for x in tensors]
-        versions = [0 if x.is_inference() else x._version for x in tensors]
-        with one_at_a_time:
-            every = self._knowledge.made
-            found = every.get(key)
-            if found is not None and (found.addresses, found.versions) != (addresses, versions):
-                weights = self._weights()
-                if found.addresses == addresses and _equal(found.weights, weights):
-                    found = _Made(found.value, weights, addresses, versions)
-                else:  # out of date, as is whatever was made before
-                    found = None
-                    for name, made in list(every.items()):
-                        if (made.addresses, made.versions) != (addresses, versions):
-                            del every[name]
-            if found is None:
-                value = make()
-                if unless is not None and unless(value):
-                    return value
-                found = _Made(value, self._weights(), addresses, versions)
-                self._finish()
-            every[key] = found
-        kept: Found = found.value
-        return kept
-
-    def _finish(self) -> None:
-        """On a GPU, wait for what was asked of it: the next to use this may be on another stream, which would not."""
-        if self.image.is_cuda and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream(self.image.device).synchronize()
-
-    def answer(self, compute: Callable[[], Found]) -> Found:
-        """`compute()` from what is known, and once more if the network turns out to have changed since.
-
-        The check comes last, or when `compute` calls `look`: on a GPU the host is free for it while the device works.
-        """
-        self._unseen, self._changed = True, False
-        try:
-            found = compute()
-            changed = self.renewed() if self._unseen else self._changed
-        except Exception:
-            if not (self._changed or self.renewed()):
-                raise
-            changed = True
-        finally:
-            self._unseen = False
-        return compute() if changed else found
-
-    def look(self) -> None:
-        """Check now what is known, instead of at the end of `answer`, if that is waiting for it."""
-        if self._unseen:
-            self._unseen, self._changed = False, self.renewed()
-
-    def renewed(self) -> bool:
-        """Whether something that is known was out of date; it is found anew then."""
-        known = self._knowledge
-        if known.operations != operations_of(self.network, self.image):
-            with one_at_a_time:
-                every = _known[self.given]
-                for key in [key for key, value in every.items() if value is known]:
-                    del every[key]
-            self._learn()
-            return True
-        if known.made:
-            weights = self._weights()
-            with one_at_a_time:
-                for made in known.made.values():
-                    if not all(map(torch.equal, made.weights, weights)) and not _equal(made.weights, weights):
-                        known.made.clear()
-                        return True
-        return False
-
-    def _weights(self) -> list[Tensor]:
-        """A copy of all parameters and buffers, end to end, for each dtype and device."""
-        every: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for x in (*self.network.parameters(), *self.network.buffers()):
-            every.setdefault((x.dtype, x.device), []).append(x.detach().flatten())
-        return list(map(torch.cat, every.values()))
-
-    def _tensors(self) -> list[Tensor]:
-        return [*self.network.parameters(), *self.network.buffers()]
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """The network itself."""
-        scores: Tensor = self.network(inputs)
-        return scores
-
-    def __repr__(self) -> str:
-        return (
-            f"NetworkModel({type(self.network).__name__}, inputs {tuple(self.image.shape[1:])}, {self.outputs} scores, "
-            f"{len(self.relus)} ReLUs)"
-        )
+_known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Knowledge]] = WeakKeyDictionary()
+"""What is known, by network and kind of input, as long as the network lives."""
 
 
 def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    """Whether all tensors are the same, NaN being the same as NaN."""
+    """Whether two lists hold equal tensors, where NaN equals NaN."""
     if len(first) != len(second):
         return False
     for x, y in zip(first, second, strict=True):
@@ -481,26 +504,15 @@ def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 def _levels_to_the_user() -> int:
-    """How many calls up the first one outside this package is, for a warning that points there."""
+    """The `stacklevel` with which a warning points to the user's line that called this package."""
     package, level, frame = str(Path(__file__).parent.parent), 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
     return level
 
 
-def relus(network: Any, example: Tensor) -> tuple[Relu, ...]:
-    """Every ReLU call of a network in order, with its name, shape and size; `example` is a batch (N, ...) of inputs.
-
-    >>> network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
-    >>> relus(network, torch.zeros(1, 3))
-    (Relu(index=0, name='1', shape=torch.Size([4])),)
-    """
-    example = require_float_tensor("relus", "example", example)
-    return NetworkModel.of(network, example, "relus").relus
-
-
 class _Constant:
-    """A tensor that a run used but neither made nor found among the network's parameters and buffers."""
+    """A tensor that a run used but did not make, and that is no parameter or buffer; compared by its values."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value.detach().clone()
@@ -516,11 +528,11 @@ class _Constant:
 
 
 class _Recorder(TorchDispatchMode):
-    """Every operation of a run with its arguments: numbers as they are, tensors by where they come from."""
+    """Records every operation of a run with its arguments: numbers as they are, tensors by where they come from."""
 
     operations: list[tuple[Any, ...]]
-    known: WeakIdKeyDictionary
-    """Tensors of the network by their place, the input, and what operations have made by their number."""
+    origins: WeakIdKeyDictionary
+    """Where a tensor comes from: 0 for the input, −k for tensor k of the network, n for the result of operation n."""
     random = False
     """Whether an operation drew random numbers."""
 
@@ -532,39 +544,40 @@ class _Recorder(TorchDispatchMode):
         self.operations.append((func, self._described(args), self._described(kwargs)))
         result = func(*args, **kwargs)
         for made in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(made, Tensor) and made not in self.known:
-                self.known[made] = len(self.operations)
+            if isinstance(made, Tensor) and made not in self.origins:
+                self.origins[made] = len(self.operations)
         return result
 
     def _described(self, value: Any) -> Any:
+        """An argument in a form that can be compared with that of another run."""
         if isinstance(value, Tensor):
-            known = self.known.get(value)
-            return _Constant(value) if known is None else (known, value.shape)
+            origin = self.origins.get(value)
+            return _Constant(value) if origin is None else (origin, value.shape)
         if isinstance(value, float) and value != value:  # NaN differs from itself
             return "nan"
         if isinstance(value, list | tuple):
             return list(map(self._described, value))
         if isinstance(value, dict):
             return dict(zip(value, map(self._described, value.values()), strict=True))
-        if isinstance(value, torch.ScriptObject):  # packed weights, a profiler's record: not to be compared
+        if isinstance(value, torch.ScriptObject):  # packed weights, a profiler's record: cannot be compared
             return type(value)
         return value
 
 
 def operations_of(network: nn.Module, image: Tensor) -> list[tuple[Any, ...]]:
-    """What a run on one image does, operation by operation: two lists are equal if the network is the same function.
+    """Every operation of a run on one image: two runs with equal lists compute the same function of the weights.
 
-    The values of parameters and buffers do not count, which of them are used does; so do all numbers and other tensors
-    that enter, wherever the network keeps them.
+    The values of parameters and buffers do not count, only which of them are used. All numbers and other tensors that
+    enter do count, wherever the network keeps them.
     """
     with torch.inference_mode(False), torch.no_grad(), full_precision():
-        x, before = image.detach().clone(), torch.get_rng_state()
+        x, random_state = image.detach().clone(), torch.get_rng_state()
         recorder = _Recorder()
-        recorder.operations, recorder.known = [], WeakIdKeyDictionary()
+        recorder.operations, recorder.origins = [], WeakIdKeyDictionary()
         for place, tensor in enumerate((x, *network.parameters(), *network.buffers())):
-            recorder.known[tensor] = -place
+            recorder.origins[tensor] = -place
         with recorder:
             network(x)
-        if recorder.random:  # only then: the state is that of all threads
-            torch.set_rng_state(before)
+        if recorder.random:  # only then, since all threads share this state
+            torch.set_rng_state(random_state)
     return recorder.operations

@@ -1,13 +1,14 @@
-"""A private twin of a network: how a network is looked into without being changed.
+"""A private twin of a network, on which everything is tried that would change the network.
 
-Hooks are put on and tensors put in on the twin only, so that neither an error, nor an interrupt, nor another thread can
-leave the user's network in another state than it was in.
+Hooks are registered and tensors replaced on the twin only. So no error, interrupt or other thread can leave the user's
+network in another state than it was in.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import operator
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -17,77 +18,76 @@ from torch import Tensor, fx, nn
 
 
 def replica(network: nn.Module) -> nn.Module:
-    """A network of the same modules with the same parameters, attributes and hooks, whose modules are its own.
+    """A twin of a network: new modules of the same types, with the same parameters, attributes and hooks.
 
-    A module used twice is used twice here too. Buffers are copies, parameters the same tensors. Lists, dictionaries,
-    bound methods, partial functions and closures that hold modules hold those of the twin; any other attribute is
-    shared. Scripted modules cannot be copied and are shared too.
+    Parameters are the same tensors, buffers are copies, and a module used twice is used twice here too. Lists,
+    dictionaries, bound methods, partial functions and closures that hold modules hold those of the twin. Any other
+    attribute is shared, as are scripted modules, which cannot be copied.
     """
-    twins: dict[int, Any] = {}
+    twins: dict[int, Any] = {}  # by the id of what they are twins of
     modules = [module for module in network.modules() if not isinstance(module, torch.jit.ScriptModule)]
     for module in modules:
         twins[id(module)] = object.__new__(type(module))
     for buffer in network.buffers():
         twins[id(buffer)] = buffer.detach().clone()
     for module in modules:
-        own = vars(module)
-        kept = {"_graph", "_code"} if isinstance(module, fx.GraphModule) else set()
-        twin = {name: value if name in kept else _held(value, twins) for name, value in own.items()}
-        twin["_compiled_call_impl"] = None
-        vars(twins[id(module)]).update(twin)
+        shared = {"_graph", "_code"} if isinstance(module, fx.GraphModule) else set()
+        attributes = {name: value if name in shared else _twin_of(value, twins) for name, value in vars(module).items()}
+        attributes["_compiled_call_impl"] = None
+        vars(twins[id(module)]).update(attributes)
         for kind in type(module).__mro__:
             for name in vars(kind).get("__slots__", ()):
                 if hasattr(module, name) and not name.startswith("__"):
-                    object.__setattr__(twins[id(module)], name, _held(getattr(module, name), twins))
+                    object.__setattr__(twins[id(module)], name, _twin_of(getattr(module, name), twins))
     return twins.get(id(network), network)
 
 
-def _held(value: Any, twins: dict[int, Any]) -> Any:
-    """An attribute of the twin: modules and buffers replaced by their twins, inside containers and functions too.
+def _twin_of(value: Any, twins: dict[int, Any]) -> Any:
+    """A value with modules and buffers replaced by their twins, inside containers and functions too.
 
-    A container that several modules share is one container of the twin's.
+    A container that several modules share gets one twin, which they share.
     """
     if id(value) in twins:
         return twins[id(value)]
     if isinstance(value, dict):
-        made = twins[id(value)] = {} if type(value) is dict else copy.copy(value)
-        made.update([(key, _held(item, twins)) for key, item in value.items()])
-        return made
+        twin = twins[id(value)] = {} if type(value) is dict else copy.copy(value)
+        twin.update([(key, _twin_of(item, twins)) for key, item in value.items()])
+        return twin
     if type(value) in (list, set):
-        made = twins[id(value)] = type(value)()
-        items = [_held(item, twins) for item in value]
-        made.extend(items) if type(value) is list else made.update(items)
-        return made
+        twin = twins[id(value)] = type(value)()
+        items = [_twin_of(item, twins) for item in value]
+        twin.extend(items) if type(value) is list else twin.update(items)
+        return twin
     if isinstance(value, tuple):
-        items = [_held(item, twins) for item in value]
-        changed = any(one is not other for one, other in zip(items, value, strict=True))
+        items = [_twin_of(item, twins) for item in value]
+        changed = any(map(operator.is_not, items, value))
         return (type(value)(*items) if hasattr(value, "_fields") else tuple(items)) if changed else value
     if isinstance(value, types.MethodType) and id(value.__self__) in twins:
         return types.MethodType(value.__func__, twins[id(value.__self__)])
     if isinstance(value, functools.partial):
-        arguments = [_held(item, twins) for item in value.args]
-        return functools.partial(_held(value.func, twins), *arguments, **_held(value.keywords, twins))
+        arguments = [_twin_of(item, twins) for item in value.args]
+        return functools.partial(_twin_of(value.func, twins), *arguments, **_twin_of(value.keywords, twins))
     if isinstance(value, types.FunctionType) and value.__closure__:
-        return _rebound(value, twins)
+        return _twin_of_closure(value, twins)
     return value
 
 
-def _rebound(function: types.FunctionType, twins: dict[int, Any]) -> Any:
-    """A function that closes over modules, or containers of them, closing over their twins."""
+def _twin_of_closure(function: types.FunctionType, twins: dict[int, Any]) -> Any:
+    """The function with the twins of the modules that it closes over, also inside containers."""
     try:
-        held = [cell.cell_contents for cell in function.__closure__ or ()]
+        values = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a cell that is not filled yet
         return function
-    twins[id(function)] = function  # one that closes over itself
-    items = [_held(item, twins) for item in held]
-    if all(one is other for one, other in zip(items, held, strict=True)):
+    twins[id(function)] = function  # ends the recursion where it closes over itself
+    items = [_twin_of(item, twins) for item in values]
+    if all(map(operator.is_, items, values)):
         return function
     code, scope = function.__code__, function.__globals__
     closure = tuple(map(types.CellType, items))
-    made = types.FunctionType(code, scope, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    twins[id(function)] = made
-    return made
+    twin = types.FunctionType(code, scope, function.__name__, function.__defaults__, closure)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twins[id(function)] = twin
+    return twin
 
 
 def named_tensors(network: nn.Module) -> dict[str, Tensor]:
@@ -96,24 +96,24 @@ def named_tensors(network: nn.Module) -> dict[str, Tensor]:
 
 
 class TensorSlots:
-    """Where a twin keeps its parameters and buffers, so that others can be put in their place.
+    """The places where a twin keeps its parameters and buffers, to run it with other tensors.
 
-    A tensor that several modules share, or a module that is used twice, has one name.
+    `tensors` has the twin's own by name; a tensor that several modules share has one name.
     """
 
     def __init__(self, twin: nn.Module) -> None:
         self.tensors = named_tensors(twin)
         names = {id(tensor): name for name, tensor in self.tensors.items()}
         self._slots = [
-            (held, key, names[id(value)])
+            (holder, key, names[id(value)])
             for module in twin.modules()
             if not isinstance(module, torch.jit.ScriptModule)
-            for held in (module._parameters, module._buffers)
-            for key, value in held.items()
+            for holder in (module._parameters, module._buffers)
+            for key, value in holder.items()
             if value is not None
         ]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Have the twin run with these, by name."""
-        for held, key, name in self._slots:
-            held[key] = tensors[name]  # type: ignore[assignment]
+        """Have the twin use these tensors, given by name, from now on."""
+        for holder, key, name in self._slots:
+            holder[key] = tensors[name]  # type: ignore[assignment]

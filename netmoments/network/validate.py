@@ -1,4 +1,4 @@
-"""What a network must be before anything is computed about it: runs that show whether it is, once a network."""
+"""Checks that a network is a deterministic, differentiable function of each image by itself, made by running it."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from netmoments.network.replica import named_tensors, replica
 from netmoments.precision import full_precision, without_cudnn
 
 COPIES = 8
-"""How often an image is put into one batch: a network that is random only now and then is caught among these."""
+"""How often an image is repeated in one batch, to catch a network that is random only now and then."""
 
 
 def examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
-    """The trace of a network on one image (1, ...), once it is known to be a function of each image by itself.
+    """The trace of a network on one image (1, ...), or an error if it is no function of each image by itself.
 
-    It is run on the image twice and on copies of it (is it deterministic?), on another image, and on both together
-    (does the batch matter?). All runs are those of a twin, and leave the random state as it was.
+    The network is run on the image twice and on copies of it (is it deterministic?), on another image, and on both
+    together (does the batch matter?). All runs are those of a replica, and leave the random state as it was.
     """
     require_plain_weights(network, caller)
     on_gpu = image.device.type == "cuda"
-    before = torch.get_rng_state(), torch.cuda.get_rng_state(image.device) if on_gpu else None
-    watch = _RandomOperations()
+    state, gpu_state = torch.get_rng_state(), torch.cuda.get_rng_state(image.device) if on_gpu else None
+    random_operations = _RandomOperations()
     try:
-        with torch.inference_mode(False), full_precision(), watch:
+        with torch.inference_mode(False), full_precision(), random_operations:
             return _examined(replica(network), image.detach().clone(), caller)
     finally:
-        if watch.seen:  # only then: the state is that of all threads
-            torch.set_rng_state(before[0])
-            if before[1] is not None:
-                torch.cuda.set_rng_state(before[1], image.device)
+        if random_operations.seen:  # only then, since all threads share this state
+            torch.set_rng_state(state)
+            if gpu_state is not None:
+                torch.cuda.set_rng_state(gpu_state, image.device)
 
 
 QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
-"""Where modules live whose weights are packed away."""
+"""Where torch defines modules with packed weights, which cannot be read."""
 
 
 def require_plain_weights(network: nn.Module, caller: str) -> None:
-    """Weights that are dense tensors with values: others have no derivatives, or nothing to compute with."""
+    """Require weights that are dense tensors with values: others have no derivatives, or cannot be computed with."""
     for name, module in network.named_modules():
         if type(module).__module__.startswith(QUANTIZED):
             raise TypeError(
@@ -58,15 +58,15 @@ def require_plain_weights(network: nn.Module, caller: str) -> None:
 
 
 def other_dtypes(network: nn.Module, image: Tensor) -> str:
-    """Which of the network's numbers have another dtype than the image, in words for the end of an error."""
-    odd = [
+    """The end of an error message that lists parameters and buffers of another dtype than the image; "" if none are."""
+    others = [
         f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
         for name, tensor in named_tensors(network).items()
         if tensor.is_floating_point() and tensor.dtype != image.dtype
     ]
-    if not odd:
+    if not others:
         return ""
-    return f"; it has {', '.join(odd[:4])} for an input of {image.dtype}: convert it, e.g. network.to({image.dtype})"
+    return f"; it has {', '.join(others[:4])} for an input of {image.dtype}: convert it, e.g. network.to({image.dtype})"
 
 
 class _RandomOperations(TorchDispatchMode):
@@ -82,42 +82,41 @@ class _RandomOperations(TorchDispatchMode):
 
 
 def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
-    with full_precision():
-        try:
-            alone = trace(network, image)
-        except REFUSALS as error:
-            raise ValueError(
-                f"{caller}: the network cannot take an input of shape {tuple(image.shape[1:])}: {first_line(error)}"
-                f"{other_dtypes(network, image)}"
-            ) from error
-        _require_scores(alone.output, image, caller)
-        if alone.output.dtype != image.dtype:
-            raise ValueError(
-                f"{caller}: the network returns {alone.output.dtype} for an input of {image.dtype}"
-                f"{other_dtypes(network, image)}"
-            )
-        other = another_image(image)
+    try:
+        alone = trace(network, image)
+    except REFUSALS as error:
+        raise ValueError(
+            f"{caller}: the network cannot take an input of shape {tuple(image.shape[1:])}: {first_line(error)}"
+            f"{other_dtypes(network, image)}"
+        ) from error
+    _require_scores(alone.output, image, caller)
+    if alone.output.dtype != image.dtype:
+        raise ValueError(
+            f"{caller}: the network returns {alone.output.dtype} for an input of {image.dtype}"
+            f"{other_dtypes(network, image)}"
+        )
+    other_image = another_image(image)
+    both = torch.cat([image, other_image])
+    with torch.no_grad():
+        scores, other_scores = network(image.clone()), network(other_image.clone())
+    _require_deterministic(same_values(alone.output, scores), caller)
+    try:
+        pair = trace(network, both)
         with torch.no_grad():
-            again, apart = network(image.clone()), network(other.clone())
-        _require_deterministic(same_values(alone.output, again), caller)
-        try:
-            pair = trace(network, torch.cat([image, other]))
-            with torch.no_grad():
-                copies = network(image.repeat(COPIES, *(1,) * (image.dim() - 1)))
-        except REFUSALS as error:
-            raise ValueError(
-                f"{caller}: the network takes one image but not a batch of two: {first_line(error)}"
-            ) from error
+            copies = network(image.repeat(COPIES, *(1,) * (image.dim() - 1)))
+    except REFUSALS as error:
+        raise ValueError(
+            f"{caller}: the network takes one image but not a batch of two: {first_line(error)}"
+        ) from error
     _require_deterministic(same_values(copies[:1].expand_as(copies), copies), caller)
     together = pair.output
-    if len(together) != 2 or not (same_values(again, together[:1]) and same_values(apart, together[1:])):
+    if len(together) != 2 or not (same_values(scores, together[:1]) and same_values(other_scores, together[1:])):
         raise ValueError(
             f"{caller}: the network's output for an image depends on the other images of the batch (batch "
             f"normalisation in training mode?); netmoments needs each image treated by itself"
         )
-    changes = not same_values(again, apart)
+    changes = not same_values(scores, other_scores)
     unknown = any(parameter.is_inference() for parameter in network.parameters())  # refused where it matters
-    both = torch.cat([image, other])
     differentiable = not changes or unknown or _has_derivative(network, both)
     has_gradient = differentiable and (changes or unknown or _slope(network, both) is not None)
     return dataclasses.replace(with_batch_known(alone, pair), differentiable=differentiable, has_gradient=has_gradient)
@@ -131,13 +130,13 @@ def _require_deterministic(same: bool, caller: str) -> None:
 
 
 HALVINGS = 20
-"""Of the line between two images, where a network is saturated at both."""
+"""How often the line between two images is halved to find where the scores change."""
 
 
 def _has_derivative(network: nn.Module, images: Tensor) -> bool:
-    """Whether the scores have a derivative that is not zero, at one of two images or where they change between these.
+    """Whether the scores have a derivative that is not zero, at one of two images or where they change between them.
 
-    A network that is saturated at both (all its units clamped, say) has one on the way; one that rounds has none there.
+    A network whose units are saturated at both images has one somewhere between them; a network that rounds has none.
     """
     low, high = images.split(1)
     for _ in range(HALVINGS):
@@ -152,7 +151,7 @@ def _has_derivative(network: nn.Module, images: Tensor) -> bool:
 
 
 def _slope(network: nn.Module, images: Tensor) -> Tensor | None:
-    """A derivative of the scores of each image in it; None where there is none, or the network runs without only."""
+    """The derivative of a weighted sum of each image's scores in the image; None if torch cannot compute it."""
     with torch.inference_mode(False), torch.enable_grad(), full_precision():
         x = images.clone().requires_grad_()
         try:
@@ -170,19 +169,21 @@ def _slope(network: nn.Module, images: Tensor) -> Tensor | None:
             try:
                 with without_cudnn():
                     return torch.autograd.grad(network(x.clone()), x, weights, allow_unused=True)[0]
-            except RuntimeError:  # something was changed in place that the derivative needs
+            except RuntimeError:  # the network changes something in place that the derivative needs
                 return None
 
 
 REFUSALS = (RuntimeError, AssertionError, ValueError, IndexError, TypeError, AttributeError, KeyError)
+"""Errors that mean that a network cannot take an input."""
 
 
 def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def another_image(image: Tensor) -> Tensor:
-    """An image unlike the given one, whatever that is."""
+    """An image that differs from the given one, whatever that is."""
     ramp = torch.linspace(0.25, 1, image.numel(), dtype=image.dtype, device=image.device).reshape(image.shape)
     return 0.5 * image.flip(-1) + ramp
 
@@ -197,7 +198,7 @@ def _require_scores(output: Any, image: Tensor, caller: str) -> None:
 
 
 def same_values(x: Tensor, y: Tensor) -> bool:
-    """Equal up to the rounding of another order of summation, and finite in the same places."""
+    """Whether two tensors are finite in the same places and equal there, up to rounding in another order of sums."""
     finite = x.isfinite()
     if x.shape != y.shape or not torch.equal(finite, y.isfinite()):
         return False

@@ -1,4 +1,4 @@
-"""Weights as plain tensors in safetensors files: nothing is ever unpickled, nothing half-written is left behind."""
+"""Weights in safetensors files: nothing is ever unpickled, and no half-written file is left behind."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from torch import Tensor, nn
 from netmoments.files import open_regular, read_arrays, require_regular, whole_file
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+"""Suffixes of files that are refused."""
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file (or arrays of an `.npz`); half-precision ones as float32."""
+    """All tensors of a safetensors file, or arrays of an `.npz` file; those in half precision become float32."""
     tensors = _read_arrays(Path(path)) if Path(path).suffix == ".npz" else read_tensors(path)[0]
     return {name: x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for name, x in tensors.items()}
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of a safetensors file, as they are."""
+    """The tensors of a safetensors file, in the dtypes that they have, and its metadata."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
@@ -43,7 +44,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _require_there(path: Path) -> None:
-    """A file that is regular: of others safetensors may never see the end."""
+    """Require that a path is a regular file: reading another one may never end."""
     if not path.exists():
         raise FileNotFoundError(f"no weights at {path}")
     require_regular(path)
@@ -69,7 +70,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
     try:
         with whole_file(path) as temporary:
             temporary.touch()
-            mode = temporary.stat().st_mode  # what the user's umask gives; the library's own files are private
+            mode = temporary.stat().st_mode  # as the user's umask wants it, while save_file makes private files
             save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, temporary, dict(metadata))
             temporary.chmod(mode)
     except SafetensorError as error:
@@ -77,14 +78,14 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
 
 
 def half_precision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every float tensor as float16, for shipping."""
+    """Every floating-point tensor as float16, for weights that are shipped."""
     return {name: x.half() if x.is_floating_point() else x for name, x in tensors.items()}
 
 
 def load_weights(network: nn.Module, path: str | Path) -> None:
-    """Fill a network from a safetensors file; names, shapes and kinds of numbers must match, or differences are told.
+    """Fill a network from a file for `read_weights`; an error lists names, shapes and kinds of numbers that differ.
 
-    Floats of any size fill floats of any other; complex numbers, whole numbers and floats do not fill one another.
+    Floats of any size fill floats of any other. Complex numbers, whole numbers and floats do not fill one another.
     """
     tensors = read_weights(path)
     wanted = network.state_dict()
@@ -108,6 +109,7 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
 
 
 def _kind(tensor: Tensor) -> str:
+    """The kind of a tensor's numbers, in words."""
     if tensor.is_complex():
         return "complex"
     return "of floats" if tensor.is_floating_point() else "of booleans" if tensor.dtype == torch.bool else "of integers"

@@ -1,4 +1,4 @@
-"""Networks that come with the library: the paper's, and the small one that is the embedded default."""
+"""Networks that come with the library: those of the paper, and a small one for scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from netmoments.network.weights import load_weights
 
 
 class LeNet(nn.Module):
-    """Two (convolution 5×5, max-pool 2, ReLU) stages and two fully connected layers.
+    """The paper's LeNet: two stages of convolution 5×5, max-pool 2 and ReLU, and two fully connected layers.
 
-    ReLUs 0, 1, 2 are the paper's l = 1, 2, 3. For 28×28 images in [0, 1] with the default sizes: 32 and 64 channels,
-    1024 hidden units, as in the paper.
+    By default it has 32 and 64 channels and 1024 hidden units, as in the paper, and takes 28×28 images in [0, 1]. ReLUs
+    0, 1, 2 are the paper's l = 1, 2, 3.
     """
 
     def __init__(self, side: int = 28, channels: tuple[int, int] = (32, 64), hidden: int = 1024) -> None:
@@ -39,7 +39,7 @@ class LeNet(nn.Module):
 
 
 class DigitsLeNet(nn.Module):
-    """A LeNet for 8×8 digits in [0, 1]: convolutions 3×3, 12 and 24 channels, 64 hidden units."""
+    """A small LeNet for 8×8 digits in [0, 1]: convolutions 3×3, 12 and 24 channels, 64 hidden units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class DigitsLeNet(nn.Module):
 class AlexNet(nn.Module):
     """Five convolutions, three fully connected layers, seven ReLUs; parameter names as in torchvision's state dicts.
 
-    Takes 224×224 RGB images normalised by ImageNet's mean and deviation, see `ImageNetInput`.
+    It takes 224×224 RGB images normalised by ImageNet's mean and deviation, see `ImageNetInput`.
     """
 
     def __init__(self, classes: int = 1000) -> None:
@@ -99,8 +99,8 @@ class AlexNet(nn.Module):
 class FaceAlexNet(nn.Module):
     """AlexNet for 48×48 grey faces in [0, 1] and 7 emotions: five convolutions and three fully connected layers.
 
-    Smaller kernels and strides for the smaller image, batch normalisation after the convolutions (affine once trained),
-    5.2 million parameters.
+    It has smaller kernels and strides for the smaller image, batch normalisation after the convolutions (affine once
+    trained), and 5.2 million parameters.
     """
 
     def __init__(self, classes: int = 7) -> None:
@@ -151,11 +151,11 @@ class Fire(nn.Module):
 
 
 class SqueezeNet(nn.Module):
-    """SqueezeNet 1.0: 227×227 images, BGR, 0–255 minus (104, 117, 123), see `CaffeInput`; 1000 classes.
+    """SqueezeNet 1.0 for 227×227 BGR images, 0–255 minus (104, 117, 123), see `CaffeInput`.
 
     As in the Caffe model, max-pools are 3 with stride 2 in ceil mode, `conv10` has padding 1, and the scores are the
-    mean over positions of its ReLU. Parameters: `conv1`, `fire2` … `fire9` (`squeeze`, `expand1x1`, `expand3x3`),
-    `conv10`.
+    mean over positions of its ReLU. The parameters are called `conv1`, `fire2` … `fire9` (`squeeze`, `expand1x1`,
+    `expand3x3`), `conv10`.
     """
 
     def __init__(self, classes: int = 1000) -> None:
@@ -182,7 +182,7 @@ class SqueezeNet(nn.Module):
 
 
 class Normalised(nn.Module):
-    """(x − mean)/deviation of each channel, as most networks were trained."""
+    """A first layer that normalises each channel, (x − mean)/deviation, as most networks were trained."""
 
     mean: Tensor
     deviation: Tensor
@@ -197,14 +197,14 @@ class Normalised(nn.Module):
 
 
 class ImageNetInput(Normalised):
-    """The same with the numbers of ImageNet's channels, for RGB images in [0, 1]."""
+    """Normalisation by the means and deviations of ImageNet's channels, for RGB images in [0, 1]."""
 
     def __init__(self) -> None:
         super().__init__((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 class CaffeInput(nn.Module):
-    """RGB in [0, 1] to BGR in 0–255 minus (104, 117, 123)."""
+    """A first layer that turns RGB in [0, 1] into BGR in 0–255 minus (104, 117, 123)."""
 
     mean: Tensor
 
@@ -233,16 +233,18 @@ __all__ = [
 ]
 
 SHIPPED = Path(__file__).parent / "shipped"
+"""The folder of trained weights that come with the library."""
 
 
 @dataclass(frozen=True)
 class ZooEntry:
-    """A network, what it takes, and whether its trained weights are shipped."""
+    """A network of the zoo, what it takes, and where its trained weights are."""
 
     network: Callable[[], nn.Module]
     input_shape: tuple[int, int, int]
     description: str
     shipped: str | None = None
+    """The file of trained weights in `SHIPPED`; None if the user must bring them."""
     preparation: Callable[[], nn.Module] | None = None
     """An affine first layer that turns RGB in [0, 1] into what the network was trained on."""
 
@@ -259,6 +261,7 @@ ZOO = {
 
 
 def entry(name: str) -> ZooEntry:
+    """The entry of this name in `ZOO`, else a ValueError that lists all names."""
     if name not in ZOO:
         raise ValueError(f"no network {name!r} in the zoo; there are {', '.join(ZOO)}")
     return ZOO[name]
@@ -270,28 +273,29 @@ def build(name: str) -> nn.Module:
     >>> sum(x.numel() for x in build("lenet").parameters())
     3274634
     """
-    found = entry(name)
-    return _prepared(found, found.network())
+    chosen = entry(name)
+    return _prepared(chosen, chosen.network())
 
 
 def pretrained(name: str, weights: str | Path | None = None) -> nn.Module:
-    """A network of the zoo, in eval mode, with the weights that come with the library or those of a file of yours.
+    """A network of the zoo, in eval mode, with the weights that come with the library, or with those in your file.
 
     >>> pretrained("digits")(torch.zeros(2, 1, 8, 8)).shape
     torch.Size([2, 10])
     """
-    found = entry(name)
+    chosen = entry(name)
     if weights is None:
-        if found.shipped is None:
-            having = ", ".join(key for key, value in ZOO.items() if value.shipped)
-            raise ValueError(f"no weights come with {name!r} (they do with {having}); give a file of your own")
-        weights = SHIPPED / found.shipped
+        if chosen.shipped is None:
+            shipped = ", ".join(key for key, value in ZOO.items() if value.shipped)
+            raise ValueError(f"no weights come with {name!r} (they do with {shipped}); give a file of your own")
+        weights = SHIPPED / chosen.shipped
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and overwritten
-        network = found.network()
+        network = chosen.network()
     load_weights(network, weights)
-    return _prepared(found, network)
+    return _prepared(chosen, network)
 
 
-def _prepared(found: ZooEntry, network: nn.Module) -> nn.Module:
-    whole = network if found.preparation is None else nn.Sequential(found.preparation(), network)
+def _prepared(chosen: ZooEntry, network: nn.Module) -> nn.Module:
+    """The network in eval mode, with the first layer that it needs, if any."""
+    whole = network if chosen.preparation is None else nn.Sequential(chosen.preparation(), network)
     return whole.eval()

@@ -1,4 +1,8 @@
-"""Operators that are affine in what is noisy, and their linear part: one entry an operator, no formula each."""
+"""The operators that are affine in their noisy arguments, and how to get their linear parts.
+
+No operator needs a formula: its linear part is the operator itself, called with zeros for the constants that it adds.
+So one entry of `OPERATORS` says which arguments may be noisy, and which are added.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +21,23 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AffineOperator:
-    """Which arguments of an operator may be noisy, by position, so that it is affine in them."""
+    """Which arguments of an operator may be noisy, by position, such that it is affine in them."""
 
     noisy: tuple[int, ...] = (0,)
     product: tuple[int, ...] = ()
-    """Of these, only one may be noisy: the operator multiplies them."""
+    """Arguments that are multiplied with each other: only one of these may be noisy."""
     offsets: tuple[int, ...] = ()
-    """Arguments that are added: in the linear part, constants there are zero."""
+    """Arguments that are added: constants there are zero in the linear part."""
 
 
-_OF_ONE = AffineOperator()
+_FIRST = AffineOperator()
 _SUM = AffineOperator((0, 1), offsets=(0, 1))
 _PRODUCT = AffineOperator((0, 1), product=(0, 1))
 _BATCH_NORM = AffineOperator((0,), offsets=(2, 3))
-_SPREAD = AffineOperator((0,), offsets=(0,))
+_LIST = AffineOperator((0,), offsets=(0,))
 
 OPERATORS: dict[Any, AffineOperator] = {
-    operator.getitem: _OF_ONE,
+    operator.getitem: _FIRST,
     aten.convolution: AffineOperator((0,), offsets=(2,)),
     aten.linear: AffineOperator((0,), offsets=(2,)),
     aten.addmm: AffineOperator((0, 1, 2), product=(1, 2), offsets=(0,)),
@@ -50,7 +54,7 @@ OPERATORS: dict[Any, AffineOperator] = {
     aten.constant_pad_nd: AffineOperator((0,), offsets=(2,)),
     **dict.fromkeys((aten.add, aten.sub, aten.copy, aten.slice_scatter, aten.select_scatter), _SUM),
     **dict.fromkeys((aten.mul, aten.mm, aten.bmm, aten.mv, aten.dot, aten.matmul), _PRODUCT),
-    **dict.fromkeys((aten.cat, aten.stack), _SPREAD),
+    **dict.fromkeys((aten.cat, aten.stack), _LIST),
     **dict.fromkeys(
         (
             aten.view, aten._unsafe_view, aten.reshape, aten.flatten, aten.unflatten, aten.expand, aten.squeeze,
@@ -69,10 +73,10 @@ OPERATORS: dict[Any, AffineOperator] = {
             aten.grid_sampler_2d, aten.grid_sampler_3d, aten.unsafe_split, aten.unsafe_chunk, aten._reshape_copy,
             aten.view_as, aten.expand_as, aten.as_strided,
         ),
-        _OF_ONE,
+        _FIRST,
     ),
 }  # fmt: skip
-"""By operator, all overloads alike."""
+"""The entry of every affine operator, for all its overloads."""
 
 SHAPE_ONLY = {
     aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_ones, aten.new_full,
@@ -82,10 +86,10 @@ SHAPE_ONLY = {
 
 
 def affine_operator(node: Node, noisy: frozenset[Node]) -> AffineOperator | None:
-    """The entry of a node's operator, if the node is affine in its noisy arguments; None if not."""
+    """The entry of a node's operator, or None if it is not known to be affine in those arguments that are noisy."""
     kind = family(node.target)
     if kind in SHAPE_ONLY:
-        return None if any(_holds(argument, noisy) for argument in node.args[1:]) else _OF_ONE
+        return None if any(_holds(argument, noisy) for argument in node.args[1:]) else _FIRST
     entry = OPERATORS.get(kind)
     if entry is None or node.kwargs.get("rounding_mode") is not None or not _gives_numbers(node):
         return None
@@ -100,7 +104,7 @@ def affine_operator(node: Node, noisy: frozenset[Node]) -> AffineOperator | None
 def linear_arguments(
     node: Node, entry: AffineOperator, args: tuple[Any, ...], noisy: frozenset[Node]
 ) -> tuple[Any, ...]:
-    """The arguments of a node's linear part, from those with constants put in: constants that are added are zero."""
+    """The arguments for a node's linear part: `args`, its own with constants put in, but zero where these are added."""
     zeroed = set(entry.offsets)
     if entry.product and not any(_holds(node.args[place], noisy) for place in entry.product):
         zeroed.add(entry.product[0])  # the product itself is a constant
@@ -111,9 +115,9 @@ def linear_arguments(
 
 
 def _without_constants(argument: Any, value: Any, noisy: frozenset[Node]) -> Any:
-    """An argument with zeros for what is not noisy in it."""
+    """The value of an argument, or of a list of them, with zeros for constants."""
     if isinstance(argument, list | tuple):
-        return [_without_constants(part, own, noisy) for part, own in zip(argument, value, strict=True)]
+        return [_without_constants(item, of_item, noisy) for item, of_item in zip(argument, value, strict=True)]
     if isinstance(argument, fx.Node) and argument in noisy:
         return value
     if isinstance(value, Tensor):
@@ -122,13 +126,14 @@ def _without_constants(argument: Any, value: Any, noisy: frozenset[Node]) -> Any
 
 
 def _gives_numbers(node: Node) -> bool:
-    """Whether the result (the first of several) is float32 or float64: rounding to anything coarser is not affine."""
+    """Whether the result (the first of several) is float32 or float64; rounding to a coarser dtype is not affine."""
     value = node.meta.get("val")
     first = value[0] if isinstance(value, list | tuple) and value else value
     return not isinstance(first, Tensor) or first.dtype in SUPPORTED_DTYPES
 
 
 def _holds(argument: Any, noisy: frozenset[Node]) -> bool:
+    """Whether an argument is a noisy node, or a list with one in it."""
     if isinstance(argument, list | tuple):
         return any(_holds(part, noisy) for part in argument)
     return isinstance(argument, fx.Node) and argument in noisy

@@ -1,7 +1,7 @@
-"""Functions of one number at a time that follow one another, taken as one function: x·σ(x), x/(1 + |x|), exp(−x²).
+"""Chains of elementwise operations taken as one function: x·σ(x), x/(1 + |x|), exp(−x²).
 
-By themselves the links would each be a nonlinear layer whose output counts as Gaussian for the next; together they are
-one layer with one input a unit, whose moments are those of quadrature.
+Taken one by one, every nonlinear operation would be a layer whose output counts as nearly Gaussian for the next one.
+Together they are one layer with one input a unit, whose moments are found by quadrature.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ EVERYWHERE = {
     aten.cosh, aten.asinh, aten.relu, aten.leaky_relu, aten.abs, aten.hardtanh, aten.relu6, aten.clamp, aten.clamp_min,
     aten.clamp_max, aten.square,
 }  # fmt: skip
-"""Functions that are defined everywhere."""
+"""Functions that are defined for all numbers."""
 LIMITED = {aten.sqrt, aten.rsqrt, aten.reciprocal, aten.log, aten.log2, aten.log10, aten.pow}
-"""Functions that are not: only of positive numbers, or not of 0."""
+"""Functions that are defined for positive numbers only, or not at 0."""
 ARITHMETIC = {
     aten.add, aten.sub, aten.rsub, aten.mul, aten.neg, aten.div, aten.clone, aten.alias, aten.detach, aten.contiguous,
 }  # fmt: skip
 SCALES = (-100.0, -10.0, -1.0, -0.1, 0.0, 0.1, 1.0, 10.0, 100.0)
-"""Multiples of the largest value seen, at which a chain must be finite, and no more than `LARGE` times as large as was
-seen, to count as defined everywhere."""
+"""Multiples of the largest input seen in a run, on which a chain is tried."""
 LARGE = 1e6
+"""A chain counts as defined everywhere if, at all `SCALES`, it is at most so many times as large as in the run."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """A node whose every number is a function of the number at the same place of another, its root."""
+    """A node whose every number is a function of one number of another node, the root, at the same place."""
 
     root: Node
     steps: tuple[Node, ...] = ()
-    """From the root to the node, which is the last; none if it is the root itself."""
+    """The operations after the root, up to and with the node itself; none if it is the root."""
     curved: int = 0
-    """How many of them are not affine."""
+    """The largest number of steps on one path that are not affine."""
     one_signed: bool = False
-    """Whether it is defined on one side of 0 only."""
+    """Whether the function is defined on one side of 0 only."""
 
     def function(self, graph: NetworkGraph, constants: Mapping[Node, Any]) -> Callable[[Tensor], Tensor]:
-        """The node's values from the root's, for any number of images."""
-        ready = []
+        """The function from the root's values to the node's, for any number of images."""
+        calls = []
         for node in self.steps:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x if x in graph.noisy else constants[x])
-            ready.append((node, args, kwargs))
-        return partial(_followed, self.root, ready)
+            calls.append((node, args, kwargs))
+        return partial(_run, self.root, calls)
 
     def rule(self, graph: NetworkGraph, constants: Mapping[Node, Any], like: Tensor) -> Nonlinearity:
-        """All steps as one layer."""
+        """The rule for all steps as one layer."""
         kind = OneSigned if self.one_signed else Elementwise
         return kind(self.function(graph, constants), without_batch(shape_of(self.root)), like)
 
@@ -76,7 +76,11 @@ def chain_of(
     constants: Mapping[Node, Any],
     seen: Mapping[Node, Any],
 ) -> Chain | None:
-    """The chain that a node ends, given those of nodes before it and the values of a run; None if it ends none."""
+    """The chain that ends in a node, or None if there is none.
+
+    `chains` are those of earlier nodes, `never_negative` the nodes of which that is known, and `seen` are the values of
+    all nodes in a run. `is_affine` says whether the node is.
+    """
     kind, arguments = family(node.target), [x for x in node.all_input_nodes if x in graph.noisy]
     if kind not in EVERYWHERE | LIMITED | ARITHMETIC or not all(_alike(x, node) for x in arguments):
         return None
@@ -86,21 +90,21 @@ def chain_of(
     if len({chain.root for chain in before}) != 1:
         return None
     steps = {step for chain in before for step in chain.steps}
-    found = Chain(
+    chain = Chain(
         before[0].root,
         (*sorted(steps, key=graph.place.__getitem__), node),
-        max(chain.curved for chain in before) + (not is_affine),
-        any(chain.one_signed for chain in before),
+        max(earlier.curved for earlier in before) + (not is_affine),
+        any(earlier.one_signed for earlier in before),
     )
-    if not _is_limited(node) or found.one_signed or _is_defined_everywhere(found, graph, constants, seen):
-        return found
-    if found.root in never_negative:
-        return replace(found, one_signed=True)
+    if not _is_limited(node) or chain.one_signed or _is_defined_everywhere(chain, graph, constants, seen):
+        return chain
+    if chain.root in never_negative:
+        return replace(chain, one_signed=True)
     return Chain(arguments[0], (node,), 1, one_signed=True) if len(arguments) == 1 else None
 
 
 def _is_limited(node: Node) -> bool:
-    """Whether a function is not defined everywhere: whole powers are."""
+    """Whether a node's function is not defined for all numbers; whole powers are."""
     if family(node.target) is not aten.pow:
         return family(node.target) in LIMITED
     exponent = node.args[1]
@@ -111,16 +115,18 @@ NEVER_NEGATIVE = {
     aten.relu, aten.relu6, aten.sigmoid, aten.hardsigmoid, aten.softplus, aten.exp, aten.exp2, aten.abs, aten.sqrt,
     aten.rsqrt, aten.square, aten.cosh, aten._softmax, aten._safe_softmax, aten.linalg_vector_norm,
 }  # fmt: skip
+"""Functions whose values are never negative."""
 KEEPS_SIGN = {
     aten.view, aten._unsafe_view, aten.reshape, aten.flatten, aten.unflatten, aten.squeeze, aten.unsqueeze, aten.clone,
     aten.contiguous, aten.alias, aten.expand, aten.slice, aten.select, aten.permute, aten.transpose, aten.sum,
     aten.mean, aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d, aten._adaptive_avg_pool2d,
     aten.max_pool2d_with_indices, aten.reciprocal, operator.getitem,
 }  # fmt: skip
+"""Operators whose values are not negative if their arguments are not."""
 
 
 def is_never_negative(node: Node, known: Collection[Node]) -> bool:
-    """Whether no number of a node can be negative, given the nodes before it of which that is known."""
+    """Whether no number of a node can be negative, where `known` are the earlier nodes of which that is known."""
     kind, arguments = family(node.target), node.all_input_nodes
     if kind in NEVER_NEGATIVE:
         return True
@@ -129,30 +135,32 @@ def is_never_negative(node: Node, known: Collection[Node]) -> bool:
         return arguments[0] in known or (isinstance(exponent, int | float) and exponent % 2 == 0)
     if kind is aten.mul:
         numbers = [x for x in node.args if isinstance(x, int | float)]
-        both = len(node.args) == 2 and node.args[0] is node.args[1]
-        return both or (all(x in known for x in arguments) and all(x >= 0 for x in numbers))
+        is_square = len(node.args) == 2 and node.args[0] is node.args[1]
+        return is_square or (all(x in known for x in arguments) and all(x >= 0 for x in numbers))
     return kind in KEEPS_SIGN and all(x in known for x in arguments)
 
 
 def _alike(node: Node, other: Node) -> bool:
-    """Whether two nodes have numbers of one kind at the same places."""
+    """Whether two nodes are tensors of the same shape and dtype."""
     one, another = node.meta["val"], other.meta["val"]
-    same = isinstance(one, Tensor) and isinstance(another, Tensor)
-    return same and one.shape == another.shape and one.dtype == another.dtype
+    both_tensors = isinstance(one, Tensor) and isinstance(another, Tensor)
+    return both_tensors and one.shape == another.shape and one.dtype == another.dtype
 
 
 @torch.no_grad()
 def _is_defined_everywhere(
     chain: Chain, graph: NetworkGraph, constants: Mapping[Node, Any], seen: Mapping[Node, Any]
 ) -> bool:
+    """Whether a chain gives no very large number, infinity or NaN at all `SCALES`."""
     function, value = chain.function(graph, constants), seen[chain.root]
     size, most = value.abs().max(), LARGE * function(value).abs().max()
     return all(bool((function(torch.full_like(value, scale) * size).abs() <= most).all()) for scale in SCALES)
 
 
-def _followed(root: Node, steps: list[tuple[Node, Any, Any]], x: Tensor) -> Tensor:
+def _run(root: Node, calls: list[tuple[Node, Any, Any]], x: Tensor) -> Tensor:
+    """The value of the last of several calls, where the root has the value x."""
     values = {root: x}
-    for node, args, kwargs in steps:
-        given, named = fx.node.map_arg((args, kwargs), values.__getitem__)
-        x = values[node] = node.target(*given, **named)  # type: ignore[operator]
+    for node, args, kwargs in calls:
+        positional, named = fx.node.map_arg((args, kwargs), values.__getitem__)
+        x = values[node] = node.target(*positional, **named)  # type: ignore[operator]
     return x

@@ -1,9 +1,9 @@
-"""Layer by layer: the joint distribution of all live tensors, a Gaussian with cumulants beyond it, through a network.
+"""Layerwise moments: the joint distribution of all live tensors, a Gaussian with cumulants, carried layer by layer.
 
-A covariance is carried as a square (`squares`) where that fits the memory and the work that is worth it: all pairs of
-units and the cumulants of nearly all of them, without any chance. Elsewhere it is carried as rows whose products it is
-(`rows`), with third cumulants along some directions of the noise; on a CPU also where rows know nearly as much, and
-squares would take much longer.
+There are two ways to carry it, and this module chooses. As squares (`squares`), the covariance is a matrix, with the
+cumulants of nearly all units and no chance error: for networks where these matrices fit into memory and know more than
+rows. As rows (`rows`), the covariance is products of a few hundred rows, with third cumulants along some directions of
+the noise: for larger networks, and on a CPU also where rows know nearly as much and squares would take much longer.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from netmoments.propagate.rows import Need
 from netmoments.propagate.sketch import REPLAYED_BYTES
 
 IMAGES_TOGETHER = {"cpu": 1, "cuda": 32}
-"""Images whose noise goes through a network together, at most: more do not pay."""
+"""Images that go through a network together, at most; more would gain nothing."""
 KEPT_COPIES = 3
-"""Of what a layer takes for its square, what derivatives keep of it."""
+"""With derivatives, so many times the memory of a layer's squares is kept for every layer."""
 DEARER = 2.0
-"""Times the numbers of rows that squares may carry on a CPU where rows are as good as they, nearly."""
+"""On a CPU, where rows know nearly as much, squares may carry at most so many times the numbers of rows."""
 CHEAP = 2**24
-"""Numbers that squares may carry in any case: they take less than a second."""
-ASKED = 16
-"""Units that are asked how many numbers of the image they look at."""
+"""Squares that carry no more numbers than this are used in any case: they take less than a second."""
+UNITS_TRIED = 16
+"""How many units of the first layer `numbers_seen` looks at."""
 
 
 def layerwise(
@@ -45,12 +45,13 @@ def layerwise(
 ) -> tuple[Tensor, Tensor]:
     """Means (N, k) and covariances (N, k, k) of the scores with indices `outputs` (N, k), for images (N, ...).
 
-    Images go together as the memory allows; what does not fit for one is an error, before anything is computed.
+    As many images go together as the memory allows. If not even one fits, that is an error, before anything is
+    computed.
     """
     limit = memory_limit(mean.device, memory_budget)
     itemsize = mean.element_size()
-    kept = min(limit, piece_bytes("backward", mean.device)) if torch.is_grad_enabled() else limit
-    as_squares = has_squares(plan, mean, kept)
+    squares_limit = min(limit, piece_bytes("backward", mean.device)) if torch.is_grad_enabled() else limit
+    as_squares = has_squares(plan, mean, squares_limit)
     need = squares.need_of(plan, itemsize) if as_squares else rows.need_of(plan, covariance.rank, itemsize)
     if need.bytes > limit:
         raise ValueError(
@@ -74,68 +75,70 @@ def layerwise(
     with progress_bar("images", len(mean)) as show:
         for start in range(0, len(mean), together):
             show(start)
-            some = slice(start, start + together)
-            parts.append(carried(plan, mean[some], covariance.entries(some), outputs[some]))
+            images = slice(start, start + together)
+            parts.append(carried(plan, mean[images], covariance.entries(images), outputs[images]))
     means, covariances = zip(*parts, strict=True)
     return torch.cat(means), torch.cat(covariances)
 
 
 def _recorded_squares(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """By squares on a GPU, recorded, and replayed from then on."""
-    scores, every = replayed(plan.recordings, partial(_from_dense, plan), mean, covariance.dense(), outputs)
-    return scores, every
+    """`squares.carried` on a GPU, recorded once and replayed from then on."""
+    scores, covariances = replayed(plan.recordings, partial(_from_dense, plan), mean, covariance.dense(), outputs)
+    return scores, covariances
 
 
 def _from_dense(plan: Plan, mean: Tensor, covariance: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from tensors alone."""
+    """`squares.carried` as a function of tensors alone, which can be recorded."""
     return squares.carried(plan, mean, Dense(covariance), outputs)
 
 
-def with_variances(
-    found: tuple[Tensor, Tensor],
+def without_negative_variances(
+    moments: tuple[Tensor, Tensor],
     plan: Plan,
     mean: Tensor,
     covariance: Covariance,
     outputs: Tensor,
     memory_budget: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """What `layerwise` found, but for images with a negative variance, which cumulants have made: without these.
+    """The moments that `layerwise` gave, with those of images that have a negative variance computed again.
 
-    Their corrections are of first order, and may be larger than a variance of which little is left. What is negative
-    among Gaussian layers is 0 but for rounding: scores of units that never move. Nor are there cumulants where their
-    fourth powers are too large for the dtype; where variances are, too, that is an error.
+    Corrections by cumulants are of first order, and can be larger than what is left of a variance; without cumulants no
+    variance is negative, except by rounding where it is 0, as for scores of units that never move: these are set to 0.
+    Images whose moments are not finite are computed again too, as the fourth powers in cumulants may be too large for
+    the dtype. If the variances themselves are too large, that is an error.
     """
-    scores, every = found
-    failed = ~((every.diagonal(dim1=-2, dim2=-1) >= 0).all(-1) & _finite(scores, every))
+    scores, covariances = moments
+    failed = ~((covariances.diagonal(dim1=-2, dim2=-1) >= 0).all(-1) & _finite(scores, covariances))
     for place in failed.nonzero():
-        some = slice(int(place), int(place) + 1)
+        image = slice(int(place), int(place) + 1)
         if has_squares(plan, mean, memory_limit(mean.device, memory_budget)):
-            own = squares.carried(plan, mean[some], covariance.entries(some), outputs[some], [0] * len(plan.stages))
+            followed = [0] * len(plan.stages)
+            again = squares.carried(plan, mean[image], covariance.entries(image), outputs[image], followed)
         else:
-            own = scores[some], every[some]
-        if not bool(_finite(*own)):
+            again = scores[image], covariances[image]
+        if not bool(_finite(*again)):
             name = str(mean.dtype).removeprefix("torch.")
             raise ValueError(
                 f"layerwise: the variances on the way through the network are too large for {name}; take smaller units "
                 f"of the input{'' if mean.dtype == torch.float64 else ', or network and noise in float64'}"
             )
-        moves = own[1].diagonal(dim1=-2, dim2=-1) >= 0
-        square = own[1] * (moves.unsqueeze(-1) & moves.unsqueeze(-2))
-        scores, every = scores.index_copy(0, place, own[0]), every.index_copy(0, place, square)
-    return scores, every
+        moves = again[1].diagonal(dim1=-2, dim2=-1) >= 0
+        square = again[1] * (moves.unsqueeze(-1) & moves.unsqueeze(-2))
+        scores, covariances = scores.index_copy(0, place, again[0]), covariances.index_copy(0, place, square)
+    return scores, covariances
 
 
-def _finite(scores: Tensor, every: Tensor) -> Tensor:
-    """Of which images means (N, k) and covariances (N, k, k) are."""
-    return scores.isfinite().all(-1) & every.isfinite().all(-1).all(-1)
+def _finite(scores: Tensor, covariances: Tensor) -> Tensor:
+    """For which images all means (N, k) and covariances (N, k, k) are finite: (N,)."""
+    return scores.isfinite().all(-1) & covariances.isfinite().all(-1).all(-1)
 
 
 def has_squares(plan: Plan, like: Tensor, limit: int) -> bool:
-    """Whether covariances of numbers like those of the image are carried as squares: where they know more, and fit.
+    """Whether covariances are carried as squares: where these know more than rows, fit `limit` bytes, and are fast.
 
-    With derivatives, those of all layers together must fit. On a CPU, squares that carry many more numbers than rows
-    are not worth their time where the first layer's units look at few numbers each, so that rows know nearly as much.
-    On a GPU squares are recorded and replayed, and take little time wherever they fit.
+    `like` is an image. With derivatives, the squares of all layers must fit together. On a CPU, squares that carry many
+    more numbers than rows are not worth their time where each unit of the first layer looks at few numbers, because
+    rows then know nearly as much. On a GPU squares are recorded and replayed, and take little time wherever they fit.
     """
     layout = plan.once(squares.layout_of)
     copies = KEPT_COPIES * len(plan.stages) if torch.is_grad_enabled() else 1
@@ -147,19 +150,19 @@ def has_squares(plan: Plan, like: Tensor, limit: int) -> bool:
 
 @torch.no_grad()
 def numbers_seen(plan: Plan, like: Tensor) -> int:
-    """How many numbers of the image a unit of the first layer looks at, the most of some units spread over it.
+    """How many numbers of the image a unit of the first layer looks at: the most among some units spread over it.
 
-    If no more than rows have colours, a unit sees each colour about once, and its rows are nearly without chance.
+    If rows have at least so many colours, a unit sees each colour about once, and rows have hardly any chance error.
     """
     first = plan.stages[0]
-    units = torch.arange(0, first.rule.units, -(-first.rule.units // ASKED), device=like.device)
+    units = torch.arange(0, first.rule.units, -(-first.rule.units // UNITS_TRIED), device=like.device)
     chosen = torch.nn.functional.one_hot(units, first.rule.units).to(like.dtype).unsqueeze(0)
     slopes = (first.rule.windows >= 0).to(like.dtype).unsqueeze(0)
-    every = first.pull_back(slopes, chosen, {})
-    return int((every[plan.image] != 0).sum(-1).max())
+    weights = first.pull_back(slopes, chosen, {})
+    return int((weights[plan.image] != 0).sum(-1).max())
 
 
 def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
-    """The least memory that one image takes, `rank` being the noise's, at the layer that takes most of it."""
-    ways = squares.need_of(plan, itemsize), rows.need_of(plan, rank, itemsize)
-    return min(ways, key=lambda need: need.bytes)
+    """The memory that one image with noise of `rank` directions needs at least, as squares or as rows."""
+    needs = squares.need_of(plan, itemsize), rows.need_of(plan, rank, itemsize)
+    return min(needs, key=lambda need: need.bytes)

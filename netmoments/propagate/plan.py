@@ -1,4 +1,10 @@
-"""A network's graph cut into stages: an affine part, then one nonlinear layer, and what is still needed after it."""
+"""The plan of a network: its graph as stages, each an affine segment and then one nonlinear layer, up to the scores.
+
+`plan_of` makes it. Every operation that the scores depend on is affine, has a rule, or is refused by name. Affine
+operations are collected into segments, maps from sources (the image, outputs of nonlinear layers) to the input of a
+layer or to the scores. A `Plan` also knows which outputs are still needed at each stage. Layerwise methods and sketches
+take their input's distribution through its stages, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -31,33 +37,34 @@ from netmoments.rules.registry import (
     operator_name,
 )
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 aten = torch.ops.aten
 IN_ORDER = {
     aten.view, aten._unsafe_view, aten.reshape, aten.flatten, aten.unflatten, aten.squeeze, aten.unsqueeze, aten.clone,
     aten.contiguous, aten.alias, aten.detach,
 }  # fmt: skip
 """Operators whose result has the same numbers in the same order."""
-BEYOND, EXCLUDED = 1e30, 1e5
-"""Added constants beyond the one are taken as the other: what a softmax is to leave out it leaves out all the same,
-and means and deviations stay finite."""
+INFINITE, EXCLUDED = 1e30, 1e5
+"""Added constants beyond ±1e30 are replaced by ±1e5. They are masks of attention: the softmax leaves out the same
+places, and means and deviations stay finite."""
 
 
 @dataclass(frozen=True, eq=False)
 class AffineStep:
-    """One affine operation: its value and its linear part, given those of earlier nodes."""
+    """One affine operation, as functions from the values of earlier nodes."""
 
     node: Node
     inputs: tuple[Node, ...]
-    """The noisy nodes it takes."""
+    """The noisy nodes among its arguments."""
     value: Callable[[Mapping[Node, Any]], Any]
     linear: Callable[[Mapping[Node, Any]], Any]
+    """Its linear part."""
     constants: Mapping[Node, Any] | None = None
-    """Of an operator, the values of its other arguments; None for a layer with a rule of its own."""
+    """The values of nodes that are not noisy, for an operator; None for a layer that is registered as affine."""
 
 
 class Segment:
-    """An affine map from some sources (the image, outputs of nonlinear layers) to some nodes, flattened, end to end."""
+    """An affine map from sources (the image, outputs of nonlinear layers) to results, flattened and put end to end."""
 
     def __init__(
         self,
@@ -70,27 +77,23 @@ class Segment:
         self.steps, self.sources, self.results = steps, sources, results
         self.shapes = {node: shape_of(node) for node in (*sources, *results)}
         self.size = sum(self.shapes[node].numel() for node in results)
-        """Numbers in the results, for one image."""
+        """p, the numbers in all results together, for one image."""
         self._together = elements_together("pass", like, max(shape.numel() for shape in self.shapes.values()))
-        """Entries that go through it at a time, of numbers like those of the image."""
-        self._fixed = {node: constants[node] for node in results if node in constants}
+        """How many entries go through it at a time."""
+        self._constant_results = {node: constants[node] for node in results if node in constants}
         self._values = [(step.node, step.value) for step in steps]
         self._linears = [(step.node, step.linear) for step in steps]
 
     def value(self, sources: Mapping[Node, Tensor]) -> Tensor:
         """The map at sources (1, ...): (p,)."""
-        return self._run(self._values, self._fixed, sources)
-
-    def linear(self, sources: Mapping[Node, Tensor]) -> Tensor:
-        """Its linear part, for directions (1, ...): (p,)."""
-        return self._run(self._linears, {}, sources)
+        return self._run(self._values, self._constant_results, sources)
 
     def values(self, sources: Mapping[Node, Tensor]) -> Tensor:
-        """The map at flat sources (..., n) with the same leading dimensions: (..., p)."""
-        return self._mapped(self._values, self._fixed, sources)
+        """The map at flat sources (..., n), which share their leading dimensions: (..., p)."""
+        return self._mapped(self._values, self._constant_results, sources)
 
     def linears(self, sources: Mapping[Node, Tensor]) -> Tensor:
-        """Its linear part for flat directions (..., n) likewise: (..., p). Missing sources are zero."""
+        """The linear part of the map, for flat directions (..., n): (..., p). Missing sources are zero."""
         if not self.steps and len(self.results) == 1 and self.results[0] in sources:
             return sources[self.results[0]]
         like = next(iter(sources.values()))
@@ -98,63 +101,63 @@ class Segment:
         return self._mapped(self._linears, missing, sources)
 
     def pull_back(self, weights: Tensor, others: Mapping[Node, Tensor] | None = None) -> dict[Node, Tensor]:
-        """Weights (N, k, p) on z = A x + c as weights on each source x, (N, k, n): products with Aᵀ.
+        """Weights (N, k, p) on the results z = A x + c as weights on each source x, (N, k, n): products with Aᵀ.
 
-        They are added to `others`, those that tensors have already.
+        They are added to `others`, the weights that tensors have already.
         """
-        nothing = {node: weights.new_zeros(self.shapes[node]) for node in self.sources}
-        back = torch.func.vjp(partial(self._run, self._linears, {}), nothing)[1]
+        zeros = {node: weights.new_zeros(self.shapes[node]) for node in self.sources}
+        back = torch.func.vjp(partial(self._run, self._linears, {}), zeros)[1]
         rows = weights.flatten(0, 1)
-        (found,) = torch.func.vmap(back, chunk_size=self._chunks(len(rows)))(rows)
+        (pulled,) = torch.func.vmap(back, chunk_size=self._chunk_size(len(rows)))(rows)
         total = dict(others or {})
-        for node, part in found.items():
-            own = part.reshape(*weights.shape[:2], -1)
-            total[node] = total[node] + own if node in total else own
+        for node, part in pulled.items():
+            on_source = part.reshape(*weights.shape[:2], -1)
+            total[node] = total[node] + on_source if node in total else on_source
         return total
 
     def _run(
-        self, steps: list[tuple[Node, Callable[..., Any]]], fixed: Mapping[Node, Any], sources: Mapping[Node, Any]
+        self, steps: list[tuple[Node, Callable[..., Any]]], known: Mapping[Node, Any], sources: Mapping[Node, Any]
     ) -> Tensor:
-        """All steps; the results flattened and put end to end, one alone not copied."""
-        values: Values = {**fixed, **sources}
+        """Run all steps. Several results are put end to end, a single one is not copied."""
+        values: Values = {**known, **sources}
         for node, step in steps:
             values[node] = step(values)
         parts = [values[node].reshape(-1) for node in self.results]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _mapped(
-        self, steps: list[tuple[Node, Callable[..., Any]]], fixed: Mapping[Node, Any], sources: Mapping[Node, Tensor]
+        self, steps: list[tuple[Node, Callable[..., Any]]], known: Mapping[Node, Any], sources: Mapping[Node, Tensor]
     ) -> Tensor:
-        """The steps for every entry of the sources' leading dimensions, of which there may be none."""
+        """Run all steps for every entry of the sources' leading dimensions; there may be no entries."""
         like = next(iter(sources.values()))
         if 0 in like.shape[:-1]:
             return like.new_zeros(*like.shape[:-1], self.size)
-        given = {node: sources[node].reshape(-1, *self.shapes[node]) for node in self.sources if node in sources}
-        chunks = self._chunks(like.shape[:-1].numel())
-        found = torch.func.vmap(partial(self._run, steps, fixed), chunk_size=chunks)(given)
-        return found.unflatten(0, like.shape[:-1])
+        shaped = {node: sources[node].reshape(-1, *self.shapes[node]) for node in self.sources if node in sources}
+        chunk_size = self._chunk_size(like.shape[:-1].numel())
+        results = torch.func.vmap(partial(self._run, steps, known), chunk_size=chunk_size)(shaped)
+        return results.unflatten(0, like.shape[:-1])
 
-    def _chunks(self, entries: int) -> int | None:
-        """So many at a time; all at once where they fit, as chunks are copied once more."""
+    def _chunk_size(self, entries: int) -> int | None:
+        """How many entries `vmap` takes at a time; None for all at once if they fit, as chunks are copied once more."""
         return self._together if entries > self._together else None
 
 
 class Passage(NamedTuple):
-    """A segment as a map of all live numbers, end to end: to its results, and then what is kept beside them."""
+    """A segment as a map of all live numbers, end to end: to its results, followed by what is kept beside them."""
 
     segment: Segment
     places: dict[Node, slice]
-    """Of the segment's sources, among the numbers before it."""
+    """Where the segment's sources are among the numbers before it."""
     kept: tuple[slice, ...]
-    """Of what is needed later, among the same."""
+    """Where the tensors are, among the same numbers, that are needed later and go along."""
     before: int
     """How many numbers it takes."""
     after: int
-    """How many it gives."""
+    """How many numbers it gives."""
 
     @classmethod
     def of(cls, segment: Segment, live: Mapping[Node, int], kept: tuple[Node, ...]) -> Passage:
-        """Of live tensors in their order, with so many numbers each."""
+        """The passage for `live` tensors in this order, with their sizes, of which `kept` are needed later."""
         ends = list(itertools.accumulate(live.values(), initial=0))
         places = {node: slice(*ends[place : place + 2]) for place, node in enumerate(live)}
         after = segment.size + sum(live[node] for node in kept)
@@ -166,7 +169,7 @@ class Passage(NamedTuple):
         return self._with_kept(self.segment.values, numbers)
 
     def linears(self, numbers: Tensor) -> Tensor:
-        """Its linear part, for directions likewise."""
+        """The linear part of the map, for directions (..., before): (..., after)."""
         return self._with_kept(self.segment.linears, numbers)
 
     def _with_kept(self, change: Callable[[Mapping[Node, Tensor]], Tensor], numbers: Tensor) -> Tensor:
@@ -176,7 +179,7 @@ class Passage(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One nonlinear layer: the affine map that gives its input z, its rule, and its output."""
+    """One nonlinear layer: its rule, its output, and the affine segment before it, which gives its input z."""
 
     name: str
     before: Segment
@@ -184,9 +187,9 @@ class Stage:
     output: Node
 
     def pull_back(self, gain: Tensor, weights: Tensor, others: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
-        """Weights (N, k, n) on the layer's output as weights on what its affine part reads, for gains (N, n, w).
+        """Weights (N, k, n) on the layer's output as weights on the sources of its segment, for gains (N, n, w).
 
-        They are added to `others`.
+        They are added to `others`, the weights that tensors have already.
         """
         return self.before.pull_back(self.rule.pull_back(gain, weights, self.before.size), others)
 
@@ -195,38 +198,38 @@ class LayerSizes(NamedTuple):
     """How many numbers the nonlinear layers of a network work on, for one image."""
 
     inputs: int
-    """In the inputs of all of them."""
+    """In the inputs of all layers together."""
     outputs: int
     """In the largest output."""
     windows: int
-    """In the windows of the layer that has the most, where they have more than one input."""
+    """In all windows of a layer, for the layer that has the most; windows of one input do not count."""
     largest: int
     """In the largest input or output, or in the image."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All of a network: stages in order, and the affine map from what they leave to the scores."""
+    """A whole network: its stages in order, and the last affine segment, which gives the scores."""
 
     image: Node
     stages: tuple[Stage, ...]
     last: Segment
     holds_network: bool = False
-    """Whether a rule is that of the network as a whole, and holds it."""
+    """Whether the network as a whole has a rule, which holds a reference to it."""
     recordings: dict[Any, Any] = field(default_factory=dict)
-    """Work on a GPU that was recorded, to be replayed; it lives as long as the plan."""
-    _found: dict[Any, Any] = field(default_factory=dict)
+    """Work on a GPU that was recorded to be replayed (`replay`); it lives as long as the plan."""
+    _results: dict[Any, Any] = field(default_factory=dict)
 
-    def once(self, find: Callable[[Plan], Found]) -> Found:
-        """What a function finds of this plan, asked once."""
-        if find not in self._found:
-            self._found[find] = find(self)
-        found: Found = self._found[find]
-        return found
+    def once(self, function: Callable[[Plan], Result]) -> Result:
+        """function(plan), computed at the first call and kept."""
+        if function not in self._results:
+            self._results[function] = function(self)
+        result: Result = self._results[function]
+        return result
 
     @cached_property
     def sizes(self) -> dict[Node, int]:
-        """Numbers in the image and in the output of every stage."""
+        """How many numbers there are in the image, and in the output of every stage."""
         return {node: shape_of(node).numel() for node in (self.image, *(stage.output for stage in self.stages))}
 
     @cached_property
@@ -245,28 +248,28 @@ class Plan:
 
     @cached_property
     def needed(self) -> list[tuple[Node, ...]]:
-        """The sources that stages from this one on (or the scores) still use; last, what the scores alone do."""
-        found = []
+        """For each stage, the live tensors before it, which it or something later uses; last, what the scores use."""
+        live = []
         for place in range(len(self.stages) + 1):
             later = [stage.before for stage in self.stages[place:]] + [self.last]
             wanted = {node for segment in later for node in segment.sources}
             made = [self.image] + [stage.output for stage in self.stages[:place]]
-            found.append(tuple(node for node in made if node in wanted))
-        return found
+            live.append(tuple(node for node in made if node in wanted))
+        return live
 
     @cached_property
     def passages(self) -> tuple[Passage, ...]:
-        """Of every stage the way to its input, and last that to the scores, all live numbers going along."""
-        found: list[Passage] = []
+        """The segments as maps of all live numbers: the one before each stage, and last the one to the scores."""
+        passages: list[Passage] = []
         live: tuple[Node, ...] = (self.image,)
         for place, stage in enumerate(self.stages):
             kept = tuple(node for node in self.needed[place + 1] if node is not stage.output)
-            found.append(Passage.of(stage.before, {node: self.sizes[node] for node in live}, kept))
+            passages.append(Passage.of(stage.before, {node: self.sizes[node] for node in live}, kept))
             live = (stage.output, *kept)
-        return (*found, Passage.of(self.last, {node: self.sizes[node] for node in live}, ()))
+        return (*passages, Passage.of(self.last, {node: self.sizes[node] for node in live}, ()))
 
     def score_weights(self, outputs: Tensor, like: Tensor) -> dict[Node, Tensor]:
-        """The weights of chosen scores (N, k) on what the last affine part reads, (N, k, n) each."""
+        """The weights of scores with indices (N, k) on the sources of the last segment, (N, k, n) each."""
         chosen = torch.nn.functional.one_hot(outputs, self.last.size).to(like)
         return self.last.pull_back(chosen)
 
@@ -275,53 +278,54 @@ class NoRule(ValueError):
     """A network does something for which there is no rule."""
 
 
-Otherwise = Callable[[Node, Mapping[Node, Any], frozenset[Node], Tensor, str], RuledCall | None]
-"""Asked about an operation without a rule."""
+Fallback = Callable[[Node, Mapping[Node, Any], frozenset[Node], Tensor, str], RuledCall | None]
+"""Gives a rule to an operation that has none, or None: from its node, constants, noisy nodes, an image and its name."""
 
 
-def plan_of(model: NetworkModel, caller: str, otherwise: Otherwise | None = None) -> Plan:
+def plan_of(model: NetworkModel, caller: str, fallback: Fallback | None = None) -> Plan:
     """The plan of a network with its present weights.
 
-    An operation without a rule is what `otherwise` makes of it, or an error, `NoRule`. A sketch gives `black_box`,
-    which knows such operations from samples.
+    An operation without a rule gets the one that `fallback` gives it; if there is none, that is a `NoRule`. A sketch's
+    fallback is `black_box`, which knows such operations from samples.
     """
 
     def made() -> Plan:
         model.require_derivatives()
-        return _Planner(model.graph, model.network, model.image, caller, otherwise).plan()
+        return _Planner(model.graph, model.network, model.image, caller, fallback).plan()
 
-    return model.kept((otherwise, *LAYER_RULES.items()), made, unless=lambda plan: plan.holds_network)
+    return model.kept((fallback, *LAYER_RULES.items()), made, unless=lambda plan: plan.holds_network)
 
 
 class _Planner:
-    """Every operation of a graph gets its rule, or is refused by name."""
+    """Sorts the operations of a graph into affine steps and nonlinear layers with rules, and refuses the others."""
 
     def __init__(
-        self, graph: NetworkGraph, network: nn.Module, like: Tensor, caller: str, otherwise: Otherwise | None
+        self, graph: NetworkGraph, network: nn.Module, like: Tensor, caller: str, fallback: Fallback | None
     ) -> None:
-        self.graph, self.like, self.caller, self.otherwise = graph, like, caller, otherwise
+        self.graph, self.like, self.caller, self.fallback = graph, like, caller, fallback
         self.constants = graph.constants(network)
         with torch.no_grad(), full_precision():
             images = like, another_image(like)
+            # values of all nodes at two images, between which affine operations must change by their linear part
             self.first, self.second = (graph.values(self.constants, image) for image in images)
-        runs = network.program if isinstance(network, ExportedNetwork) else network
-        self.modules = dict(runs.named_modules())
+        traced = network.program if isinstance(network, ExportedNetwork) else network
+        self.modules = dict(traced.named_modules())
         self.affine: dict[Node, AffineStep] = {}
         self.nonlinear: dict[Node, RuledCall] = {}
         self.chains: dict[Node, Chain] = {}
         self.never_negative: set[Node] = set()
         self.names: dict[Node, str] = {}
-        self.several: set[Node] = set()
+        self.with_several_results: set[Node] = set()
 
     def plan(self) -> Plan:
         layers = [call for call in self.graph.calls if layer_rule(self._module(call)) is not None]
-        used, skipped = self._used(), set[Node]()
+        used, inside_layers = self._used(), set[Node]()
         for place, node in enumerate(self.graph.nodes):
-            for own in layers:
-                if own.start == place:
-                    skipped |= self._rule_layer(own)
-            if node in used and node not in skipped:
-                self._rule_operation(node)
+            for layer in layers:
+                if layer.start == place:
+                    inside_layers |= self._sort_layer(layer)
+            if node in used and node not in inside_layers:
+                self._sort_operation(node)
         last = self._segment((self.graph.output,))
         stages = []
         pending, done = list(last.sources), set()
@@ -336,23 +340,24 @@ class _Planner:
             pending.extend(before.sources)
         place_of = {node: place for place, node in enumerate(self.graph.nodes)}
         stages.sort(key=lambda stage: place_of[stage.output])
-        return Plan(self.graph.image, tuple(stages), last, holds_network=any(own.path == "" for own in layers))
+        return Plan(self.graph.image, tuple(stages), last, holds_network=any(layer.path == "" for layer in layers))
 
     def _module(self, call: LayerCall) -> nn.Module:
         return self.modules[call.path]
 
     def _used(self) -> set[Node]:
         """The noisy operations that the scores depend on."""
-        found: set[Node] = set()
+        used: set[Node] = set()
         pending = [self.graph.output]
         while pending:
             node = pending.pop()
-            if node not in found and node in self.graph.noisy and node.op == "call_function":
-                found.add(node)
+            if node not in used and node in self.graph.noisy and node.op == "call_function":
+                used.add(node)
                 pending.extend(node.all_input_nodes)
-        return found
+        return used
 
-    def _rule_operation(self, node: Node) -> None:
+    def _sort_operation(self, node: Node) -> None:
+        """Add an operation to the affine steps or to the nonlinear layers."""
         if node in self.nonlinear:
             return
         if is_never_negative(node, self.never_negative):
@@ -369,37 +374,37 @@ class _Planner:
         if chain is not None:
             self.chains[node] = chain
         if entry is None:
-            self._add(node, self._ruled(node) or self._ruled_otherwise(node))
+            self._add_nonlinear(node, self._rule_for(node) or self._fallback_rule(node))
             return
-        if any(argument in self.several for argument in node.all_input_nodes):
+        if any(argument in self.with_several_results for argument in node.all_input_nodes):
             raise self._refusal(node)  # indices, say: only the first of several results is a function with a rule
         self.affine[node] = self._affine_step(node, entry)
 
     def _trivial_step(self, node: Node) -> AffineStep | None:
-        """Of what is never negative, its absolute value and its ReLU are itself, and its sign is 1."""
+        """A step that does nothing: the ReLU or absolute value of what is never negative; its sign is 1. Else None."""
         kind, inputs = family(node.target), _noisy_inputs(node, self.graph)
         if not (kind in (aten.abs, aten.relu, aten.sign) and inputs[0] in self.never_negative):
             return None
         if kind is aten.sign:
             ones = aten.ones_like.default, inputs, dict[str, Any]()
             return AffineStep(node, inputs, partial(_called, *ones), partial(_zeros, *ones), self.constants)
-        if inputs[0] in self.nonlinear:  # which it may make one with
+        if inputs[0] in self.nonlinear:  # the two may be one layer, see `_merged`
             return None
         same = partial(_called, aten.alias.default, inputs, {})
         return AffineStep(node, inputs, same, same, self.constants)
 
-    def _ruled(self, node: Node) -> RuledCall | None:
-        """By its operator's rule, or with the functions before it that it makes one with."""
+    def _rule_for(self, node: Node) -> RuledCall | None:
+        """The rule of a node's operator, or of the chain of functions that the node ends."""
         rule, chain = RULES.get(family(node.target)), self.chains.get(node)
-        found = None if rule is None else rule(self._call(node))
+        by_operator = None if rule is None else rule(self._call(node))
         if chain is None or (chain.curved < 2 and len(_noisy_inputs(node, self.graph)) < 2):
-            return found
-        if found is not None and self._merged(found) is not found:
-            return found
+            return by_operator
+        if by_operator is not None and self._merged(by_operator) is not by_operator:
+            return by_operator
         return RuledCall(chain.rule(self.graph, self.constants, self.like), (chain.root,))
 
     def _affine_step(self, node: Node, entry: AffineOperator) -> AffineStep:
-        """An operator with its constants put in; in its linear part, those that are added are zero."""
+        """An affine operator with its constants put in; in the linear part, constants that are added are zero."""
         noisy, constants = self.graph.noisy, self.constants
         whole = fx.node.map_arg((node.args, node.kwargs), lambda x: x if x in noisy else constants[x])
         whole = fx.node.map_aggregate(whole, _finite) if entry.offsets else whole
@@ -412,7 +417,7 @@ class _Planner:
         return AffineStep(node, inputs, partial(_called, node.target, *whole), linear, constants)
 
     def _is_affine(self, node: Node, entry: AffineOperator) -> bool:
-        """Whether, from one image to another, the result changes as the linear part says."""
+        """Whether the result changes from one image to another as the linear part says."""
         if family(node.target) in SHAPE_ONLY:
             return True
         step = self._affine_step(node, entry)
@@ -422,80 +427,76 @@ class _Planner:
         first, second = self.first[node], self.second[node]
         return _near(_difference(second, first), expected, first, second)
 
-    def _add(self, node: Node, found: RuledCall) -> None:
-        """A nonlinear operation; of one that returns several results (values and indices), the first."""
-        if isinstance(node.meta["val"], Tensor):
-            self._add_nonlinear(node, self._merged(found))
-            return
-        self.several.add(node)
-        for pick in node.users:
-            if pick.args[1] == 0:
-                self._add_nonlinear(pick, self._merged(found))
+    def _add_nonlinear(self, node: Node, ruled: RuledCall) -> None:
+        """Add a nonlinear operation; if it returns several results (values and indices), the first of them."""
+        results = [node]
+        if not isinstance(node.meta["val"], Tensor):
+            self.with_several_results.add(node)
+            results = [pick for pick in node.users if pick.args[1] == 0]
+        for result in results:
+            self.nonlinear[result] = self._merged(ruled)
+            self.names[result] = self.graph.where(result)
 
-    def _ruled_otherwise(self, node: Node) -> RuledCall:
+    def _fallback_rule(self, node: Node) -> RuledCall:
         name = f"{operator_name(node)} in {self.graph.where(node)}"
-        found = None
-        if self.otherwise is not None:
-            found = self.otherwise(node, self.constants, self.graph.noisy, self.like, name)
-        if found is None:
+        ruled = None
+        if self.fallback is not None:
+            ruled = self.fallback(node, self.constants, self.graph.noisy, self.like, name)
+        if ruled is None:
             raise self._refusal(node)
-        return found
+        return ruled
 
-    def _rule_layer(self, own: LayerCall) -> set[Node]:
-        """A call of a module with a rule of its own, as one node: the nodes it replaces."""
-        module = self._module(own)
-        inside = [node for node in self.graph.nodes[own.start : own.stop] if node in self.graph.noisy]
+    def _sort_layer(self, call: LayerCall) -> set[Node]:
+        """Add a call of a module with a rule of its own; returns the nodes inside, which it replaces."""
+        module = self._module(call)
+        inside = [node for node in self.graph.nodes[call.start : call.stop] if node in self.graph.noisy]
         entering = {x for node in inside for x in node.all_input_nodes if x in self.graph.noisy and x not in inside}
         leaving = [node for node in inside if any(user not in inside for user in node.users)]
         if len(entering) != 1 or len(leaving) != 1:
             raise ValueError(
-                f"{self.caller}: {own.name} ({type(module).__name__}) has a rule of its own, for which it must "
+                f"{self.caller}: {call.name} ({type(module).__name__}) has a rule of its own, for which it must "
                 f"take one tensor and return one; it takes {len(entering)} and returns {len(leaving)}"
             )
         (source,), (result,) = entering, leaving
-        rule = layer_rule(module)
-        assert rule is not None
+        make_rule = layer_rule(module)
+        assert make_rule is not None
         example = self.like.new_zeros(shape_of(source))
-        found = rule(module, example)
-        if found is None:
-            self.affine[result] = _affine_layer(own.name, module, source, result, example, self.caller)
+        rule = make_rule(module, example)
+        if rule is None:
+            self.affine[result] = _affine_layer(call.name, module, source, result, example, self.caller)
         else:
-            self._require_same_values(own.name, module, found, source, result)
-            self.nonlinear[result] = self._merged(RuledCall(found, (source,)))
-            self.names[result] = own.name
+            self._require_same_values(call.name, module, rule, source, result)
+            self.nonlinear[result] = self._merged(RuledCall(rule, (source,)))
+            self.names[result] = call.name
         return set(inside)
 
     def _require_same_values(
         self, path: str, module: nn.Module, rule: Nonlinearity, source: Node, result: Node
     ) -> None:
-        """A rule must be that of the function which the layer computes, a hook on it included."""
-        for seen in (self.first, self.second):
+        """Refuse a rule that is not for the function which the layer computes, including hooks on it."""
+        for of_nodes in (self.first, self.second):
             with torch.no_grad():
-                values = rule.values(rule.gathered(seen[source].reshape(1, -1)))
-            wanted = seen[result].reshape(1, -1)
+                values = rule.values(rule.gathered(of_nodes[source].reshape(1, -1)))
+            wanted = of_nodes[result].reshape(1, -1)
             if values.shape != wanted.shape or not _near(values, wanted, wanted):
                 raise ValueError(
                     f"{self.caller}: the rule registered for {path} ({type(module).__name__}) gives other values than "
                     f"the layer; its `values` must be what the layer computes, with a forward hook if it has one"
                 )
 
-    def _add_nonlinear(self, node: Node, found: RuledCall) -> None:
-        self.nonlinear[node] = found
-        self.names[node] = self.graph.where(node)
-
-    def _merged(self, found: RuledCall) -> RuledCall:
-        """A pool of ReLUs, or a ReLU of a pool, as one rule for the window."""
-        (source, *others) = found.inputs
+    def _merged(self, ruled: RuledCall) -> RuledCall:
+        """A pool of ReLUs, or a ReLU of a pool, as one rule for the window; anything else as it is."""
+        (source, *others) = ruled.inputs
         while source in self.affine and family(source.target) in IN_ORDER:
             source = self.affine[source].inputs[0]
         earlier = self.nonlinear.get(source)
         if others or earlier is None:
-            return found
-        if found.rule.is_relu and (earlier.rule.is_relu or earlier.rule.never_negative):
+            return ruled
+        if ruled.rule.is_relu and (earlier.rule.is_relu or earlier.rule.never_negative):
             return earlier
-        pool = earlier.rule if found.rule.is_relu else found.rule if earlier.rule.is_relu else None
+        pool = earlier.rule if ruled.rule.is_relu else ruled.rule if earlier.rule.is_relu else None
         clamped = None if pool is None else pool.clamped()
-        return found if clamped is None else RuledCall(clamped, earlier.inputs)
+        return ruled if clamped is None else RuledCall(clamped, earlier.inputs)
 
     def _call(self, node: Node) -> OperatorCall:
         noisy, constants = self.graph.noisy, self.constants
@@ -503,7 +504,7 @@ class _Planner:
         return OperatorCall(node, args, self.like)
 
     def _segment(self, results: tuple[Node, ...]) -> Segment:
-        """The affine steps that lead to some nodes, back to the sources."""
+        """The affine steps that lead to `results`, from the nearest nonlinear layers or the image."""
         wanted: set[Node] = set()
         sources: dict[Node, None] = {}
         pending = list(results)
@@ -519,11 +520,12 @@ class _Planner:
         steps = tuple(step for node, step in self._in_order(self.affine) if node in wanted)
         return Segment(steps, tuple(node for node, _ in self._in_order(sources)), results, self.constants, self.like)
 
-    def _in_order(self, found: Mapping[Node, Any]) -> Iterable[tuple[Node, Any]]:
-        return ((node, found[node]) for node in self.graph.nodes if node in found)
+    def _in_order(self, by_node: Mapping[Node, Any]) -> Iterable[tuple[Node, Any]]:
+        """The items of a mapping, in the order of the graph."""
+        return ((node, by_node[node]) for node in self.graph.nodes if node in by_node)
 
     def _refusal(self, node: Node) -> NoRule:
-        others = "" if self.otherwise is not None else 'method="sketch" (which then knows it from samples) or '
+        others = "" if self.fallback is not None else 'method="sketch" (which then knows it from samples) or '
         return NoRule(
             f"{self.caller}: no rule for {operator_name(node)} in {self.graph.where(node)} as it is called there; "
             f"there are rules for affine parts ({len(OPERATORS)} operators), {known_rules()}. Register one for your "
@@ -537,16 +539,16 @@ def _noisy_inputs(node: Node, graph: NetworkGraph) -> tuple[Node, ...]:
 
 
 def _finite(value: Any) -> Any:
-    """A constant with ±`EXCLUDED` for what is infinite in it, or as good as: masks of attention."""
-    if isinstance(value, Tensor) and value.is_floating_point() and bool((value.abs() > BEYOND).any()):
-        return torch.where(value.abs() > BEYOND, EXCLUDED * value.sign(), value)
-    return math.copysign(EXCLUDED, value) if isinstance(value, float) and abs(value) > BEYOND else value
+    """A constant with ±`EXCLUDED` in place of what is infinite in it, or as good as infinite: masks of attention."""
+    if isinstance(value, Tensor) and value.is_floating_point() and bool((value.abs() > INFINITE).any()):
+        return torch.where(value.abs() > INFINITE, EXCLUDED * value.sign(), value)
+    return math.copysign(EXCLUDED, value) if isinstance(value, float) and abs(value) > INFINITE else value
 
 
 def _called(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[Node, Any]) -> Any:
-    """An operator at the values of its noisy arguments; the others have been put in."""
-    given, named = fx.node.map_arg((args, kwargs), values.__getitem__)
-    return target(*given, **named)
+    """Call an operator with the values of its noisy arguments; all others are constants in `args` and `kwargs`."""
+    positional, named = fx.node.map_arg((args, kwargs), values.__getitem__)
+    return target(*positional, **named)
 
 
 def _zeros(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[Node, Any]) -> Tensor:
@@ -555,33 +557,33 @@ def _zeros(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: M
 
 
 def _difference(value: Any, other: Any) -> Any:
-    """Of tensors, or of lists of them."""
+    """value − other, of tensors or of lists of them."""
     if isinstance(value, Tensor):
         return _finite(value) - _finite(other) if value.is_floating_point() else value
     return [_difference(one, another) for one, another in zip(value, other, strict=True)]
 
 
-def _near(found: Any, expected: Any, *sizes: Any) -> bool:
-    """Equal but for the rounding of values of these sizes, of the same shape, of which a thousand units are allowed."""
-    if not isinstance(found, Tensor):
-        first = next(iter(found))
+def _near(value: Any, expected: Any, *sizes: Any) -> bool:
+    """Whether two tensors, or the first of two lists, agree to 1000 units of rounding of values as large as `sizes`."""
+    if not isinstance(value, Tensor):
+        first = next(iter(value))
         return _near(first, next(iter(expected)), *(next(iter(size)) for size in sizes))
-    if not found.is_floating_point() or not found.numel():
+    if not value.is_floating_point() or not value.numel():
         return True
-    counts = torch.stack([size.abs() < BEYOND for size in sizes]).all(0)  # what a mask leaves out does not
-    scale = max(float(torch.where(counts, size, 0.0).abs().max()) for size in (found, *sizes))
-    away = torch.where(counts, found - expected, 0.0).abs().max()
-    return float(away) <= 1e3 * torch.finfo(found.dtype).eps * scale
+    counts = torch.stack([size.abs() < INFINITE for size in sizes]).all(0)  # what a mask leaves out does not
+    scale = max(float(torch.where(counts, size, 0.0).abs().max()) for size in (value, *sizes))
+    error = torch.where(counts, value - expected, 0.0).abs().max()
+    return float(error) <= 1e3 * torch.finfo(value.dtype).eps * scale
 
 
 def _affine_layer(path: str, module: nn.Module, source: Node, result: Node, example: Tensor, caller: str) -> AffineStep:
-    """A module that is said to be affine, checked to be, as one step; its linear part is its derivative."""
+    """A module that is registered as affine, as one step whose linear part is its derivative; this is checked."""
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         first, second = (torch.randn(example.shape, generator=generator).to(example) for _ in range(2))
-        away = module(first + second) - module(first) - module(second) + module(example)
+        error = module(first + second) - module(first) - module(second) + module(example)
         scale = module(first).abs().max() + module(second).abs().max() + 1
-    if float(away.abs().max()) > 1e3 * torch.finfo(example.dtype).eps * float(scale):
+    if float(error.abs().max()) > 1e3 * torch.finfo(example.dtype).eps * float(scale):
         raise ValueError(f"{caller}: {path} ({type(module).__name__}) is registered as affine, but is not")
 
     def linear(values: Mapping[Node, Any]) -> Any:

@@ -1,6 +1,8 @@
-"""Work on a GPU that comes again with tensors of the same shapes: recorded once, then replayed in one launch.
+"""Recording work on a GPU as a CUDA graph, and replaying it in one launch when it recurs with the same shapes.
 
-A sketch of one image is some thousand small steps, each over before the host has asked for the next."""
+A sketch of one image is some thousand small steps, each over before the host has asked for the next. `replayed` and
+`recorded` are the two ways in.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ Work = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(eq=False)
 class _Pool:
-    """Memory that the recordings of a device share: they are replayed one after the other."""
+    """Memory that the recordings of a device share, which is possible because they are replayed one after the other."""
 
     handle: Any = field(default_factory=torch.cuda.graph_pool_handle)
     used: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    """When the latest replay is over."""
 
 
 _pools: WeakValueDictionary[torch.device, _Pool] = WeakValueDictionary()
-"""Held by the recordings alone: with the last of them torch gives the memory up, and the handle is of no more use."""
+"""The pool of each device. Only its recordings hold it: with the last of them torch frees the memory, and the handle
+cannot be used again."""
 
 
 @dataclass(eq=False)
@@ -39,49 +43,51 @@ class _Recording:
 
     @classmethod
     def of(cls, work: Work, inputs: tuple[Tensor, ...]) -> _Recording:
-        """On a stream of its own, of the inputs' device; if it fails, the caller's stream is the current one again."""
+        """Record work on a stream of its own; the caller's stream is current again after that, also after a failure."""
         device = inputs[0].device
         before = torch.cuda.current_stream(device)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
         pool = _pools.setdefault(device, _Pool())
-        random = torch.cuda.default_generators[device.index or 0]
-        numbers = random.clone_state()
+        generator = torch.cuda.default_generators[device.index or 0]
+        state = generator.clone_state()
         with torch.inference_mode(False), torch.no_grad():  # else callers outside inference mode could not use it
-            own = tuple(x.clone() for x in inputs)
+            copies = tuple(x.clone() for x in inputs)
             try:
                 with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
-                    outputs = work(*own)
+                    outputs = work(*copies)
             except BaseException:
                 _pools.pop(device, None)  # it may be spoilt
-                random.graphsafe_set_state(numbers)  # else it takes itself to be in a recording for ever
+                generator.graphsafe_set_state(state)  # else it would take itself to be in a recording for ever
                 raise
             finally:
                 torch.cuda.set_stream(before)
-        return cls(graph, own, outputs, pool)
+        return cls(graph, copies, outputs, pool)
 
     def replay(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The outputs for other inputs of the same shapes, in tensors that the caller may keep."""
         stream = torch.cuda.current_stream(inputs[0].device)
-        stream.wait_event(self.pool.used)  # of a caller on another stream
-        for own, given in zip(self.inputs, inputs, strict=True):
-            own.copy_(given)
-            own.record_stream(stream)
+        stream.wait_event(self.pool.used)  # a caller on another stream may still be using the pool
+        for recorded_input, value in zip(self.inputs, inputs, strict=True):
+            recorded_input.copy_(value)
+            recorded_input.record_stream(stream)
         self.graph.replay()
-        found = tuple(x.clone() for x in self.outputs)
+        outputs = tuple(x.clone() for x in self.outputs)
         self.pool.used.record(stream)
-        return found
+        return outputs
 
 
 @dataclass(eq=False)
 class _Shapes:
-    """Work that was asked for with inputs of some shapes: its recording, or that there can be none."""
+    """What is known of work with inputs of certain shapes: its recording, if there is one yet."""
 
     recording: _Recording | None = None
     refused: bool = False
+    """Whether recording was tried and failed."""
     done: bool = False
-    """Whether the work was done once, by whichever thread: what it keeps for later must not be made in a recording."""
+    """Whether some thread has done the work once: what it keeps for later must not be made in a recording."""
 
     def record(self, work: Work, inputs: tuple[Tensor, ...]) -> None:
-        """Unless that was tried before."""
+        """Record the work, unless that was tried before."""
         if self.recording is None and not self.refused:
             try:
                 self.recording = _Recording.of(work, inputs)
@@ -90,42 +96,42 @@ class _Shapes:
 
 
 KEPT = 8
-"""Shapes that are remembered: those of a batch's parts, and of its last; of samples and of their gradients."""
+"""How many shapes an owner remembers: those of a batch's parts and of its last part, of samples, of their gradients."""
 
 _lock = threading.Lock()
 
 
 def _key(work: Work, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """What is done, by its name, and to what."""
-    done = getattr(work, "func", work)  # of a partial
-    return (done.__module__, done.__qualname__, *((x.shape, x.dtype, x.device) for x in inputs))
+    """The name of the function that does the work, with the shapes, dtypes and devices of its inputs."""
+    function = getattr(work, "func", work)  # of a partial
+    return (function.__module__, function.__qualname__, *((x.shape, x.dtype, x.device) for x in inputs))
 
 
 def replayed(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """`work(*inputs)`, which must depend on nothing but these and the owner of `recordings`, and never make the host
-    wait.
+    """work(*inputs), from a recording when inputs of these shapes come for the second time and later.
 
-    It is done as it is the first time that inputs of these shapes come, recorded once that is over, and replayed from
-    then on. A recording lives as long as its owner, or until others have come.
+    The work must depend on its inputs and the owner of `recordings` only, and never make the host wait. The first time
+    it is done as it is, the second time it is recorded, and the recording is replayed from then on. A recording lives
+    as long as its owner, or until `KEPT` other shapes have come since.
     """
     if torch.cuda.is_current_stream_capturing():
         return work(*inputs)
     key = _key(work, inputs)
     with _lock, torch.cuda.device_of(inputs[0]):
-        found = recordings[key] = recordings.pop(key, None) or _Shapes()  # the latest last
+        known = recordings[key] = recordings.pop(key, None) or _Shapes()  # the latest last
         if len(recordings) > KEPT:
             del recordings[next(iter(recordings))]
-        if found.done:
-            found.record(work, inputs)
-        if found.recording is not None:
-            return found.recording.replay(inputs)
+        if known.done:
+            known.record(work, inputs)
+        if known.recording is not None:
+            return known.recording.replay(inputs)
     result = work(*inputs)
-    found.done = True
+    known.done = True
     return result
 
 
 def recorded(recordings: dict[Any, Any], work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The same, but recorded as soon as it was done once: for work that comes again and again."""
+    """As `replayed`, but the work is recorded right after it was done once: for work that is sure to recur."""
     result = replayed(recordings, work, *inputs)
     if not torch.cuda.is_current_stream_capturing():
         with _lock, torch.cuda.device_of(inputs[0]):

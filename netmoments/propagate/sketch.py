@@ -1,4 +1,9 @@
-"""A sketch: moments of a network of any size, by formulas at every nonlinear layer with the spread of a few samples."""
+"""Sketches: moments of networks of any size, by formulas at every layer that take spreads from a few samples.
+
+Some samples of the noise, the probes, run through the network together with the mean and show how much the inputs of
+every nonlinear layer vary. Its rule turns that into expected outputs and gains. A backward pass through the gains then
+gives the covariance of the scores; `sketched` has the formulas.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +24,10 @@ from netmoments.rules.base import SketchedLayer
 from netmoments.rules.sampled import LEAST_SAMPLES, QuadraticForms, nonlinear_covariance, paired
 
 PROBES = 64
+"""Probes of each image, by default."""
 REPLAYED_BYTES = 4 * 2**30
-"""A recording keeps its memory: work that takes more (or an eighth of the device's) is not recorded, and is not a
-matter of launches either."""
+"""Work that takes more memory than this (or an eighth of the device's) is not recorded: a recording keeps its memory,
+and such work does not wait for launches anyway."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +37,12 @@ class Sketched:
     mean: Tensor
     """(N, k), from the Gaussian formulas; differentiable in the image, the covariance and the weights."""
     correction: Tensor
-    """(N, k), what to add for a mean without their bias: the probes' mean, less its linear part, says so. Noisier by a
-    little: √(rest/probes). Without gradient."""
+    """(N, k), what to add to the mean to remove the formulas' bias, at the price of a little noise, √(rest/probes): the
+    probes' mean, less its linear part, less the mean. Without gradient."""
     covariance: Tensor
     """(N, k, k), without gradient."""
     slopes: Tensor
-    """A, (N, k, n): the network's expected Jacobian, as a product of expected gains. Without gradient."""
+    """A, (N, k, n): the network's expected Jacobian, as a product of gains. Without gradient."""
 
 
 def sketched(
@@ -51,20 +57,20 @@ def sketched(
 ) -> Sketched:
     """Mean and covariance of the scores with indices `outputs` (N, k) of images (N, ...).
 
-    At the price of about `probes` runs of the network for each image.
+    This takes about as long as `probes` runs of the network for each image. The covariance is one for all images, or
+    has a batch dimension for them.
 
-    The covariance is one for all images or has a batch dimension for them. Real samples of the noise, the probes, run
-    along and say how much the inputs z of every nonlinear layer spread: S = Cov z of each window. The mean then goes
-    from layer to layer by formula, E f(N(m, S)), and each unit is
+    The probes, samples of the noise, estimate S = Cov z of each window z of every nonlinear layer. The mean goes from
+    layer to layer by formula, E f(N(m, S)), and each unit is
 
         y = E f + g·(z − m) + ½ [(z − m)ᵀH(z − m) − tr HS] + rest,   g = E ∇f, H = E ∇²f:
 
-    three uncorrelated parts if z is Gaussian. One backward pass through the gains a score gives its weights on all
-    units, so that scores are such sums too, and their covariance is that of the three parts:
+    three parts that are uncorrelated if z is Gaussian. One backward pass through the gains for each score gives its
+    weights on all units, so that scores are such sums too, and their covariance is that of the three parts:
 
         linear      A Σ Aᵀ, with A the product of the gains: exact;
-        quadratic   between all pairs of units of all layers, also of different layers: from pairs of probes, see
-                    `quadratic_covariance`, which are many more than probes;
+        quadratic   between all pairs of units of all layers, also of different layers: from pairs of probes, which are
+                    many more than probes (`quadratic_covariance`);
         rest        the sample covariance over the probes: small, and so is its error √(2/probes). What all layers leave
                     after their linear parts is what the sampled scores leave after A.
 
@@ -72,7 +78,8 @@ def sketched(
     the error of the gains, S being from few probes (√(2/probes) of each window's own, averaged over all windows) and
     deep z not quite Gaussian.
 
-    Image number i has the probes of seed + i, whatever the others are; images go together as the memory allows.
+    The probes of image number i have the seed `seed` + i, whatever the other images are. As many images go together as
+    the memory allows.
     """
     if not plan.last.sources:
         constant = plan.last.value({})[outputs]
@@ -87,23 +94,25 @@ def sketched(
     with progress_bar("sketches", len(mean)) as show:
         for start in range(0, len(mean), together):
             show(start)
-            some = slice(start, start + together)
-            parts.append(_sketched(plan, mean[some], covariance.entries(some), outputs[some], probes, seed + start))
+            images = slice(start, start + together)
+            entries = covariance.entries(images)
+            parts.append(_sketched(plan, mean[images], entries, outputs[images], probes, seed + start))
     fields = ("mean", "correction", "covariance", "slopes")
     return Sketched(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
 
 
 def images_together(plan: Plan, mean: Tensor, probes: int, scores: int, memory_budget: int | None) -> int:
     """How many images go at a time: on a CPU as many as its caches like, on a GPU as the memory allows; at least 1."""
-    each = bytes_each(plan, probes, scores, mean.element_size())
-    fitting = min(MOST_IMAGES, memory_limit(mean.device, memory_budget) // each)
+    of_one = bytes_each(plan, probes, scores, mean.element_size())
+    fitting = min(MOST_IMAGES, memory_limit(mean.device, memory_budget) // of_one)
     return max(1, min(fitting, elements_together("cache", mean, probes * plan.layer_sizes.largest)))
 
 
 def bytes_each(plan: Plan, probes: int, scores: int, itemsize: int) -> int:
-    """Memory for an image: its probes at the input of every nonlinear layer, and a few copies of the largest.
+    """The memory that one image takes.
 
-    And those of its windows that are paired, where there are windows.
+    It has its probes at the input of every nonlinear layer, a few copies of the largest of these, and its paired probes
+    at all places of windows.
     """
     inputs, outputs, windows, largest = plan.layer_sizes
     sampled = probes * (inputs + outputs + 4 * largest) + paired(probes) * windows
@@ -111,37 +120,39 @@ def bytes_each(plan: Plan, probes: int, scores: int, itemsize: int) -> int:
 
 
 def _sketched(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, probes: int, seed: int) -> Sketched:
-    """The same for images that go together."""
-    deviations = _drawn(covariance, len(mean), probes, seed, mean)
+    """`sketched` for images that all go together."""
+    deviations = _probe_deviations(covariance, len(mean), probes, seed, mean)
     if mean.is_cuda and _can_be_replayed(plan, mean, deviations, outputs.shape[1]):
-        follow = partial(_followed, plan)
-        scores, correction, nonlinear, slopes = replayed(plan.recordings, follow, mean, deviations, outputs)
+        work = partial(_forward_and_back, plan)
+        scores, correction, nonlinear, slopes = replayed(plan.recordings, work, mean, deviations, outputs)
     else:
-        scores, correction, nonlinear, slopes = _followed(plan, mean, deviations, outputs)
+        scores, correction, nonlinear, slopes = _forward_and_back(plan, mean, deviations, outputs)
     with torch.no_grad():
-        whole = covariance.push(slopes) + nonlinear
-        return Sketched(scores, correction, (whole + whole.mT) / 2, slopes)
+        total = covariance.push(slopes) + nonlinear
+        return Sketched(scores, correction, (total + total.mT) / 2, slopes)
 
 
-def _drawn(covariance: Covariance, images: int, probes: int, seed: int, like: Tensor) -> Tensor:
-    """Deviations (N, K, n) of the probes of every image, whose numbers have its own seed."""
+def _probe_deviations(covariance: Covariance, images: int, probes: int, seed: int, like: Tensor) -> Tensor:
+    """The probes of every image less its mean, (N, K, n), drawn with a seed for each image."""
     white = like.new_empty(images, probes, covariance.normals)
     generator = torch.Generator(like.device)
-    for place, own in enumerate(white):
-        torch.randn(own.shape, generator=generator.manual_seed((seed + place) % 2**63), out=own)
+    for place, of_image in enumerate(white):
+        torch.randn(of_image.shape, generator=generator.manual_seed((seed + place) % 2**63), out=of_image)
     return covariance.coloured(white.transpose(0, 1)).transpose(0, 1)
 
 
 def _can_be_replayed(plan: Plan, mean: Tensor, deviations: Tensor, scores: int) -> bool:
-    """Whether all layers go by kernels that ask nothing of the host, and a recording would not take much memory."""
+    """Whether all layers have kernels that never make the host wait, and a recording would not take much memory."""
     if torch.is_grad_enabled() or not all(stage.rule.has_kernels(mean, deviations) for stage in plan.stages):
         return False
     most = min(REPLAYED_BYTES, torch.cuda.get_device_properties(mean.device).total_memory // 8)
     return len(mean) * bytes_each(plan, deviations.shape[1], scores, mean.element_size()) <= most
 
 
-def _followed(plan: Plan, mean: Tensor, deviations: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores' means, their correction, the nonlinear part of their covariance, and slopes, from the probes."""
+def _forward_and_back(
+    plan: Plan, mean: Tensor, deviations: Tensor, outputs: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Take mean and probes through the network: the scores' mean, correction, nonlinear covariance, and slopes."""
     probes = deviations.shape[1]
     means = {plan.image: mean.flatten(1)}
     samples = {plan.image: means[plan.image].unsqueeze(1) + deviations}
@@ -169,18 +180,18 @@ def _followed(plan: Plan, mean: Tensor, deviations: Tensor, outputs: Tensor) -> 
 def _backward(
     plan: Plan, layers: list[SketchedLayer], outputs: Tensor, like: Tensor, probes: int, show: Show
 ) -> tuple[Tensor, QuadraticForms | None]:
-    """The expected Jacobian (N, k, n) of chosen scores, and their quadratic forms over all layers."""
+    """The expected Jacobian (N, k, n) of scores with indices (N, k), and their quadratic forms over all layers."""
     # what has no formula has no quadratic part of its own to set against the others'
-    wanted = probes >= LEAST_SAMPLES and plan.has_formulas
+    with_forms = probes >= LEAST_SAMPLES and plan.has_formulas
     total = None
     chosen = like.new_zeros(*outputs.shape, plan.last.size).scatter_(-1, outputs.unsqueeze(-1), 1.0)
     weights = plan.last.pull_back(chosen)
     for place in reversed(range(len(layers))):
         show(2 * len(layers) - 1 - place)
         stage, layer = plan.stages[place], layers[place]
-        own = weights.pop(stage.output)
-        if wanted and layer.quadratics is not None:
-            found = layer.quadratics(own)
-            total = found if total is None else QuadraticForms(*map(torch.add, total, found))
-        weights = stage.before.pull_back(layer.pull_back(own), weights)
+        on_units = weights.pop(stage.output)
+        if with_forms and layer.quadratics is not None:
+            forms = layer.quadratics(on_units)
+            total = forms if total is None else QuadraticForms(*map(torch.add, total, forms))
+        weights = stage.before.pull_back(layer.pull_back(on_units), weights)
     return weights[plan.image], total

@@ -1,4 +1,4 @@
-"""The two integrals behind the covariance of two ReLUs, to rounding, for every correlation.
+"""The two integrals behind the covariance of two ReLUs, exact to rounding for every correlation.
 
 For z₁ ~ N(h,1), z₂ ~ N(k,1) with correlation ρ, Price's theorem (1958), d E f(z₁)g(z₂)/dρ = E f′(z₁)g′(z₂), applied
 twice gives
@@ -8,13 +8,17 @@ twice gives
 
 with φ₂ the bivariate normal density at (h,k). The half-angle substitution r = 2τ/(1+τ²) makes both algebraic,
 
-    φ₂ dr = (1/π) exp(−(1+τ²)·[((h+k)/2)²/(1+τ)² + ((h−k)/2)²/(1−τ)²]) dτ/(1+τ²),
+    φ₂ dr = (1/π) exp(−(1+τ²)·[((h+k)/2)²/(1+τ)² + ((h−k)/2)²/(1−τ)²]) dτ/(1+τ²).
 
-no trigonometry and a sum of squares in the exponent, so nothing cancels as ρ → ±1. With T = ρ/(1+√(1−ρ²)) the
-range is τ = Tu, u in [0,1], and Gauss–Legendre in u needs fewer nodes than in r or in the angle asin r, whose
+There is no trigonometry, and the exponent is a sum of squares, so nothing cancels as ρ → ±1. With T = ρ/(1+√(1−ρ²))
+the range is τ = Tu, u in [0,1]. Gauss–Legendre in u needs fewer nodes than in r or in the angle asin r, whose
 singularities are closer. Beyond |ρ| = 0.99 the nodes of J are graded towards u = 1; D, whose integrand has a boundary
-layer of any width there, comes from Owen's T (1956). Up to moderate correlations both are power series in ρ
-instead, see `quadrature_rules`.
+layer of any width there, comes from Owen's T (1956). Up to moderate correlations both integrals are power series in ρ,
+which are cheaper than nodes (see `quadrature_rules`).
+
+`nonlinear_part` and `orthant_excess` are the entries. They evaluate a block of pairs with the rule that is cheapest for
+most of them, and the other pairs apart, with a better one (`_by_correlation`). `Units` holds the units of a layer, and
+the functions after it tell which of them matter.
 """
 
 from __future__ import annotations
@@ -39,41 +43,29 @@ from netmoments.relu.quadrature_rules import (
 )
 
 GEOMETRY_COST = 1.5
-"""What comes before the first node, in nodes."""
-
+"""The cost of what comes before the first node of a block, in units of the cost of one node for the block."""
 SEARCH_COST = 0.5
-"""Looking for the pairs of a block that need a better rule, likewise."""
-
+"""The cost of looking for the pairs of a block that need a better rule, in the same unit."""
 EXCEPTION_COST = 250_000
-"""Treating some pairs apart costs, however few they are, as much as a node for so many pairs: calls, not arithmetic."""
-
+"""The fixed cost of treating pairs apart, however few, is that of one node for so many pairs: calls, not arithmetic."""
 GATHER_COST = 4
-"""Picking a single pair out of a block costs about as much as this many nodes."""
-
-FEW = 65536
-"""Up to this many exponentials are done at once: node by node, the calls would cost more than the arithmetic."""
-
-SMALL = 2**14
-"""Up to this many pairs, of all images, are evaluated at once."""
-
+"""The cost of picking one pair out of a block, in nodes for that pair."""
+FEW_EXPONENTIALS = 65536
+"""Up to so many exponentials are computed at once: node by node, the calls would cost more than the arithmetic."""
+SMALL_LAYER = 2**14
+"""Up to so many pairs, of all images together, a layer is evaluated in one block with one rule."""
 SURVEY = 1024
-"""How many pairs of a block are looked at to choose its rule: a matter of speed, every pair gets nodes enough."""
-
+"""How many pairs of a block are looked at to choose its rule. It matters to speed only: no pair gets too few nodes."""
 SLOTS = 21
-"""Buffers of the size of one tile: 13 for the quadrature, 6 more for derivatives, 2 for their weights."""
-
+"""Buffers of the size of a tile in the scratch memory: 13 for quadrature, 6 for derivatives, 2 for their weights."""
 KEPT_BYTES = 64 * 2**20
-"""Up to this size a CPU thread keeps its scratch memory for the next call: fresh pages cost more than arithmetic."""
-
-
+"""Scratch memory up to this size is kept by a CPU thread for the next call: fresh pages cost more than arithmetic."""
 SELDOM = 0.03
-"""A layer is deep if every unit that matters is open less often than this."""
-
+"""A layer is deep if each unit that matters is open with less than this probability."""
 DEAD = -3.0
-"""Left of this h the absolute accuracy of `bivariate` is no longer relative accuracy of 1e-12 (1e-6 in float32)."""
-
+"""Left of this h an absolute error of this module is more than 1e-12 (1e-6 in float32) of the value itself."""
 FAINT = 1e-16
-"""Units whose deviation is less than this part of the largest one change nothing."""
+"""Units whose standard deviation is less than this part of the largest one change nothing."""
 
 
 def nonlinear_part(
@@ -82,38 +74,65 @@ def nonlinear_part(
     """J(h,k;ρ) = Cov(relu z₁, relu z₂) − ρΦ(h)Φ(k) for unit variances: positive, O(ρ²), even under k, ρ → −k, −ρ.
 
     The three broadcast and have equally many dimensions. |ρ| > 1 is an error. The result lives in `scratch`, if given.
-    With the series' factors of the same units, moderate correlations take the series instead of nodes.
+    With the series of the same pairs, moderate correlations take that instead of nodes.
     """
-    scratch = scratch or _fresh(h, k, rho)
-    rules, shorter = NONLINEAR_RULES[rho.dtype], SERIES_RULES[rho.dtype]
+    scratch = scratch or _fresh_scratch(h, k, rho)
+    rules, series_rules = NONLINEAR_RULES[rho.dtype], SERIES_RULES[rho.dtype]
     if series is None:
-        return _by_correlation(_nonlinear_sum, rules, (), h, k, rho, scratch)
-    return _by_correlation(_or_series(_nonlinear_sum, nonlinear_sum, series), rules, shorter, h, k, rho, scratch)
+        return _by_correlation(_nonlinear_by_nodes, rules, (), h, k, rho, scratch)
+    evaluate = _nodes_or_series(_nonlinear_by_nodes, nonlinear_series, series)
+    return _by_correlation(evaluate, rules, series_rules, h, k, rho, scratch)
+
+
+def orthant_excess(
+    h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None, series: TileSeries | None = None
+) -> Tensor:
+    """D(h,k;ρ) = P(z₁>0, z₂>0) − Φ(h)Φ(k) = ∂J/∂ρ, of the sign of ρ. Conventions as for `nonlinear_part`."""
+    scratch = scratch or _fresh_scratch(h, k, rho)
+    rules, series_rules = RULES[rho.dtype], EXCESS_SERIES_RULES[rho.dtype]
+    if series is None:
+        return _by_correlation(_excess_by_nodes, rules, (), h, k, rho, scratch)
+    evaluate = _nodes_or_series(_excess_by_nodes, excess_series, series)
+    return _by_correlation(evaluate, rules, series_rules, h, k, rho, scratch)
+
+
+def nonlinear_part_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
+    """J with one rule for every pair, whatever its correlation: to study rules."""
+    return _nonlinear_by_nodes(rule, h, k, rho, _fresh_scratch(h, k, rho))
+
+
+def orthant_excess_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
+    """D with one rule for every pair (Owen's T if its limit is 1): to study rules."""
+    return _excess_by_nodes(rule, h, k, rho, _fresh_scratch(h, k, rho))
 
 
 class Units(NamedTuple):
-    """Standardized means h and standard deviations s of a set of units, (images or 1, units); in pairs s > 0."""
+    """Standardized means h and standard deviations s of a set of units, (images or 1, units); s > 0 for pairs."""
 
     h: Tensor
     s: Tensor
     series: SeriesFactors | None = None
-    """Where the nonlinear parts of their pairs are wanted, what the units contribute to the series."""
+    """The units' factors in the series for pairs, so that `tiles` can use it."""
 
     def with_series(self) -> Units:
+        """The same units with their factors in the series, which are computed when they are needed."""
         return self._replace(series=SeriesFactors(self.h))
 
     def rows(self) -> Units:
+        """Shaped as the rows of a matrix of pairs, (images, units, 1)."""
         return Units(self.h.unsqueeze(-1), self.s.unsqueeze(-1))
 
     def columns(self) -> Units:
+        """Shaped as the columns of a matrix of pairs, (images, 1, units)."""
         return Units(self.h.unsqueeze(-2), self.s.unsqueeze(-2))
 
     def span(self, index: slice) -> Units:
+        """A range of the units."""
         return Units(self.h[:, index], self.s[:, index])
 
 
 def units_of(mean: Tensor, variance: Tensor) -> Units:
-    """The units with these means and variances; NaN or a negative variance is an error here, before it spreads."""
+    """The units with these means and variances; NaN or a negative variance is refused here, before it spreads."""
     if bool(torch.isnan(mean).any()):
         raise ValueError("the mean of a ReLU layer holds NaN")
     if not bool((variance >= 0).all()):
@@ -123,22 +142,22 @@ def units_of(mean: Tensor, variance: Tensor) -> Units:
 
 
 def saturation(dtype: torch.dtype) -> float:
-    """Beyond this |h| a unit is linear or dead to rounding: J ≤ exp(−h²/2)."""
+    """The |h| beyond which a unit is linear or dead to rounding: J ≤ exp(−h²/2)."""
     return 6.0 if dtype == torch.float32 else 8.5
 
 
 def active(units: Units) -> Tensor:
-    """Units that are neither certain (s = 0) nor linear or dead to rounding."""
+    """Which units are neither without variance (s = 0) nor linear or dead to rounding, (images or 1, units)."""
     return (units.s > 0) & (units.h.abs() <= saturation(units.h.dtype))
 
 
 @torch.no_grad()
 def deep_layers(units: Units, weights: Tensor | None) -> Tensor:
-    """Which images have an output that hangs on seldom open units only: (images,), True or False.
+    """Which images have a deep layer, (images,): an output that depends on seldom open units only.
 
-    An output's largest |Bᵢ|sᵢΦ(hᵢ) is less than `SELDOM` of its largest |Bᵢ|sᵢ then, so that the variances that the
-    rules of `bivariate` are accurate to, s₁s₂, are a thousand times those of the outputs or more. Without weights
-    B (images or 1, d, p) the outputs are the units, taken together.
+    For such an output the largest |Bᵢ|sᵢΦ(hᵢ) is less than `SELDOM` times the largest |Bᵢ|sᵢ: the s₁s₂ to which the
+    accuracy of this module refers are a thousand times its variance or more. Without weights B (images or 1, d, p) all
+    units together are one output.
     """
     if weights is None:
         return (units.s * distribution(units.h)).amax(-1) < SELDOM * units.s.amax(-1)
@@ -148,9 +167,9 @@ def deep_layers(units: Units, weights: Tensor | None) -> Tensor:
 
 
 def noticeable(units: Units, weights: Tensor | None) -> Tensor:
-    """Units of deep layers that change an output, (images, units): the others' deviations are `FAINT`.
+    """Which units of a deep layer change an output, (images, units); the deviations of the others are `FAINT`.
 
-    A dead unit's deviation is less than s·exp(−h²/4).
+    The deviation of a dead unit's output is less than s·exp(−h²/4).
     """
     size = units.s * units.h.clamp(max=0).square().mul(-0.25).exp()
     if weights is None:
@@ -160,15 +179,15 @@ def noticeable(units: Units, weights: Tensor | None) -> Tensor:
 
 
 def dead(units: Units) -> Tensor:
-    """Units that are hardly ever open, (images, units)."""
+    """Which units are hardly ever open, (images, units)."""
     return (units.s > 0) & (units.h < DEAD)
 
 
 def nonlinear_matrix(units: Units, covariance: Tensor) -> Tensor:
     """s₁s₂J of all pairs of a small layer at once, (images, p, p), and 0 on the diagonal.
 
-    Covariances are (images or 1, p, p). Every pair gets the
-    nodes that the largest correlation needs: for up to `SMALL` pairs that is faster than looking for a better way.
+    Covariances are (images or 1, p, p). All pairs get the nodes that the largest correlation needs: for up to
+    `SMALL_LAYER` pairs that is faster than choosing rules by pair.
     """
     h, s = units.h, units.s
     safe = torch.where(s > 0, s, 1.0)
@@ -178,14 +197,14 @@ def nonlinear_matrix(units: Units, covariance: Tensor) -> Tensor:
     for rule in NONLINEAR_RULES[rho.dtype]:
         if largest <= rule.limit:
             scratch = Scratch(rho.dtype, rho.device, max(len(h), len(rho)) * h.shape[1] ** 2)
-            value = _nonlinear_sum(rule, h.unsqueeze(-1), h.unsqueeze(-2), rho, scratch)
+            value = _nonlinear_by_nodes(rule, h.unsqueeze(-1), h.unsqueeze(-2), rho, scratch)
             lower = value.mul_(s.unsqueeze(-1)).mul_(s.unsqueeze(-2)).tril_(-1)
             return lower + lower.mT  # symmetric to the bit, which two roundings of one pair are not
     raise no_correlations(largest, rho.dtype)
 
 
 def no_correlations(largest: float, dtype: torch.dtype) -> ValueError:
-    """What is said where the largest of some correlations is NaN."""
+    """The error to raise if the largest correlation is NaN or more than 1."""
     name, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
     return ValueError(
         f"correlations must be within [−1, 1], got {largest}: a mean or covariance holds NaN or infinity (a {name} "
@@ -193,34 +212,13 @@ def no_correlations(largest: float, dtype: torch.dtype) -> ValueError:
     )
 
 
-def orthant_excess(
-    h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None, series: TileSeries | None = None
-) -> Tensor:
-    """D(h,k;ρ) = P(z₁>0, z₂>0) − Φ(h)Φ(k) = ∂J/∂ρ, of the sign of ρ. Conventions as for `nonlinear_part`."""
-    scratch = scratch or _fresh(h, k, rho)
-    rules, shorter = RULES[rho.dtype], EXCESS_SERIES_RULES[rho.dtype]
-    if series is None:
-        return _by_correlation(_excess_sum, rules, (), h, k, rho, scratch)
-    return _by_correlation(_or_series(_excess_sum, excess_series, series), rules, shorter, h, k, rho, scratch)
-
-
-def nonlinear_part_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
-    """J with one rule for every pair, whatever its correlation: to study rules."""
-    return _nonlinear_sum(rule, h, k, rho, _fresh(h, k, rho))
-
-
-def orthant_excess_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
-    """D with one rule for every pair (Owen's T if its limit is 1): to study rules."""
-    return _excess_sum(rule, h, k, rho, _fresh(h, k, rho))
-
-
-_kept = threading.local()
+_kept_scratch = threading.local()
 
 
 class Scratch:
     """Named buffers of one dtype and device, each of up to `elements` elements, in one block of memory.
 
-    A buffer's content lasts until its name is asked for again. Only what is used becomes resident.
+    The content of a buffer lasts until its name is taken again. Only buffers that are used take physical memory.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, elements: int) -> None:
@@ -230,7 +228,7 @@ class Scratch:
         self._slots: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: torch.Size) -> Tensor:
-        """An uninitialized tensor of this shape."""
+        """The buffer of this name as a tensor of this shape, with arbitrary content."""
         slot = self._slots.get(name)
         if slot is None:
             slot = self._slots[name] = self._block[len(self._slots)]
@@ -238,11 +236,11 @@ class Scratch:
 
 
 def scratch_for(like: Tensor, elements: int) -> Scratch:
-    """Scratch memory for blocks of up to `elements` pairs; on a CPU the thread's own, kept between calls."""
+    """Scratch memory for blocks of up to `elements` pairs; on a CPU the thread keeps it between calls."""
     size = SLOTS * elements * like.dtype.itemsize
     if like.device.type != "cpu" or size > KEPT_BYTES:
         return Scratch(like.dtype, like.device, elements)
-    kept: dict[torch.dtype, Scratch] = _kept.__dict__.setdefault("by_dtype", {})
+    kept: dict[torch.dtype, Scratch] = _kept_scratch.__dict__.setdefault("by_dtype", {})
     if like.dtype not in kept or kept[like.dtype].elements < elements:
         kept[like.dtype] = Scratch(like.dtype, like.device, elements)
     return kept[like.dtype]
@@ -256,12 +254,12 @@ def common_shape(*tensors: Tensor) -> torch.Size:
 _shape = attrgetter("shape")
 
 
-def _fresh(h: Tensor, k: Tensor, rho: Tensor) -> Scratch:
+def _fresh_scratch(h: Tensor, k: Tensor, rho: Tensor) -> Scratch:
     return Scratch(rho.dtype, rho.device, common_shape(h, k, rho).numel())
 
 
 class _Geometry(NamedTuple):
-    """What all nodes of a block share, with P = ((h+k)/2)² and M = ((h−k)/2)²."""
+    """What all nodes of a block share, in the module's notation and with P = ((h+k)/2)², M = ((h−k)/2)²."""
 
     extent: Tensor  # T, of the sign of ρ
     below: Tensor  # 1 − T, to full relative accuracy
@@ -296,7 +294,7 @@ def _geometry(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> _Geometry:
 
 
 class _Nodes:
-    """The exponentials of a block, node by node, in memory taken once."""
+    """The parts of the integrands at one node after another, for a large block, in the same scratch memory."""
 
     def __init__(self, at: _Geometry, scratch: Scratch) -> None:
         self._at = at
@@ -309,7 +307,7 @@ class _Nodes:
     def height(self, v: float) -> Tensor:
         """exp(−(P + M + Pr + M/r)/2) with r = ((1−τ)/(1+τ))², at the node u = 1 − v.
 
-        This is the exponent of the module's docstring, since 1 + τ² is half of (1+τ)² + (1−τ)².
+        The exponent is that of the module's docstring, since 1 + τ² is half of (1+τ)² + (1−τ)².
         """
         at, ratio = self._at, self._ratio
         torch.add(at.below, at.extent, alpha=v, out=ratio)
@@ -327,41 +325,41 @@ class _Nodes:
         return torch.add(self._one, self._at.square, alpha=-u, out=self._factor)
 
 
-def _nonlinear_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
+def _nonlinear_by_nodes(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
     """J = 2T²/(π(1+T²)) Σ w(1−u) (1−Tτ)/(1+τ²)² exp(…), as ρ − r = 2(T−τ)(1−Tτ)/((1+T²)(1+τ²))."""
     at = _geometry(h, k, rho, scratch)
-    if len(rule.nodes) * at.both.numel() <= FEW:
-        every = _all_nodes(rule, at)
-        short = every.heights * (every.weight * every.v) * (1 - at.square * every.u)
-        total = short.div_(every.spread.square_()).sum(0)
+    if len(rule.nodes) * at.both.numel() <= FEW_EXPONENTIALS:
+        nodes = _all_nodes(rule, at)
+        terms = nodes.heights * (nodes.weight * nodes.v) * (1 - at.square * nodes.u)
+        total = terms.div_(nodes.spread.square_()).sum(0)
     else:
-        nodes = _Nodes(at, scratch)
-        total = nodes.total
+        block = _Nodes(at, scratch)
+        total = block.total
         for u, weight, v in rule.nodes:
-            height = nodes.height(v)
-            total.addcmul_(nodes.shortfall(u).div_(nodes.spread(u).square_()), height, value=weight * v)
+            height = block.height(v)
+            total.addcmul_(block.shortfall(u).div_(block.spread(u).square_()), height, value=weight * v)
     return total.mul_((at.square / (1 + at.square)).mul_(2 / math.pi))
 
 
-def _excess_sum(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
-    """D = T/π Σ w/(1+τ²) exp(…), or from Owen's T where no rule would do."""
+def _excess_by_nodes(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
+    """D = T/π Σ w/(1+τ²) exp(…), or from Owen's T by the rule whose limit is 1."""
     if rule.limit == 1.0:
         return excess_by_owen(h, k, rho, scratch)
     at = _geometry(h, k, rho, scratch)
-    if len(rule.nodes) * at.both.numel() <= FEW:
-        every = _all_nodes(rule, at)
-        total = (every.heights * every.weight).div_(every.spread).sum(0)
+    if len(rule.nodes) * at.both.numel() <= FEW_EXPONENTIALS:
+        nodes = _all_nodes(rule, at)
+        total = (nodes.heights * nodes.weight).div_(nodes.spread).sum(0)
     else:
-        nodes = _Nodes(at, scratch)
-        total = nodes.total
+        block = _Nodes(at, scratch)
+        total = block.total
         for u, weight, v in rule.nodes:
-            height = nodes.height(v)
-            total.addcdiv_(height, nodes.spread(u), value=weight)
+            height = block.height(v)
+            total.addcdiv_(height, block.spread(u), value=weight)
     return total.mul_(at.extent.mul_(1 / math.pi))
 
 
 class _AllNodes(NamedTuple):
-    """All nodes of a small block at once, along a new first dimension: what `_Nodes` gives one by one."""
+    """What `_Nodes` gives one by one, for all nodes of a small block at once, along a new first dimension."""
 
     u: Tensor
     weight: Tensor
@@ -379,12 +377,13 @@ def _all_nodes(rule: Rule, at: _Geometry) -> _AllNodes:
 
 
 Evaluation = Callable[[Any, Tensor, Tensor, Tensor, Scratch], Tensor]
+"""A function that evaluates an integral by a rule, from h, k and ρ."""
 
 
-def _or_series(
+def _nodes_or_series(
     by_nodes: Evaluation, by_terms: Callable[[TileSeries, int, Tensor, Scratch], Tensor], series: TileSeries
 ) -> Evaluation:
-    """By nodes or by terms, as the rule says."""
+    """An evaluation that takes nodes or terms of the series, depending on the kind of the rule."""
 
     def evaluate(rule: Rule | SeriesRule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
         if isinstance(rule, SeriesRule):
@@ -397,36 +396,36 @@ def _or_series(
 def _by_correlation(
     evaluate: Evaluation,
     rules: tuple[Rule, ...],
-    series: tuple[SeriesRule, ...],
+    series_rules: tuple[SeriesRule, ...],
     h: Tensor,
     k: Tensor,
     rho: Tensor,
     scratch: Scratch,
 ) -> Tensor:
-    """Evaluate a block with the rule that suits most of it, then pick out the pairs that need a better one."""
+    """Evaluate a block with the rule that is cheapest for it, and the pairs beyond its limit with a better one."""
     low, high = (float(x) for x in torch.aminmax(rho))
     largest = max(-low, high)
     if not largest <= 1:
         raise no_correlations(largest, rho.dtype)
     rules = rules[: next(i for i, rule in enumerate(rules) if largest <= rule.limit) + 1]
-    enough = next((i for i, rule in enumerate(series) if largest <= rule.limit), len(series))
-    base = _cheapest_base(rules, series[: enough + 1], rho, largest)
+    enough = next((i for i, rule in enumerate(series_rules) if largest <= rule.limit), len(series_rules))
+    base = _cheapest_base(rules, series_rules[: enough + 1], rho, largest)
     if base.limit >= largest:
         return evaluate(base, h, k, rho, scratch)
     beyond = torch.abs(rho, out=scratch.take("size", rho.shape)) > base.limit
     where = beyond.expand(common_shape(h, k, rho)).nonzero(as_tuple=True)
     result = evaluate(base, h, k, rho, scratch)
-    picked_h, picked_k, picked_rho = (x.expand(result.shape)[where] for x in (h, k, rho))
-    result[where] = evaluate(rules[-1], picked_h, picked_k, picked_rho, _fresh(picked_h, picked_k, picked_rho))
+    h, k, rho = (x.expand(result.shape)[where] for x in (h, k, rho))
+    result[where] = evaluate(rules[-1], h, k, rho, _fresh_scratch(h, k, rho))
     return result
 
 
 def _cheapest_base(
-    rules: tuple[Rule, ...], series: tuple[SeriesRule, ...], rho: Tensor, largest: float
+    rules: tuple[Rule, ...], series_rules: tuple[SeriesRule, ...], rho: Tensor, largest: float
 ) -> Rule | SeriesRule:
-    """Which rule to use for the whole block, given that the pairs beyond its limit then get the last of `rules`."""
+    """The rule for the whole block that costs least, if pairs beyond its limit then get the last of `rules` too."""
     apart, exception = SEARCH_COST + EXCEPTION_COST / rho.numel(), rules[-1].cost + GATHER_COST
-    candidates: tuple[Rule | SeriesRule, ...] = (*series, *rules)
+    candidates: tuple[Rule | SeriesRule, ...] = (*series_rules, *rules)
     enough = min((rule for rule in candidates if largest <= rule.limit), key=_block_cost)
     if _block_cost(enough) <= apart:
         return enough
@@ -441,16 +440,17 @@ def _cheapest_base(
 
 
 def _block_cost(rule: Rule | SeriesRule) -> float:
+    """The cost of a rule for a block, in nodes."""
     return rule.cost + (GEOMETRY_COST if isinstance(rule, Rule) else 0)
 
 
 class SeriesFactors:
-    """The factors aₙ of some units, computed as far as they are asked for."""
+    """The factors aₙ(h) of units in the series of `quadrature_rules`, computed as far as they are needed."""
 
     def __init__(self, h: Tensor) -> None:
         self._h = h
         self._factors = [density(h) * math.sqrt(0.5)]
-        self._together = self._factors[0].unsqueeze(0)
+        self._stacked = self._factors[0].unsqueeze(0)
 
     def first(self, terms: int) -> Tensor:
         """a₀, a₁, …, at least `terms` of them along a new first dimension."""
@@ -460,9 +460,9 @@ class SeriesFactors:
             if n > 0:
                 following.sub_(self._factors[n - 1], alpha=n / math.sqrt((n + 2) * (n + 3)))
             self._factors.append(following)
-        if len(self._together) < terms:
-            self._together = torch.stack(self._factors)
-        return self._together
+        if len(self._stacked) < terms:
+            self._stacked = torch.stack(self._factors)
+        return self._stacked
 
 
 class TileSeries(NamedTuple):
@@ -473,7 +473,7 @@ class TileSeries(NamedTuple):
     columns: slice
 
     def downwards(self, terms: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """aₙ of the rows and of the columns, the last term first."""
+        """aₙ of the rows and of the columns of each term, the last term first."""
         factors = self.factors.first(terms)[:terms].flip(0)
         return zip(
             factors[..., self.rows].unsqueeze(-1).unbind(),
@@ -482,18 +482,18 @@ class TileSeries(NamedTuple):
         )
 
 
-def nonlinear_sum(series: TileSeries, terms: int, rho: Tensor, scratch: Scratch) -> Tensor:
-    """J = ρ² Σ aₙ(h)aₙ(k)ρⁿ by the first terms. The result lives in the scratch memory."""
+def nonlinear_series(series: TileSeries, terms: int, rho: Tensor, scratch: Scratch) -> Tensor:
+    """J = ρ² Σ aₙ(h)aₙ(k)ρⁿ by the first `terms` terms. The result lives in the scratch memory."""
     return _power_sum(series, (1.0,) * terms, rho, scratch).mul_(rho).mul_(rho)
 
 
 def excess_series(series: TileSeries, terms: int, rho: Tensor, scratch: Scratch) -> Tensor:
-    """D = ρ Σ (n+2) aₙ(h)aₙ(k)ρⁿ, likewise."""
+    """D = ρ Σ (n+2) aₙ(h)aₙ(k)ρⁿ by the first `terms` terms. The result lives in the scratch memory."""
     return _power_sum(series, tuple(n + 2.0 for n in range(terms)), rho, scratch).mul_(rho)
 
 
 def _power_sum(series: TileSeries, scales: tuple[float, ...], rho: Tensor, scratch: Scratch) -> Tensor:
-    """Σ scaleₙ aₙ(h)aₙ(k)ρⁿ, Horner's way."""
+    """Σ scaleₙ aₙ(h)aₙ(k)ρⁿ by Horner's rule."""
     pairs = zip(reversed(scales), series.downwards(len(scales)), strict=True)
     scale, (a, b) = next(pairs)
     outer, shape = common_shape(a, b), common_shape(a, b, rho)
@@ -506,9 +506,9 @@ def _power_sum(series: TileSeries, scales: tuple[float, ...], rho: Tensor, scrat
 
 
 class Conditional(NamedTuple):
-    """Standardized means (h−ρk)/q and (k−ρh)/q of each unit given that the other is 0; q = √(1−ρ²) is their deviation.
+    """Each unit given that the other is 0: standardized means (h−ρk)/q and (k−ρh)/q, and the deviation q = √(1−ρ²).
 
-    At ρ = ±1 they are huge, so that Φ gives 0 or 1, unless the numerator is 0, when they are 0.
+    At ρ = ±1 the means are huge, so that Φ gives 0 or 1, or they are 0, where the numerator is 0.
     """
 
     first: Tensor
@@ -517,14 +517,15 @@ class Conditional(NamedTuple):
 
 
 def conditional(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch, gap: Tensor | None = None) -> Conditional:
-    """The numerators are written (h∓k) ± (1−|ρ|)k, so that nothing cancels near ρ = ±1.
+    """The conditional means and their deviation, in the scratch memory.
 
-    `gap` is 1−|ρ|, where it is known better than from ρ.
+    The numerators are written (h∓k) ± (1−|ρ|)k, so that nothing cancels near ρ = ±1. `gap` is 1−|ρ|, if the caller
+    knows it better than it follows from ρ.
     """
     one, pairs = rho.new_ones(()), common_shape(h, k, rho)
     size = torch.abs(rho, out=scratch.take("size", rho.shape))
-    mine = scratch.take("gap", rho.shape)
-    gap = torch.sub(one, size, out=mine) if gap is None else mine.copy_(gap)
+    buffer = scratch.take("gap", rho.shape)
+    gap = torch.sub(one, size, out=buffer) if gap is None else buffer.copy_(gap)
     deviation = torch.addcmul(gap, gap, size, out=scratch.take("deviation", rho.shape)).sqrt_()
     flip = torch.copysign(one, rho, out=scratch.take("flip", rho.shape))
     slack = gap.mul_(flip)
@@ -535,31 +536,32 @@ def conditional(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch, gap: Tensor
 
 
 def _even_exponent(x: Tensor) -> Tensor:
-    """The even number e for which x·2⁻ᵉ is from 1/4 to 2."""
+    """The even number e for which x·2⁻ᵉ is between 1/4 and 2."""
     return torch.frexp(x).exponent // 2 * 2
 
 
 def _exact_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The product of float64 numbers as a sum of two (Dekker 1971)."""
+    """The exact product of float64 numbers, as the sum of two float64 numbers (Dekker 1971)."""
     product = a * b
     (a_high, a_low), (b_high, b_low) = ((high, x - high) for x in (a, b) for high in (_high_half(x),))
     return product, ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
 
 
 def _high_half(x: Tensor) -> Tensor:
+    """The upper half of the digits of float64 numbers."""
     scaled = x * (2.0**27 + 1)
     return scaled - (scaled - x)
 
 
 def correlation_and_gap(first: Tensor, second: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """ρ = c/√(v₁v₂), cut to [−1, 1], and 1−|ρ| = (v₁v₂−c²)/(v₁v₂(1+|ρ|)), of variances v > 0 and covariances c.
+    """ρ = c/√(v₁v₂), cut to [−1, 1], and 1−|ρ| = (v₁v₂−c²)/(v₁v₂(1+|ρ|)), for variances v > 0 and covariances c.
 
-    In float64, and v₁v₂ − c² as if with infinitely many digits: the gap is that of the numbers as they are given.
+    Both are float64. v₁v₂ − c² comes from exact products, so that no digit of the given numbers is lost in 1−|ρ|.
     """
     first, second, covariance = first.double(), second.double(), covariance.double()
-    one, other = _even_exponent(first), _even_exponent(second)
-    first, second = torch.ldexp(first, -one), torch.ldexp(second, -other)
-    covariance = torch.ldexp(covariance, -((one + other) // 2))
+    exponents = _even_exponent(first), _even_exponent(second)
+    first, second = torch.ldexp(first, -exponents[0]), torch.ldexp(second, -exponents[1])
+    covariance = torch.ldexp(covariance, -((exponents[0] + exponents[1]) // 2))
     product, product_rest = _exact_product(first, second)
     square, square_rest = _exact_product(covariance, covariance)
     size = (covariance.abs() / product.sqrt()).clamp(max=1)
@@ -572,14 +574,15 @@ def excess_by_owen(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch, gap: Ten
 
     P = Φ(h)/2 + Φ(k)/2 − T(h, (k−ρh)/hq) − T(k, (h−ρk)/kq) − [h and k on different sides of 0]/2   (Owen 1956)
 
-    P has infinite slope at ρ = ±1: there a rounding of ρ by 1e-16 is an error of 1e-9, and `gap` = 1−|ρ| is needed.
+    P has infinite slope at ρ = ±1, where a rounding of ρ by 1e-16 would be an error of 1e-9; `gap` is 1−|ρ|, if known
+    better.
     """
     h, k, rho = torch.broadcast_tensors(h, k, rho)
-    origin = (h.abs() < 1e-30) & (k.abs() < 1e-30)  # here the two directions are lost; P itself is continuous: step off
+    origin = (h.abs() < 1e-30) & (k.abs() < 1e-30)  # T has no limit there, but P has: step off
     h = torch.where(origin, 1e-30, h)
     k = torch.where(origin, 1e-30, k)
-    given = conditional(h, k, rho, scratch, gap)
+    means = conditional(h, k, rho, scratch, gap)
     below_h, below_k = distribution(h), distribution(k)
     opposite = 0.5 * ((h < 0) != (k < 0)).to(h.dtype)
-    probability = 0.5 * (below_h + below_k) - owen_t(h, given.second) - owen_t(k, given.first) - opposite
+    probability = 0.5 * (below_h + below_k) - owen_t(h, means.second) - owen_t(k, means.first) - opposite
     return probability - below_h * below_k

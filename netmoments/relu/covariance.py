@@ -1,4 +1,9 @@
-"""The exact covariance of a layer of ReLUs as a dense matrix, and the orthant probability of pairs."""
+"""The exact covariance of a layer of ReLUs as a dense matrix, and the orthant probabilities of its pairs.
+
+A matrix is computed in three steps: the separable part of all pairs; the nonlinear part of pairs of active units, tile
+by tile (`tiles`); and once more, in float64 and to relative accuracy, the pairs whose values are smaller than the
+absolute error of the second step and still wanted. On a GPU with Triton the kernels of `triton` do the same.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from netmoments.memory import scratch_budget
 from netmoments.normal import distribution, standard_deviation, standardize
 from netmoments.precision import full_precision, matmul, row_products
 from netmoments.relu.bivariate import (
-    SMALL,
+    SMALL_LAYER,
     Scratch,
     Units,
     active,
@@ -62,8 +67,8 @@ def relu_covariance(mean: Tensor, covariance: Tensor, *, memory_budget: int | No
     Cov(relu zᵢ, relu zⱼ) = Sᵢⱼ Φ(hᵢ)Φ(hⱼ) + sᵢsⱼ J(hᵢ,hⱼ;ρᵢⱼ), in place of the paper's series (Lemma 4), which
     diverges at |ρ| = 1/√2. Absolute error in units of sᵢsⱼ: below 1e-14 in float64 and 5e-7 in float32, for every
     ρ in [−1, 1]; where a unit is hardly ever open, h < −3, relative to the two parts themselves, 1e-12 and 1e-6, as far
-    as floats go. The diagonal is `relu_variance`. Singular covariances and zero variances give the exact limit. Of the
-    covariance, taken as symmetric, what is on and below the diagonal is read; the result is symmetric to the bit.
+    as floats go. The diagonal is `relu_variance`. Singular covariances and zero variances give the exact limit. The
+    covariance is taken as symmetric, and read on and below its diagonal only; the result is symmetric to the bit.
 
     Gradients are the closed-form derivatives (∂Cov/∂Sᵢⱼ is the orthant probability), finite at ρ = ±1 and at zero
     variance; the covariance is taken as symmetric, each entry getting the derivative of its own output entry.
@@ -79,18 +84,19 @@ def relu_covariance(mean: Tensor, covariance: Tensor, *, memory_budget: int | No
     mean, covariance = require_float_tensors("relu_covariance", mean=mean, covariance=covariance)
     batch = _layer_batch("relu_covariance", mean, covariance)
     budget = scratch_budget(mean.device, memory_budget)
-    found = _ReluCovariance.apply(*flat_layer(mean, covariance, batch), budget, True)
-    return found.reshape(*batch, *covariance.shape[-2:])
+    result = _ReluCovariance.apply(*flat_layer(mean, covariance, batch), budget, True)
+    return result.reshape(*batch, *covariance.shape[-2:])
 
 
 def orthant_probability(mean: Tensor, covariance: Tensor) -> Tensor:
     """P(zᵢ > 0, zⱼ > 0) of every pair for z ~ N(mean, covariance): (..., p) and (..., p, p) to (..., p, p).
 
     Φ(hᵢ)Φ(hⱼ) plus the orthant excess; on the diagonal Φ(hᵢ). Absolute error below 1e-14 in float64 for every
-    correlation, ±1 included, where it has an infinite slope: 1 − |ρ| is that of the numbers given, to the last of
-    their digits. Where a unit is hardly ever open, h < −3, the error is 1e-12 of the result's two parts, or 1e-8 of it
-    beyond |ρ| = 0.99. The result is symmetric. A unit of zero variance is above 0, below it, or (at mean 0) counts as
-    above with probability 1/2.
+    correlation, ±1 included, where the slope is infinite: 1 − |ρ| is computed from exact products of the inputs. Where
+    a unit is hardly ever open, h < −3, the error is 1e-12 of the result's two parts, or 1e-8 of it beyond |ρ| = 0.99.
+    The result is symmetric. A unit of zero variance is above 0, below it, or (at mean 0) counts as above with
+    probability 1/2.
+
     This is the derivative of `relu_covariance` in the covariance. It has no derivatives of its own; `vmap` works.
 
     >>> orthant_probability(torch.zeros(2), torch.eye(2))
@@ -106,13 +112,13 @@ def orthant_probability(mean: Tensor, covariance: Tensor) -> Tensor:
 def layer_form(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
     """B K Bᵀ, (..., d, d), for K = Cov(relu z), z ~ N(mean, covariance), and weights B (..., d, p).
 
-    On a GPU with Triton K is never stored, nor anything of its size in the backward pass but, if it is wanted, the
-    gradient in the covariance. Elsewhere this is `relu_covariance` and two products.
+    On a GPU with Triton nothing of the size of K is ever stored, but for the gradient in the covariance, if that is
+    wanted. Elsewhere this is `layer_covariance` and two products.
     """
     if fused.available(mean):
         return _layer_form(mean, covariance, weights, diagonal=False)
-    found = matmul(weights, matmul(_checked_layer_covariance(mean, covariance), weights.mT))
-    return 0.5 * (found + found.mT)
+    form = matmul(weights, matmul(_checked_layer_covariance(mean, covariance), weights.mT))
+    return 0.5 * (form + form.mT)
 
 
 def layer_form_diagonal(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
@@ -123,21 +129,25 @@ def layer_form_diagonal(mean: Tensor, covariance: Tensor, weights: Tensor) -> Te
 
 
 def _checked_layer_covariance(mean: Tensor, covariance: Tensor) -> Tensor:
+    """`layer_covariance` with checked shapes and any batch dimensions."""
     batch = _layer_batch("layer_form", mean, covariance)
-    found = _ReluCovariance.apply(*flat_layer(mean, covariance, batch), None, False)
-    return found.reshape(*batch, *covariance.shape[-2:])
+    result = _ReluCovariance.apply(*flat_layer(mean, covariance, batch), None, False)
+    return result.reshape(*batch, *covariance.shape[-2:])
 
 
 def _layer_form(mean: Tensor, covariance: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
-    """By the GPU's kernels, with one batch dimension."""
+    """The form, or its diagonal, by the kernels on a GPU."""
     batch = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2], weights.shape[:-2])
     inputs = (*flat_layer(mean, covariance, batch), flatten_batch(weights, batch, 2))
-    found = fused_form.LayerForm.apply(*inputs, diagonal)
-    return unflatten_batch(found if diagonal else 0.5 * (found + found.mT), batch)
+    form = fused_form.LayerForm.apply(*inputs, diagonal)
+    return unflatten_batch(form if diagonal else 0.5 * (form + form.mT), batch)
 
 
 def layer_covariance(mean: Tensor, covariance: Tensor) -> Tensor:
-    """`relu_covariance` of layers (N, p), (N, p, p), which are not checked: accurate relative to the whole layer."""
+    """`relu_covariance` for means (N, p) and covariances (N, p, p), which are not checked.
+
+    Entries are accurate relative to the whole layer, not each to itself.
+    """
     return _ReluCovariance.apply(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance, None, False)
 
 
@@ -148,6 +158,7 @@ def flat_layer(mean: Tensor, covariance: Tensor, batch: torch.Size) -> tuple[Ten
 
 
 def _layer_batch(caller: str, mean: Tensor, covariance: Tensor) -> torch.Size:
+    """The batch shape of a layer whose shapes are checked."""
     if mean.dim() < 1 or mean.shape[-1] == 0:
         raise ValueError(f"{caller}: mean must have shape (..., p) with p ≥ 1, got {describe(mean)}")
     units = mean.shape[-1]
@@ -162,9 +173,9 @@ def _layer_batch(caller: str, mean: Tensor, covariance: Tensor) -> torch.Size:
 class _ReluCovariance(Function):
     """(mean, variance, covariance) → the layer's covariance, (images, units, units).
 
-    Dimension 0 is images, N or 1 (shared). The separable part SᵢⱼΦᵢΦⱼ is for all pairs; the nonlinear part is added
-    tile by tile, each pair once, among active units only; the diagonal is the units' own variance. Pairs with a unit
-    that is hardly ever open are then computed again: all (`entrywise`), or those that matter to the layer as a whole.
+    Dimension 0 is images, N or 1 (shared). The separable part SᵢⱼΦᵢΦⱼ is computed for all pairs, the nonlinear part is
+    added tile by tile, each pair of active units once, and the diagonal holds the units' variances. Then pairs with a
+    unit that is hardly ever open are computed again: all of them (`entrywise`), or those that matter to a deep layer.
     """
 
     @staticmethod
@@ -176,10 +187,10 @@ class _ReluCovariance(Function):
             return fused.relu_covariance(mean, variance, covariance, entrywise, budget)
         units = units_of(mean, variance)
         result = _plain_covariance(units, mean, variance, covariance, budget)
-        rows = dead(units) if entrywise else deep_layers(units, None).unsqueeze(-1)
-        if bool(rows.any()):
-            rows = rows if entrywise else rows & noticeable(units, None)
-            _replace_pairs(result, rows, mean, variance, covariance, _covariance_of_pairs, budget)
+        again = dead(units) if entrywise else deep_layers(units, None).unsqueeze(-1)
+        if bool(again.any()):
+            again = again if entrywise else again & noticeable(units, None)
+            _replace_pairs(result, again, mean, variance, covariance, _covariance_of_pairs, budget)
             result.diagonal(dim1=1, dim2=2).copy_(variance_of(mean, variance))
         return result
 
@@ -202,21 +213,22 @@ class _ReluCovariance(Function):
 
 
 class _ReluCovarianceGradient(Function):
-    """The vector–Jacobian product of `_ReluCovariance` from closed forms, with nothing stored."""
+    """The vector–Jacobian product of `_ReluCovariance` in closed form; nothing is kept from the forward pass."""
 
     @staticmethod
     def forward(grad: Tensor, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int | None) -> Any:
         memory_budget = scratch_budget(mean.device, memory_budget)
         inputs = (mean, variance, covariance)
         gradients = _fused_gradients if fused.available(mean) else _plain_gradients
-        found = gradients(grad, *inputs, memory_budget)
+        results = gradients(grad, *inputs, memory_budget)
         std = standard_deviation(variance)
         deep = deep_layers(Units(standardize(mean, std), std), None).expand(len(grad))
         if bool(deep.any()):
             m, v, c = (images_of(x, deep).double() for x in inputs)
-            for x, mended in zip(found, _tail_gradients(grad[deep].double(), m, v, c, memory_budget), strict=True):
-                x[deep] = mended.to(x.dtype)
-        return tuple(x.sum_to_size(like.shape) for x, like in zip(found, inputs, strict=True))
+            accurate = _tail_gradients(grad[deep].double(), m, v, c, memory_budget)
+            for result, part in zip(results, accurate, strict=True):
+                result[deep] = part.to(result.dtype)
+        return tuple(result.sum_to_size(x.shape) for result, x in zip(results, inputs, strict=True))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -232,10 +244,11 @@ class _ReluCovarianceGradient(Function):
 
 
 MIRROR_BLOCK = 128
+"""Rows and columns of the blocks that `mirror_` copies."""
 
 
 def mirror_(square: Tensor) -> Tensor:
-    """Copy what is below the diagonals of (images, p, p) above them, in place: symmetric to the bit."""
+    """Make matrices (images, p, p) symmetric to the bit, in place, by copying what is below the diagonal above it."""
     for start in range(0, square.shape[-1], MIRROR_BLOCK):
         block = slice(start, start + MIRROR_BLOCK)
         square[:, :start, block] = square[:, block, :start].mT
@@ -245,12 +258,12 @@ def mirror_(square: Tensor) -> Tensor:
 
 
 def _plain_covariance(units: Units, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Tensor:
-    """The layer's covariance with absolute accuracy."""
+    """The layer's covariance with an absolute error in units of sᵢsⱼ."""
     images = max(len(units.h), len(covariance))
     gate = distribution(units.h)
     independent = gate.unsqueeze(-1) * gate.unsqueeze(-2)
     result = independent.mul_(covariance) if len(independent) == images else independent * covariance
-    if result.numel() <= SMALL:
+    if result.numel() <= SMALL_LAYER:
         result += nonlinear_matrix(units, covariance)
     else:
         _add_pairs(result, units, covariance, nonlinear_covariance, memory_budget)
@@ -269,7 +282,7 @@ def _plain_gradients(
 def _tail_gradients(
     grad: Tensor, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same to relative accuracy."""
+    """`_plain_gradients` to relative accuracy, in float64."""
     units = units_of(mean, variance)
     relevant = noticeable(units, None)
     return _gradients_of(tail_gradient, relevant, units, grad, mean, variance, covariance, memory_budget)
@@ -285,20 +298,20 @@ def _gradients_of(
     covariance: Tensor,
     memory_budget: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Separable parts of all pairs, nonlinear ones of pairs of relevant units."""
+    """Gradients of the separable parts of all pairs and the nonlinear parts of pairs of relevant units."""
     images = grad.shape[0]
     by_mean, by_variance, by_covariance = _separable_gradients(grad, units, mean, variance, covariance)
     elements = tile_elements(memory_budget, mean.dtype)
     scratch = scratch_for(mean, elements)
     for chunk in chunks(relevant, images, elements, shared=covariance.shape[0] == 1):
-        here = chunk.restrict(units).with_series()
-        by_unit = UnitGradients(chunk.count, here)
-        for tile in triangle(here.h.shape[1], elements // chunk.count):
+        kept = chunk.restrict(units).with_series()
+        by_unit = UnitGradients(chunk.count, kept)
+        for tile in triangle(kept.h.shape[1], elements // chunk.count):
             rows, columns = tile
             lower, upper = chunk.block(grad, rows, columns), chunk.block(grad, columns, rows).mT
             weight = torch.add(lower, upper, out=scratch.take("weight", lower.shape))
             with full_precision():
-                slopes = of_tile(here, tile, chunk.block(covariance, rows, columns), weight, scratch)
+                slopes = of_tile(kept, tile, chunk.block(covariance, rows, columns), weight, scratch)
             chunk.add_block(by_covariance, rows, columns, slopes.by_covariance * lower)
             chunk.add_block(by_covariance, columns, rows, (slopes.by_covariance * upper).mT)
             by_unit.add_tile(slopes, tile)
@@ -310,13 +323,13 @@ def _gradients_of(
 def _fused_gradients(
     grad: Tensor, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same by the GPU's kernels."""
+    """`_plain_gradients` by the kernels on a GPU."""
     parts = []
     for chunk in fused.image_chunks(len(grad), fused.table_bytes(mean.shape[1], mean.dtype), memory_budget):
-        here = grad[chunk]
+        upstream = grad[chunk]
         m, v, s = (fused.part_of(x, chunk) for x in (mean, variance, covariance))
-        found = covariance_gradient(fused.layer_of(m.expand(len(here), -1), v), s, here)
-        parts.append((*found.with_own(here.diagonal(dim1=1, dim2=2), m, v), found.by_covariance))
+        gradient = covariance_gradient(fused.layer_of(m.expand(len(upstream), -1), v), s, upstream)
+        parts.append((*gradient.with_own(upstream.diagonal(dim1=1, dim2=2), m, v), gradient.by_covariance))
     by_mean, by_variance, by_covariance = (x[0] if len(parts) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
     return by_mean, by_variance, by_covariance
 
@@ -332,10 +345,10 @@ class _OrthantProbability(Function):
         result = (gate.unsqueeze(-1) * gate.unsqueeze(-2)).expand(images, -1, -1).clone()
         _add_pairs(result, units, covariance, excess_probability, memory_budget)
         mirror_(result)
-        rows = dead(units)
-        if bool(rows.any()):
-            _replace_pairs(result, rows, mean, variance, covariance, _probability_of_pairs, memory_budget)
-        _mend_strong_pairs(result, units, variance, covariance)
+        hardly_open = dead(units)
+        if bool(hardly_open.any()):
+            _replace_pairs(result, hardly_open, mean, variance, covariance, _probability_of_pairs, memory_budget)
+        _replace_strong_pairs(result, units, variance, covariance)
         result.diagonal(dim1=1, dim2=2).copy_(gate)
         return result.clamp_(0, 1)
 
@@ -366,9 +379,13 @@ def _separable_gradients(
     with full_precision():
         by_gate = (weighted @ gate.unsqueeze(-1) + weighted.mT @ gate.unsqueeze(-1)).squeeze(-1)
     by_mean, by_variance = gate_slopes(units)
-    own_mean, own_variance = variance_slopes(mean, variance)
-    own = grad.diagonal(dim1=1, dim2=2)
-    return by_gate * by_mean + own * own_mean, by_gate * by_variance + own * own_variance, by_covariance
+    diagonal_by_mean, diagonal_by_variance = variance_slopes(mean, variance)
+    diagonal = grad.diagonal(dim1=1, dim2=2)
+    return (
+        by_gate * by_mean + diagonal * diagonal_by_mean,
+        by_gate * by_variance + diagonal * diagonal_by_variance,
+        by_covariance,
+    )
 
 
 def _add_pairs(
@@ -378,25 +395,25 @@ def _add_pairs(
     of_tile: Callable[[Units, Tile, Tensor, Scratch], Tensor],
     memory_budget: int,
 ) -> None:
-    """result[i, j] += of_tile(i, j) for every pair i > j of active units, tile by tile."""
+    """Add `of_tile`, tile by tile, to every result[i, j] with i > j of active units."""
     elements = tile_elements(memory_budget, result.dtype)
     scratch = scratch_for(result, elements)
     for chunk in chunks(active(units), result.shape[0], elements, shared=covariance.shape[0] == 1):
-        here = chunk.restrict(units).with_series()
-        for tile in triangle(here.h.shape[1], elements // chunk.count):
+        kept = chunk.restrict(units).with_series()
+        for tile in triangle(kept.h.shape[1], elements // chunk.count):
             rows, columns = tile
-            value = of_tile(here, tile, chunk.block(covariance, rows, columns), scratch)
+            value = of_tile(kept, tile, chunk.block(covariance, rows, columns), scratch)
             chunk.add_block(result, rows, columns, value)
 
 
 STRONG = 0.99
-"""Beyond this correlation the rounding of ρ shows in an orthant probability."""
+"""The |ρ| beyond which a rounding of ρ shows in an orthant probability."""
 
 
-def _mend_strong_pairs(result: Tensor, units: Units, variance: Tensor, covariance: Tensor) -> None:
-    """Orthant probabilities of strongly correlated pairs, with 1 − |ρ| from exact products.
+def _replace_strong_pairs(result: Tensor, units: Units, variance: Tensor, covariance: Tensor) -> None:
+    """Compute the orthant probabilities of strongly correlated pairs again, with 1 − |ρ| from exact products.
 
-    Of units that are open now and then: left of h = −6 the part that a rounding of ρ can change is below 1e-17.
+    Pairs with a unit left of h = −6 are left as they are: what a rounding of ρ can change there is below 1e-17.
     """
     std = torch.where((units.s > 0) & (units.h > -6), units.s, torch.inf)
     rho = covariance / std.unsqueeze(-1) / std.unsqueeze(-2)
@@ -412,12 +429,12 @@ def _mend_strong_pairs(result: Tensor, units: Units, variance: Tensor, covarianc
     )
     h, k = picked(units.h, i).double(), picked(units.h, j).double()
     scratch = Scratch(torch.float64, result.device, len(image))
-    found = distribution(h) * distribution(k) + excess_by_owen(h, k, correlation, scratch, gap)
-    result[image, i, j] = result[image, j, i] = found.to(result.dtype)
+    probability = distribution(h) * distribution(k) + excess_by_owen(h, k, correlation, scratch, gap)
+    result[image, i, j] = result[image, j, i] = probability.to(result.dtype)
 
 
 PairsOfUnits = Callable[[Units, Units, Tensor, Tensor], Tensor]
-"""Of rows, columns, their correlations and covariances."""
+"""A function of the units of rows, the units of columns, their correlations and their covariances."""
 
 
 def _covariance_of_pairs(row: Units, column: Units, rho: Tensor, covariance: Tensor) -> Tensor:
@@ -428,7 +445,7 @@ def _covariance_of_pairs(row: Units, column: Units, rho: Tensor, covariance: Ten
 
 
 def _probability_of_pairs(row: Units, column: Units, rho: Tensor, covariance: Tensor) -> Tensor:
-    """ΦᵢΦⱼ + D, likewise."""
+    """ΦᵢΦⱼ + D to relative accuracy."""
     root = height_root(row.h, column.h)
     excess = tail_excess(row.h, column.h, rho) * root * root
     return distribution(row.h) * distribution(column.h) + excess
@@ -443,22 +460,24 @@ def _replace_pairs(
     of_pairs: PairsOfUnits,
     memory_budget: int,
 ) -> None:
-    """result[i, j] = of_pairs(i, j) in float64 for the pairs with a chosen unit (images or 1, units), some rows at a
-    time; the diagonal is left to the caller."""
+    """Replace result[i, j] by `of_pairs` in float64 where unit i or j is chosen, a few rows at a time.
+
+    `chosen` is (images or 1, units). The diagonal is left to the caller.
+    """
     units = units_of(mean.double(), variance.double())
     size = result.shape[-1]
     elements = max(1, memory_budget // (TEMPORARIES * 8))
     place = torch.arange(size, device=result.device)
     for chunk in chunks(chosen, result.shape[0], elements, shared=False):
-        s = chunk.of(units.s)
-        every = Units(chunk.of(units.h), torch.where(s > 0, s, 1.0))
-        matrix, target = chunk.of(covariance), result[chunk.images]
+        s = chunk.with_all_units(units.s)
+        safe = Units(chunk.with_all_units(units.h), torch.where(s > 0, s, 1.0))
+        matrix, target = chunk.with_all_units(covariance), result[chunk.images]
         for index in chunk.units.split(max(1, elements // (chunk.count * size))):
-            row, column = Units(every.h[:, index], every.s[:, index]).rows(), every.columns()
+            row, column = Units(safe.h[:, index], safe.s[:, index]).rows(), safe.columns()
             c = torch.where(place < index.unsqueeze(-1), matrix[:, index], matrix[:, :, index].mT).double()
-            c = torch.where((chunk.of(units.s)[:, index].unsqueeze(-1) > 0) & (s.unsqueeze(-2) > 0), c, 0.0)
+            c = torch.where((s[:, index].unsqueeze(-1) > 0) & (s.unsqueeze(-2) > 0), c, 0.0)
             rho = (c / torch.maximum(row.s, column.s) / torch.minimum(row.s, column.s)).clamp_(-1, 1)
-            found = of_pairs(row, column, rho, c).to(result.dtype)
-            target[:, index] = found
-            target[:, :, index] = found.mT
-    mirror_(result)  # of a pair of two chosen units the two values can differ in the last digit
+            values = of_pairs(row, column, rho, c).to(result.dtype)
+            target[:, index] = values
+            target[:, :, index] = values.mT
+    mirror_(result)  # the two values of a pair of chosen units can differ in the last digit

@@ -1,7 +1,8 @@
 """One ReLU under a Gaussian: mean, variance, and the probability that it is open.
 
-With z ~ N(m, s²), h = m/s and y = relu(z); φ and Φ are the normal density and distribution.
-Every function takes any shape, float32 or float64, and broadcasts its arguments.
+Throughout z ~ N(m, s²), h = m/s and y = relu(z); φ and Φ are the normal density and distribution. In the tails the
+moments come from a continued fraction (`tail_moments`), so that they are accurate relative to their own size. Functions
+work elementwise on float32 or float64 tensors of any shape; `relu_mean` and `relu_variance` are those for users.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ from netmoments.checks import require_broadcastable, require_float_tensors, valu
 from netmoments.normal import density, distribution, standard_deviation, standardize
 
 TAIL = 3.0
-"""Beyond this many standard deviations tail moments come from a continued fraction; in float32 sooner."""
-
+"""The |h| beyond which moments come from the continued fraction in float64."""
 _TAIL_BEGINS = {torch.float32: 2.0, torch.float64: TAIL}
-
-INVERSE_ROOT = 1 / math.sqrt(2 * math.pi)
-
 _FRACTION_TERMS = {torch.float32: 16, torch.float64: 40}
+"""Terms of the continued fraction."""
+INVERSE_ROOT = 1 / math.sqrt(2 * math.pi)
+"""φ(0)."""
 
 
 def open_probability(mean: Tensor, variance: Tensor) -> Tensor:
     """P(z > 0) = Φ(h), the expected slope of the ReLU; 1/2 at m = s = 0. Relative accuracy in the left tail."""
-    h = standardize(mean.double(), standard_deviation(variance.double()))  # a rounding of h is amplified by h²
+    h = standardize(mean.double(), standard_deviation(variance.double()))  # Φ amplifies a rounding of h by h²
     return distribution(h).to(variance.dtype)
 
 
@@ -49,35 +49,37 @@ def tail_moments(x: Tensor, highest: int = 2) -> tuple[Tensor, ...]:
     for n in range(highest, 0, -1):
         ratio = n / (x + ratio)
         ratios.append(ratio)
-    found = [1 / (x + ratio)]
+    moments = [1 / (x + ratio)]
     for following in reversed(ratios):
-        found.append(following * found[-1])
-    return tuple(found)
+        moments.append(following * moments[-1])
+    return tuple(moments)
 
 
 def excess_moments(x: Tensor, bell: Tensor) -> tuple[Tensor, ...]:
     """E max(u − x, 0)ⁿ for u ~ N(0, 1), x ≥ 0 in float64 and n = 0, …, 4 (n = 0: P(u > x)), `bell` being φ(x).
 
-    φ(x)M_n(x) in the tail, elsewhere x M_n + M_{n+1} = n M_{n−1} as it stands. Relative
-    error below 1e-12 up to n = 2 and 5e-12 up to n = 4, the most at x = 3, where each step of it loses digits.
+    They are φ(x)M_n(x) in the tail, and elsewhere follow from n = 0 and 1 by x M_n + M_{n+1} = n M_{n−1}. The relative
+    error is below 1e-12 up to n = 2 and 5e-12 up to n = 4; it is largest at x = 3, as each step loses digits there.
     """
-    below = distribution(-x)
-    near = [below, bell - x * below]
+    beyond = distribution(-x)
+    near = [beyond, bell - x * beyond]
     for n in range(1, 4):
         near.append(n * near[-2] - x * near[-1])
     far = tail_moments(x.clamp(min=TAIL), highest=4)
-    return tuple(torch.where(x > TAIL, bell * beyond, inside) for beyond, inside in zip(far, near, strict=True))
+    return tuple(torch.where(x > TAIL, bell * m, inside) for m, inside in zip(far, near, strict=True))
 
 
 def unit_mean(h: Tensor) -> Tensor:
-    """e(h) = E relu(h + N(0,1)) = hΦ(h) + φ(h), relative accuracy kept in the left tail."""
+    """e(h) = E relu(h + N(0,1)) = hΦ(h) + φ(h), with relative accuracy in the left tail."""
     begins = _TAIL_BEGINS[h.dtype]
     _, first, _ = tail_moments(torch.clamp(-h, min=begins))
     return torch.where(h < -begins, density(h) * first, h * distribution(h) + density(h))
 
 
 Value = Callable[[Tensor, Tensor], Tensor]
+"""An elementwise function of two tensors of one shape."""
 Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""The derivatives of such a function in its two arguments."""
 
 
 def _with_slopes(value: Value, slopes: Slopes) -> Value:
@@ -108,15 +110,16 @@ def _with_slopes(value: Value, slopes: Slopes) -> Value:
 
 
 def _bell_root(mean: Tensor, std: Tensor) -> Tensor:
-    """√exp(−h²/2), in float64: the exponential amplifies a rounding of h² by h²/2.
+    """√exp(−h²/2), in float64, as the exponential amplifies a rounding of h² by h²/2.
 
-    Its root, so that a deviation can be multiplied in before the square underflows.
+    It is the square root so that a deviation can be multiplied with it before the square would underflow.
     """
     h = standardize(mean.double(), std.double())
     return torch.exp(-0.25 * h * h)
 
 
 def _mean(mean: Tensor, std: Tensor) -> Tensor:
+    """E y = relu(m) + s e(−|h|)."""
     left, begins = -standardize(mean, std).abs(), _TAIL_BEGINS[std.dtype]
     _, first, _ = tail_moments(torch.clamp(-left, min=begins))
     root = _bell_root(mean, std).to(std.dtype)
@@ -125,21 +128,22 @@ def _mean(mean: Tensor, std: Tensor) -> Tensor:
 
 
 def _mean_slopes(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-    """Φ(h) in the mean and φ(h) in the deviation; at m = s = 0 these are 1/2 and φ(0)."""
+    """Derivatives of E y: Φ(h) in the mean and φ(h) in the deviation; at m = s = 0 they are 1/2 and φ(0)."""
     h = standardize(mean, std)
     return distribution(h), density(h)
 
 
 def variance_of(mean: Tensor, variance: Tensor) -> Tensor:
-    """Var relu(z) = s²v(h) of means and variances, to relative accuracy in the tail, whatever the dtype."""
+    """Var relu(z) = s²v(h) from means and variances, with relative accuracy in the tail."""
     std = standard_deviation(variance)
     return _variance_by_root(standardize(mean, std), std, _bell_root(mean, standard_deviation(variance.double())))
 
 
 def _variance_by_root(h: Tensor, std: Tensor, bell_root: Tensor) -> Tensor:
-    """s²v(h), with √exp(−h²/2) at hand: in the tail the two moments are those of s·√exp(−h²/2).
+    """s²v(h) from h, s and √exp(−h²/2).
 
-    v(h) = (1+h²)Φ + hφ − (hΦ+φ)²; v(h) = 2Φ(h) − 1 + v(−h) for h > 0.
+    v(h) = (1+h²)Φ + hφ − (hΦ+φ)², and v(h) = 2Φ(h) − 1 + v(−h) for h > 0. In the tail φ(h) is multiplied in as its root
+    twice, once with each factor s.
     """
     left, begins = -h.abs(), _TAIL_BEGINS[h.dtype]
     _, first, second = tail_moments(torch.clamp(-left, min=begins))
@@ -152,7 +156,7 @@ def _variance_by_root(h: Tensor, std: Tensor, bell_root: Tensor) -> Tensor:
 
 
 def _central_variance(left: Tensor) -> Tensor:
-    """v(h) where it is not in the tail, h ≤ 0."""
+    """v(h) for h ≤ 0 outside the tail."""
     phi, Phi = density(left), distribution(left)
     return (1 + left * left) * Phi + left * phi - (left * Phi + phi) ** 2
 
@@ -166,24 +170,25 @@ def variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _variance_by_std(mean: Tensor, std: Tensor) -> Tensor:
-    """The same of means and deviations, whose squares may be too large or too small for their dtype."""
+    """Var relu(z) from means and deviations, whose squares may be too large or too small for their dtype."""
     return _variance_by_root(standardize(mean, std), std, _bell_root(mean, std))
 
 
 def _variance_by_std_slopes(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    """Derivatives of Var relu(z) in the mean and the deviation."""
     h = standardize(mean, std)
     gate, bell = distribution(h), density(h)
     return 2 * expected_relu(mean, std) * distribution(-h), 2 * std * (gate - bell * (h * gate + bell))
 
 
 def _nonlinear_variance(mean: Tensor, variance: Tensor) -> Tensor:
-    """Even in h, where the nonlinear part is the same: that of −|h|, whose gate is small."""
+    """s²(v(h) − Φ(h)²), which is even in h, from −|h|, whose gate is small."""
     gate = distribution(-standardize(mean, standard_deviation(variance)).abs())
     return variance_of(-mean.abs(), variance) - variance * gate * gate
 
 
 def _nonlinear_variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of s²v less those of s²Φ²."""
+    """Derivatives in the mean and s²: those of s²v(h) less those of s²Φ(h)²."""
     std = standard_deviation(variance)
     h = standardize(mean, std)
     gate, bell = distribution(h), density(h)
@@ -192,18 +197,18 @@ def _nonlinear_variance_slopes(mean: Tensor, variance: Tensor) -> tuple[Tensor, 
 
 
 expected_relu = _with_slopes(_mean, _mean_slopes)
-"""`relu_mean` of tensors of one shape and dtype, which are not checked."""
+"""`relu_mean` for tensors of one shape and dtype, which are not checked."""
 _variance_of_std = _with_slopes(_variance_by_std, _variance_by_std_slopes)
 _nonlinear_variance_of = _with_slopes(_nonlinear_variance, _nonlinear_variance_slopes)
 
 
 def nonlinear_variance(mean: Tensor, variance: Tensor) -> Tensor:
-    """s²(v(h) − Φ(h)²): what is left of a unit's variance when its best linear approximation's is taken away."""
+    """s²(v(h) − Φ(h)²): a unit's variance less that of its best linear approximation."""
     return _nonlinear_variance_of(*torch.broadcast_tensors(mean, variance))
 
 
 def _require_deviations(caller: str, std: Tensor) -> None:
-    """Standard deviations ≥ 0: with the sign of one of them a formula would go on, and be wrong."""
+    """Refuse negative standard deviations, which formulas would accept and get wrong."""
     if not values_hold(std.detach() >= 0):
         worst = float(std.detach().min())
         raise ValueError(

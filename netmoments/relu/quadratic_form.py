@@ -1,4 +1,9 @@
-"""Quadratic forms: B N Bᵀ of the nonlinear covariances between units, without ever storing N, and B K Bᵀ of all."""
+"""Quadratic forms B N Bᵀ of the nonlinear covariances N between a layer's units, without ever storing N.
+
+With weights B that is what pairs of units contribute to the covariance of the layer's outputs. N is evaluated a tile at
+a time and multiplied at once, forwards and backwards, so memory does not grow with the number of pairs. On a GPU with
+Triton the kernels of `triton.quadratic_form` do the same.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from netmoments.memory import scratch_budget
 from netmoments.normal import standard_deviation, standardize
 from netmoments.precision import full_precision
 from netmoments.relu.bivariate import (
-    SMALL,
+    SMALL_LAYER,
     Scratch,
     Units,
     active,
@@ -51,8 +56,8 @@ def pairs_form(
     """B N Bᵀ, (images, d, d), for the nonlinear covariances N of pairs of different units (the diagonal of N is 0).
 
     The pre-activations have Cov(zᵢ, zⱼ) = leftᵢ · rightⱼ. Dimension 0 of every input is images, or 1 where they share
-    it: mean and variance (·, p), left and right (·, p, r), weights B (·, d, p). Differentiable in all of them, tile by
-    tile, with nothing stored.
+    it: mean and variance (·, p), left and right (·, p, r), weights B (·, d, p). It is differentiable in all of them,
+    tile by tile; nothing is kept for that.
     """
     return _PairsForm.apply(mean, variance, left, right, weights, False, memory_budget)
 
@@ -60,27 +65,30 @@ def pairs_form(
 def pairs_form_diagonal(
     mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, memory_budget: int | None
 ) -> Tensor:
-    """The diagonal of `pairs_form`, (images, d), for when there are many outputs."""
+    """The diagonal of `pairs_form`, (images, d), without the rest of it."""
     return _PairsForm.apply(mean, variance, left, right, weights, True, memory_budget)
 
 
 def unflatten_batch(tensor: Tensor, batch: torch.Size) -> Tensor:
-    """One batch dimension back to `batch`; what all images share is expanded."""
+    """Turn one batch dimension back into `batch`; a tensor that all images share is expanded."""
     event = tensor.shape[1:]
     return tensor.expand(batch.numel(), *event).reshape(*batch, *event)
 
 
 def flatten_batch(tensor: Tensor, batch: torch.Size, kept: int) -> Tensor:
-    """Batch dimensions to one: N images, or 1 when every image shares the tensor (and then without a copy)."""
-    own = tensor.shape[: tensor.dim() - kept]
+    """Turn batch dimensions into one: N images, or 1 if all images share the tensor, which is then not copied.
+
+    The last `kept` dimensions stay.
+    """
+    own_batch = tensor.shape[: tensor.dim() - kept]
     event = tensor.shape[tensor.dim() - kept :]
-    if own.numel() == 1:
+    if own_batch.numel() == 1:
         return tensor.reshape(1, *event)
     return tensor.expand(*batch, *event).reshape(-1, *event)
 
 
 class _Layer(NamedTuple):
-    """The inputs of one chunk, restricted to the units that matter."""
+    """The inputs of one chunk of images, restricted to the units that matter."""
 
     units: Units
     left: Tensor
@@ -89,7 +97,7 @@ class _Layer(NamedTuple):
     """The columns of B, (images or 1, units, d)."""
 
     @classmethod
-    def of(cls, chunk: Chunk, units: Units, left: Tensor, right: Tensor, weights: Tensor) -> _Layer:
+    def of_chunk(cls, chunk: Chunk, units: Units, left: Tensor, right: Tensor, weights: Tensor) -> _Layer:
         return cls(chunk.restrict(units), chunk.pick(left), chunk.pick(right), chunk.pick(weights.mT))
 
     def covariance(self, tile: Tile) -> Tensor:
@@ -98,7 +106,7 @@ class _Layer(NamedTuple):
 
 
 class _Route(NamedTuple):
-    """How pairs are evaluated: which units matter, given B, and a tile's values and derivatives."""
+    """How pairs are evaluated: functions for the units that matter, given B, and for tiles' values and derivatives."""
 
     relevant: Callable[[Units, Tensor], Tensor]
     covariance: Callable[[Units, Tile, Tensor, Scratch], Tensor]
@@ -107,11 +115,11 @@ class _Route(NamedTuple):
 
 _USUAL = _Route(lambda units, weights: active(units), nonlinear_covariance, tile_gradient)
 _TAILS = _Route(noticeable, tail_covariance, tail_gradient)
-"""For deep layers, in float64."""
+"""The route for deep layers, which takes float64."""
 
 
 def _lower_tiles(route: _Route, layer: _Layer, images: int, elements: int) -> Iterator[tuple[Tile, Tensor]]:
-    """Tiles of L, the part of N below its diagonal; N = L + Lᵀ. A value lasts until the next is asked for."""
+    """The tiles of L, the part of N below its diagonal: N = L + Lᵀ. A tile's values last until the next one."""
     scratch, units = scratch_for(layer.left, images * elements), layer.units.with_series()
     for tile in triangle(layer.columns.shape[1], elements):
         yield tile, route.covariance(units, tile, layer.covariance(tile), scratch)
@@ -152,12 +160,12 @@ def _source_gradients(route: _Route, layer: _Layer, images: int, upstream: Tenso
 
 
 def _live(weights: Tensor) -> Tensor:
-    """Units that some output uses: the others, behind a max-pool say, never matter to B N Bᵀ."""
+    """Which units some output depends on; the others, behind a max-pool say, never matter to B N Bᵀ."""
     return (weights != 0).any(1)
 
 
 def _deep(mean: Tensor, variance: Tensor, weights: Tensor, images: int) -> Tensor:
-    """Which images need relative accuracy: see `deep_layers`."""
+    """Which images have a deep layer, (images,): see `deep_layers`."""
     std = standard_deviation(variance)
     return deep_layers(Units(standardize(mean, std), std), weights).expand(images)
 
@@ -165,11 +173,11 @@ def _deep(mean: Tensor, variance: Tensor, weights: Tensor, images: int) -> Tenso
 def _small_form(
     mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, images: int, diagonal: bool
 ) -> Tensor:
-    """B N Bᵀ or its diagonal of few pairs, all at once."""
+    """B N Bᵀ, or its diagonal, for few pairs, which are evaluated all at once."""
     with full_precision():
         product = nonlinear_matrix(units_of(mean, variance), left @ right.mT) @ weights.mT
-        found = (product * weights.mT).sum(1) if diagonal else weights @ product
-    return found.expand(images, *found.shape[1:]).clone() if len(found) < images else found
+        form = (product * weights.mT).sum(1) if diagonal else weights @ product
+    return form.expand(images, *form.shape[1:]).clone() if len(form) < images else form
 
 
 def _form(
@@ -183,14 +191,14 @@ def _form(
     diagonal: bool,
     memory_budget: int,
 ) -> Tensor:
-    """The same tile by tile."""
+    """B N Bᵀ, or its diagonal, tile by tile."""
     units, outputs = units_of(mean, variance), weights.shape[1]
     result = mean.new_zeros(images, outputs) if diagonal else mean.new_zeros(images, outputs, outputs)
     elements = tile_elements(memory_budget, mean.dtype)
     shared = left.shape[0] == right.shape[0] == 1
     with full_precision():
         for chunk in chunks(route.relevant(units, weights) & _live(weights), images, elements, shared):
-            layer = _Layer.of(chunk, units, left, right, weights)
+            layer = _Layer.of_chunk(chunk, units, left, right, weights)
             product = _lower_times_columns(route, layer, chunk.count, elements // chunk.count)
             if diagonal:
                 result[chunk.images] = product.mul_(layer.columns).sum(1).mul_(2)
@@ -201,6 +209,8 @@ def _form(
 
 
 class _PairsForm(Function):
+    """`pairs_form` or its diagonal, with the gradient of `_PairsFormGradient`."""
+
     @staticmethod
     def forward(
         mean: Tensor,
@@ -216,7 +226,7 @@ class _PairsForm(Function):
         if fused.ENABLED and fused.available(mean):
             form = fused_form.pairs_form_diagonal if diagonal else fused_form.pairs_form
             result = form(*inputs, _live(weights), scratch_budget(mean.device, memory_budget))
-        elif images * mean.shape[1] ** 2 <= SMALL:
+        elif images * mean.shape[1] ** 2 <= SMALL_LAYER:
             result = _small_form(*inputs, images, diagonal)
         else:
             result = _form(_USUAL, *inputs, images, diagonal, scratch_budget(mean.device, memory_budget))
@@ -267,23 +277,23 @@ def _form_gradients(
     shared = left.shape[0] == right.shape[0] == 1
     with full_precision():
         for chunk in chunks(relevant, grad.shape[0], elements, shared):
-            layer = _Layer.of(chunk, units, left, right, weights)
-            here = grad[chunk.images]
-            upstream = _times_symmetric(layer.columns, here)
+            layer = _Layer.of_chunk(chunk, units, left, right, weights)
+            chunk_grad = grad[chunk.images]
+            upstream = _times_symmetric(layer.columns, chunk_grad)
             parts = _source_gradients(route, layer, chunk.count, upstream, elements // chunk.count)
             for target, part in zip(results, parts, strict=False):
                 chunk.add(target, part)
             if weights_too:
                 product = _times_columns(route, layer, chunk.count, elements // chunk.count)
-                chunk.add(results[4], _times_symmetric(product, here))
+                chunk.add(results[4], _times_symmetric(product, chunk_grad))
     return (*results[:4], results[4].mT.contiguous())
 
 
 class _PairsFormGradient(Function):
     """The vector–Jacobian product of `_PairsForm`, for an upstream gradient G of the form or of its diagonal.
 
-    It weights the pair (i, j) by bᵢᵀ(G + Gᵀ)bⱼ, with b the columns of B; the gradient in B is (G + Gᵀ) B N, for which
-    no unit may be skipped, and which is computed only if wanted.
+    The pair (i, j) has the weight bᵢᵀ(G + Gᵀ)bⱼ, with b the columns of B. The gradient in B is (G + Gᵀ) B N; it is
+    computed only if wanted (`weights_too`), since no unit may be skipped for it.
     """
 
     @staticmethod
@@ -304,18 +314,18 @@ class _PairsFormGradient(Function):
         usual = torch.where(deep.reshape(-1, *(1,) * (grad.dim() - 1)), 0.0, grad) if any_deep else grad
         if fused.available(mean):
             live = None if weights_too else _live(weights)
-            found = fused_form.pairs_form_gradients(usual, *inputs, live, memory_budget)
+            results = fused_form.pairs_form_gradients(usual, *inputs, live, memory_budget)
         else:
-            found = _form_gradients(_USUAL, usual, *inputs, weights_too, memory_budget)
+            results = _form_gradients(_USUAL, usual, *inputs, weights_too, memory_budget)
         if any_deep:
             m, v, a, b, w = (images_of(x, deep).double() for x in inputs)
-            more = _form_gradients(_TAILS, grad[deep].double(), m, v, a, b, w, weights_too, memory_budget)
-            for x, part in zip(found, more, strict=True):
-                if x.shape[0] == 1:
-                    x += part.to(x.dtype)
+            of_deep = _form_gradients(_TAILS, grad[deep].double(), m, v, a, b, w, weights_too, memory_budget)
+            for result, part in zip(results, of_deep, strict=True):
+                if result.shape[0] == 1:
+                    result += part.to(result.dtype)
                 else:
-                    x[deep] += part.to(x.dtype)
-        return found
+                    result[deep] += part.to(result.dtype)
+        return results
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

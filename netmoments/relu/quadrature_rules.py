@@ -1,11 +1,11 @@
-"""How many nodes or terms the two integrals of `bivariate` need, by correlation and dtype.
+"""Rules for the two integrals of `bivariate`: how many nodes or terms they need, by correlation and dtype.
 
-Nodes are Gauss–Legendre's or Gauss–Radau's. Terms are those of the series that Mehler's formula (1866),
+Nodes are those of Gauss–Legendre or Gauss–Radau quadrature. Terms are those of the series that Mehler's formula (1866),
 φ₂(h,k;r) = φ(h)φ(k) Σ Heₙ(h)Heₙ(k) rⁿ/n!, gives when it is integrated term by term:
 
     J = ρ² Σ aₙ(h) aₙ(k) ρⁿ,      D = ρ Σ (n+2) aₙ(h) aₙ(k) ρⁿ,      aₙ(h) = Heₙ(h) φ(h) / √((n+2)!).
 
-A term costs one product and one sum a pair, and no exponential: up to moderate correlations nothing is cheaper.
+For each pair a term costs one product and one sum, and no exponential: up to moderate correlations nothing is cheaper.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from numpy.polynomial import legendre
 from netmoments.normal import gauss_legendre
 
 CRAMER = 0.1879
-"""φ(h)φ(k)|Heₙ(h)Heₙ(k)| ≤ this · n! for every h, k and n (Cramér's inequality)."""
+"""A constant c with φ(h)φ(k)|Heₙ(h)Heₙ(k)| ≤ c · n! for every h, k and n (Cramér's inequality)."""
 
 ERROR = {torch.float32: 5e-8, torch.float64: 1e-15}
 """The largest absolute error by which a series may be cut short."""
 
 
 def nonlinear_tail(terms: int, rho: float) -> float:
-    """A bound on what all but the first `terms` terms add to J."""
+    """A bound on the sum of all but the first `terms` terms of J."""
     return CRAMER * rho ** (terms + 2) / ((terms + 1) * (terms + 2) * (1 - rho))
 
 
 def excess_tail(terms: int, rho: float) -> float:
-    """A bound on what all but the first `terms` terms add to D."""
+    """A bound on the sum of all but the first `terms` terms of D."""
     return CRAMER * rho ** (terms + 1) / ((terms + 1) * (1 - rho))
 
 
@@ -51,7 +51,7 @@ def excess_limits(terms: int, dtype: torch.dtype) -> tuple[float, ...]:
 
 
 def _largest(tail: Callable[[int, float], float], terms: int, error: float) -> float:
-    """Where on (0, 1) the tail grows past the error, by bisection."""
+    """The ρ in (0, 1) at which the tail bound exceeds the error, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -67,27 +67,27 @@ def recurrence(terms: int) -> tuple[tuple[float, float], ...]:
 
 @dataclass(frozen=True)
 class Rule:
-    """Nodes (u, weight, 1 − u) on [0, 1], good for |ρ| ≤ `limit`."""
+    """A rule of quadrature, nodes (u, weight, 1 − u) on [0, 1], that is accurate enough for |ρ| ≤ `limit`."""
 
     limit: float
     nodes: tuple[tuple[float, float, float], ...]
 
     @property
     def cost(self) -> int:
-        """How many nodes."""
+        """The cost for a block of pairs, in nodes."""
         return len(self.nodes)
 
 
 @dataclass(frozen=True)
 class SeriesRule:
-    """So many terms of the series, good for |ρ| ≤ `limit`."""
+    """The first `terms` terms of the series, which are accurate enough for |ρ| ≤ `limit`."""
 
     limit: float
     terms: int
 
     @property
     def cost(self) -> float:
-        """In nodes: a term is two passes over a block, a node twelve and an exponential."""
+        """The cost for a block of pairs, in nodes: a term is two passes over it, a node twelve and an exponential."""
         return 0.08 * self.terms
 
 
@@ -98,10 +98,10 @@ def plain(count: int, limit: float) -> Rule:
 
 
 def radau(count: int, limit: float) -> Rule:
-    """Gauss–Radau with `count` nodes and one at u = 1 for nothing: the integrand of J vanishes there.
+    """Gauss–Radau for J with `count` nodes, and a free one at u = 1, where the integrand of J vanishes.
 
-    Of n + 1 nodes in all, x = 2u − 1 are the zeros of Pₙ − Pₙ₊₁, and the weights (1 + x) / ((n+1) Pₙ(x))² in x. One
-    node more or less makes up for what Gauss–Legendre loses.
+    Of the n + 1 nodes in all, x = 2u − 1 are the zeros of Pₙ − Pₙ₊₁, with weights (1 + x) / ((n+1) Pₙ(x))² in x. The
+    gain over Gauss–Legendre is about one node.
     """
     difference, last = np.zeros(count + 2, np.longdouble), np.zeros(count + 1, np.longdouble)
     difference[-2:], last[-1] = (1, -1), 1
@@ -117,9 +117,9 @@ def graded(count: int, limit: float, steepness: float) -> Rule:
     """Gauss–Legendre in y with 1 − u = expm1(by)/expm1(b): the nodes crowd towards u = 1."""
     nodes, weights = gauss_legendre(count)
     scale = math.expm1(steepness)
-    rest = [math.expm1(steepness * y) / scale for y in nodes]
+    from_end = [math.expm1(steepness * y) / scale for y in nodes]
     jacobian = [steepness * math.exp(steepness * y) / scale for y in nodes]
-    return Rule(limit, tuple((1 - v, w * g, v) for v, w, g in zip(rest, weights, jacobian, strict=True)))
+    return Rule(limit, tuple((1 - v, w * g, v) for v, w, g in zip(from_end, weights, jacobian, strict=True)))
 
 
 NONLINEAR_RULES = {
@@ -147,7 +147,7 @@ NONLINEAR_RULES = {
         graded(56, 1.0, steepness=6.0),
     ),
 }
-"""For J: absolute errors below 1e-7 in float32 and 2e-15 in float64."""
+"""The rules for J, by growing limit: absolute errors are below 1e-7 in float32 and 2e-15 in float64."""
 
 SERIES_RULES = {
     dtype: tuple(SeriesRule(nonlinear_limits(terms[-1], dtype)[count], count) for count in terms)
@@ -156,15 +156,14 @@ SERIES_RULES = {
         (torch.float64, (8, 12, 16, 20, 24, 32, 40, 48, 64)),
     )
 }
-"""For J of blocks of pairs whose units' factors are at hand."""
+"""The series for J, for blocks of pairs whose units have their factors (`SeriesFactors`)."""
 
 EXCESS_SERIES_RULES = {
     dtype: tuple(SeriesRule(excess_limits(rules[-1].terms, dtype)[rule.terms], rule.terms) for rule in rules)
     for dtype, rules in SERIES_RULES.items()
 }
-"""For D, likewise: as many terms reach less far."""
+"""The series for D: the same numbers of terms, with smaller limits."""
 
-# `python -m benchmarks.nodes` prints the largest absolute error of each rule at its limit, for J and for D.
 RULES = {
     torch.float32: (
         plain(3, 0.4),
@@ -186,3 +185,4 @@ RULES = {
         graded(56, 1.0, steepness=6.0),
     ),
 }
+"""The rules for D, by growing limit. `python -m benchmarks.nodes` prints the error of each rule at its limit."""

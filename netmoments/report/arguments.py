@@ -1,4 +1,4 @@
-"""What the words of the command line mean: a network with images, and what a report is to say of them."""
+"""From the arguments of the command line to a network, its images, and the settings of a study."""
 
 from __future__ import annotations
 
@@ -20,22 +20,31 @@ from netmoments.moments.methods import method_named
 from netmoments.network import zoo
 from netmoments.network.loading import load_network, with_preprocessing
 
+RELATIVE_LEVELS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+"""Noise levels of the accuracy curve, in units of the chosen one."""
+LARGEST = 1e9
+"""The numbers that a preprocessing subtracts and divides by must be below this."""
+MOST_NAMES = 2**24
+"""A file of class names may have at most so many bytes."""
+SHOWN = 12
+"""At most so many class names are in an error message."""
+
 
 def accuracy_in_words(
     network: nn.Module, held_out: LabelledImages, training: LabelledImages, device: torch.device
 ) -> str:
     """The accuracy on held-out images, and without those that are also in the training set."""
     right = correct(network, held_out, device=device)
-    said = f"test accuracy {float(right.double().mean()):.2%} of {len(right):,} images"
+    accuracy = f"test accuracy {float(right.double().mean()):.2%} of {len(right):,} images"
     known = datasets.duplicates_of(held_out.images, training.images)
     if not bool(known.any()):
-        return said
+        return accuracy
     rest = float(right[~known].double().mean())
-    return f"{said}; {rest:.2%} without the {int(known.sum())} that are also in the training set"
+    return f"{accuracy}; {rest:.2%} without the {int(known.sum())} that are also in the training set"
 
 
 def device_named(name: str) -> torch.device:
-    """cpu, cuda (with a number or not), or auto: a GPU if there is one."""
+    """The device that `--device` means: cpu, cuda (with a number or not), or auto, a GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -52,7 +61,7 @@ def device_named(name: str) -> torch.device:
 
 
 def images_for(model: str, data: str, split: str, data_dir: Path | None, size: int | None) -> LabelledImages:
-    """The images, brought to the size of a zoo network if they are a folder of any sizes."""
+    """The images; those of a folder are brought to the size that a zoo network takes, unless a size is given."""
     if size is None and model in zoo.ZOO and Path(data).is_dir():
         size = zoo.entry(model).input_shape[-1]
     return datasets.load(data, split=split, data_dir=data_dir, size=size)
@@ -60,13 +69,13 @@ def images_for(model: str, data: str, split: str, data_dir: Path | None, size: i
 
 @dataclass(frozen=True)
 class Subject:
-    """A network and images, in the words of a command line; any process can load them."""
+    """A network and images by their arguments on the command line, so that any process can load them."""
 
     model: str
     data: str
     weights: Path | None = None
     images: int | None = None
-    """At most so many, evenly spread."""
+    """At most so many of the images are taken, evenly spread; None for all."""
     split: str = "test"
     data_dir: Path | None = None
     size: int | None = None
@@ -76,21 +85,19 @@ class Subject:
 
     def load(self) -> tuple[nn.Module, LabelledImages]:
         """The network with its preprocessing, and the images with the channels that it takes."""
-        chosen = images_for(self.model, self.data, self.split, self.data_dir, self.size)
-        chosen = chosen if self.images is None else spread(chosen, self.images)
-        return prepared(load_network(self.model, self.weights), chosen, self.grey, self.mean, self.std)
+        images = images_for(self.model, self.data, self.split, self.data_dir, self.size)
+        images = images if self.images is None else spread(images, self.images)
+        return prepared(load_network(self.model, self.weights), images, self.grey, self.mean, self.std)
 
     @property
     def title(self) -> str:
+        """The network's name on a page."""
         return Path(self.model).name
 
     @property
     def source(self) -> str:
+        """The data's name on a page."""
         return Path(self.data).name if Path(self.data).exists() else self.data
-
-
-RELATIVE_LEVELS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-"""Noise levels of the accuracy curve, in units of the chosen one."""
 
 
 @dataclass(frozen=True)
@@ -101,23 +108,23 @@ class StudyConfig:
     tolerance: float = 0.01
     """Half-width of the 95 % intervals of flip probabilities."""
     samples: int = 10_000
-    """Samples of each image for that, at most."""
+    """At most so many samples of each image are taken for that."""
     rare: int | None = 24
-    """Images nearest to flipping whose flip probability is found to 10 % of itself; None for all."""
+    """For so many images nearest to flipping the flip probability is found to 10 % of itself; None for all."""
     seconds: float | None = None
-    """That the whole may take; None for half a minute and a tenth of a second an image."""
+    """Time for the whole study; None for half a minute and a tenth of a second an image."""
     method: str = "auto"
-    """Of the scores: "auto" for those that were sampled anyway, or a formula."""
+    """Where the scores' moments are from: "auto" for the samples that are there anyway, or the name of a formula."""
     covariance: Tensor | None = None
-    """Of the noise, in place of sigma² on every pixel: of the shape of an image, or (n, n)."""
+    """The covariance of the noise in place of sigma² on every pixel: variances of the shape of an image, or (n, n)."""
     seed: int = 0
     scores: int = 10
     """How many of the largest scores are shown when there are many classes."""
     examples: int = 6
-    """Images that are shown with noisy copies and scores."""
+    """So many images are shown with noisy copies and scores."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     attacks: int = 4
-    """Images that noise is made for, to fool the network."""
+    """For at most so many images noise is made that fools the network."""
     layer: int | str = -1
     """The ReLU that these attacks keep exactly."""
 
@@ -129,34 +136,30 @@ class StudyConfig:
         method_named(self.method, "report")
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise ValueError(f"report: seconds must be a positive number, got {self.seconds}")
-        least = {"samples": 2, "scores": 2, "examples": 0, "attacks": 0, "rare": 0}
-        for name, bound in least.items():
+        for name, least in {"samples": 2, "scores": 2, "examples": 0, "attacks": 0, "rare": 0}.items():
             value = getattr(self, name)
-            if value is not None and value < bound:
-                raise ValueError(f"report: {name} must be at least {bound}, got {value}")
+            if value is not None and value < least:
+                raise ValueError(f"report: {name} must be at least {least}, got {value}")
 
     @property
     def levels(self) -> tuple[float, ...]:
+        """The σ of every noise level of the curve."""
         return tuple(self.sigma * level for level in RELATIVE_LEVELS)
 
     def noise(self, pixels: Tensor, level: float = 1.0) -> Gaussian:
-        """On images (N, ...), at a level relative to the chosen one."""
+        """The noise on images (N, ...) at a level relative to the chosen one."""
         if self.covariance is None:
             return Gaussian(pixels, std=level * self.sigma, event_ndim=pixels.dim() - 1)
         covariance = level**2 * self.covariance.to(pixels.device, pixels.dtype)
         return Gaussian(pixels, covariance, event_ndim=pixels.dim() - 1)
 
     def allowance(self, images: int) -> float:
-        """Seconds for so many images."""
+        """The seconds that a study of so many images may take."""
         return 30 + 0.1 * images if self.seconds is None else self.seconds
 
 
-LARGEST = 1e9
-"""Of the numbers of a preprocessing."""
-
-
 def numbers_in(option: str, text: str | None) -> tuple[float, ...] | None:
-    """One number, or one for each channel, with commas between them.
+    """The numbers in a text: one, or one for each channel, with commas between them.
 
     >>> numbers_in("--mean", "0.485,0.456,0.406")
     (0.485, 0.456, 0.406)
@@ -177,8 +180,8 @@ def prepared(
 ) -> tuple[nn.Module, LabelledImages]:
     """The network with its preprocessing before it, and the images with the channels that it takes.
 
-    Pixels stay in [0, 1]: that is where the noise is added. Images in colour are brought to grey if asked, or if the
-    network takes nothing else.
+    Pixels stay in [0, 1], because that is where the noise is added. Images in colour are brought to grey if `grey` says
+    so, or if the network takes nothing else.
     """
     network = with_preprocessing(network, numbers_in("--mean", mean), numbers_in("--std", std))
     if images.event_shape[0] == 1:
@@ -195,24 +198,24 @@ def prepared(
 
 
 def grey_of(images: Tensor) -> Tensor:
-    """(N, 1, H, W): the brightness of RGB images (ITU-R BT.601)."""
+    """The brightness of RGB images (ITU-R BT.601), (N, 1, H, W)."""
     weights = torch.tensor([0.299, 0.587, 0.114], dtype=images.dtype, device=images.device)
     return (images * weights.reshape(3, 1, 1)).sum(1, keepdim=True)
 
 
 def _takes(network: nn.Module, images: LabelledImages) -> bool:
     """Whether a network runs on the first of the images."""
-    first = next((x for x in network.parameters() if x.is_floating_point()), images.images)
+    like = next((parameter for parameter in network.parameters() if parameter.is_floating_point()), images.images)
     try:
         with torch.no_grad():
-            network(images.images[:1].to(first.device, first.dtype))
+            network(images.images[:1].to(like.device, like.dtype))
     except (RuntimeError, ValueError, IndexError):
         return False
     return True
 
 
 def covariance_in(path: Path | None) -> Tensor | None:
-    """A covariance from an .npy file: the shape of an image, or (n, n)."""
+    """The covariance in an .npy file: variances of the shape of an image, or (n, n)."""
     if path is None:
         return None
     if not path.is_file():
@@ -228,7 +231,7 @@ def covariance_in(path: Path | None) -> Tensor | None:
 
 
 def count_or_all(option: str, text: str) -> int | None:
-    """A number, or None for "all"."""
+    """The number that an option's text means; None for "all"."""
     if text == "all":
         return None
     if not text.isdecimal():
@@ -244,12 +247,12 @@ def spread(images: LabelledImages, count: int) -> LabelledImages:
 
 
 def layer_named(text: str) -> int | str:
-    """A number if it is one, else a name."""
+    """The layer that `--layer` means: a number if the text is one, else a name."""
     return int(text) if text.removeprefix("-").isdigit() else text
 
 
 def class_names_in(path: Path | None) -> tuple[str, ...]:
-    """The lines of a file, none without one."""
+    """The class names in a text file, one a line; none without a file."""
     if path is None:
         return ()
     if not path.is_file():
@@ -265,34 +268,26 @@ def class_names_in(path: Path | None) -> tuple[str, ...]:
     return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
-MOST_NAMES = 2**24
-"""Bytes of a file of class names."""
-
-
-SHOWN = 12
-"""Class names in an error message, at most."""
-
-
 def with_classes_of(
     images: LabelledImages, classes: tuple[str, ...], count: int, caller: str
 ) -> tuple[LabelledImages, tuple[str, ...]]:
-    """The images with labels that are the network's, and the names of its `count` classes, () if unknown."""
+    """The images with labels by the network's numbering, and the names of its `count` classes, () if unknown."""
     if classes and len(classes) != count:
         raise ValueError(f"{caller}: {len(classes)} class names for a network with {count} scores")
-    own = images.classes
-    if own and images.labels is not None and len(own) != count:
-        unknown = [name for name in own if name not in classes]
+    image_classes = images.classes
+    if image_classes and images.labels is not None and len(image_classes) != count:
+        unknown = [name for name in image_classes if name not in classes]
         if unknown:
             raise ValueError(
-                f"{caller}: the images have {len(own)} classes "
-                f"({printable(', '.join(own[:4]))}{', …' if len(own) > 4 else ''}) "
+                f"{caller}: the images have {len(image_classes)} classes "
+                f"({printable(', '.join(image_classes[:4]))}{', …' if len(image_classes) > 4 else ''}) "
                 f"and the network {count} scores: which is which? name the folders by the numbers of the scores, or "
                 f"give the names of all {count} classes (--classes), or put the images in one folder without labels"
             )
-        places = torch.tensor([classes.index(name) for name in own])
+        places = torch.tensor([classes.index(name) for name in image_classes])
         images = dataclasses.replace(images, labels=places[images.labels], classes=classes)
     _require_labels(images, count, caller)
-    return images, classes or (own if len(own) == count else ())
+    return images, classes or (image_classes if len(image_classes) == count else ())
 
 
 def class_numbered(option: str, text: str, names: tuple[str, ...], count: int) -> int:

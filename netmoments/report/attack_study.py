@@ -1,4 +1,8 @@
-"""Noise made to fool a network: what was asked of which images, and what came out."""
+"""The attack study behind `netmoments attack`: noise that is made to fool a network on chosen images.
+
+`AttackOptions` are the command's options, `conduct_attack` is the study, and `few_attacks` is the short one inside a
+report.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +34,18 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True)
 class NotAttacked:
-    """Why there is no noise to show, in a sentence."""
+    """The reason why there is no noise to show, in a sentence."""
 
     reason: str
 
 
 @dataclass(frozen=True, eq=False)
 class AttackStudy:
-    """Everything that is shown of an attack; on the CPU. The result has N attacked images."""
+    """Everything that is shown of an attack on N images, on the CPU."""
 
     attack: Attack
     images: LabelledImages
-    """Those given to the attack, with labels."""
+    """The images that were given to the attack, with labels."""
     classes: tuple[str, ...]
     """Names of the network's classes, () if unknown."""
     labels_are_answers: bool
@@ -52,15 +56,15 @@ class AttackStudy:
     noisy: Tensor
     """A sample of each image's noise, (N, C, H, W), not cut to the bounds."""
     noisy_classes: Tensor
-    """What the network takes them for, (N,)."""
+    """The classes that the network takes these samples for, (N,)."""
     of_the_target: tuple[str, ...] = ()
-    """Names of chosen images whose label is the target: there is nothing to attack."""
+    """Names of chosen images whose label is the target, so that there is nothing to attack."""
 
     def __len__(self) -> int:
         return len(self.result)
 
     def name(self, number: int) -> str:
-        """Of an attacked image."""
+        """The name of an attacked image."""
         return self.images.names[int(self.result.places[number])]
 
     def class_name(self, number: int | Tensor) -> str:
@@ -74,7 +78,7 @@ class AttackStudy:
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
         """The chosen images that were not attacked: of the target's class, or wrong without any noise."""
-        aims = [LeftOut(name, "its label is the target") for name in self.of_the_target]
+        of_the_target = [LeftOut(name, "its label is the target") for name in self.of_the_target]
         wrong = [
             LeftOut(
                 self.images.names[place],
@@ -82,32 +86,36 @@ class AttackStudy:
             )
             for place, label, predicted in self.result.skipped
         ]
-        return (*aims, *wrong)
+        return (*of_the_target, *wrong)
 
     def row(self, number: int, note: str = "") -> PictureRow:
-        """The five pictures of an attacked image, with a line beside them."""
+        """The row of pictures of an attacked image, with a note beside them."""
         result = self.result
         before, after = self.class_name(result.labels[number]), self.class_name(self.noisy_classes[number])
         return PictureRow(result.images[number], result.mu[number], self.noisy[number], before, after, note)
 
 
 Kind = Literal["sparse-smooth", "targeted", "pixels"]
-OWN_OPTIONS: dict[str, tuple[Kind, ...]] = {
+KINDS_OF_OPTION: dict[str, tuple[Kind, ...]] = {
     "gamma": ("sparse-smooth",),
     "beta": ("targeted", "pixels"),
     "percent": ("pixels",),
     "rivals": ("sparse-smooth", "pixels"),
 }
-"""Options that not every kind has."""
+"""The kinds of attack that have an option, where these are not all."""
 NEEDED: dict[Kind, dict[str, str]] = {
     "targeted": {"target": "the class that the images are to be taken for"},
     "pixels": {"percent": "the share of the pixels whose mean changes, for example --percent 10"},
 }
+"""Options that a kind of attack needs, with what they mean."""
+CALLER = "attack"
+QUICK = {"cpu": 5e7, "cuda": 2e9}
+"""Up to so many numbers of all linearized networks together, attacks take seconds; a report attacks nothing larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttackOptions:
-    """What was typed; None where nothing was, and the attack has its own default."""
+    """The options of the command, checked; None where one was not given, for the default of the attack."""
 
     kind: Kind
     target: str | None = None
@@ -120,7 +128,7 @@ class AttackOptions:
     iterations: int | None = None
 
     def __post_init__(self) -> None:
-        for option, kinds in OWN_OPTIONS.items():
+        for option, kinds in KINDS_OF_OPTION.items():
             if getattr(self, option) is not None and self.kind not in kinds:
                 raise ValueError(f"--{option} is for --kind {' and '.join(kinds)}, not for {self.kind}; leave it out")
         for option, meaning in NEEDED.get(self.kind, {}).items():
@@ -132,30 +140,25 @@ class AttackOptions:
             raise ValueError("--rivals is for attacks without --target, which try several classes; leave one out")
 
     def attack(self, **shared: Any) -> Attack:
-        """The attack, with settings that every attack has: bounds, layer, polish, samples, seed."""
+        """The attack, with the settings that all attacks share: bounds, layer, polish, samples, seed."""
         if self.kind == "sparse-smooth":
-            own = {"sigma": self.sigma, "confidence": self.confidence, "gamma": self.gamma}
-            return SparseSmooth(**shared, **self._given(**own, rivals=self.rivals, iterations=self.iterations))
-        own = {"largest_sigma": self.sigma, "wanted": self.confidence, "beta": self.beta}
+            options = {"sigma": self.sigma, "confidence": self.confidence, "gamma": self.gamma}
+            return SparseSmooth(**shared, **self._given(**options, rivals=self.rivals, iterations=self.iterations))
+        options = {"largest_sigma": self.sigma, "wanted": self.confidence, "beta": self.beta}
         if self.kind == "targeted":
-            return Targeted(**shared, **self._given(**own, iterations=self.iterations))
-        more = self._given(**own, rivals=self.rivals, iterations=self.iterations)
-        return PixelSupport(percent=self.percent, **shared, **more)
+            return Targeted(**shared, **self._given(**options, iterations=self.iterations))
+        given = self._given(**options, rivals=self.rivals, iterations=self.iterations)
+        return PixelSupport(percent=self.percent, **shared, **given)
 
     @staticmethod
     def _given(**options: Any) -> dict[str, Any]:
-        """Those that were typed."""
+        """The options that were given."""
         return {name: value for name, value in options.items() if value is not None}
-
-
-CALLER = "attack"
-QUICK = {"cpu": 5e7, "cuda": 2e9}
-"""Numbers of all linearized networks together up to which attacks take seconds: a report does no more."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which images, and what they are to be taken for; classes by number or name."""
+    """How many images to attack, of which label, and with which target; classes are given by number or name."""
 
     count: int
     label: str | None = None
@@ -170,21 +173,21 @@ def conduct_attack(
     classes: tuple[str, ...] = (),
     device: torch.device | None = None,
 ) -> AttackStudy:
-    """An `AttackStudy` of the chosen images; an error if none of them can be attacked."""
+    """Attack the chosen images; raise an error if none of them can be attacked."""
     device = torch.device("cpu") if device is None else device
     network = network_of(network.to(device) if isinstance(network, nn.Module) else network, CALLER)
     count = NetworkModel.of(network, images.images[:1].to(device), CALLER).outputs
-    known, names = with_classes_of(images, classes, count, CALLER)
+    labelled, names = with_classes_of(images, classes, count, CALLER)
     label, target = (
         None if text is None else class_numbered(option, text, names, count)
         for option, text in (("--label", choice.label), ("--target", choice.target))
     )
     if target is not None and label == target:
         raise ValueError(f"--label and --target are both {choice.target}: give a target that the images are not")
-    chosen = _chosen(network, known, names, label, choice.count, device)
-    aims, others = _apart(chosen, target)
+    chosen = _chosen(network, labelled, names, label, choice.count, device)
+    of_the_target, others = _without_target(chosen, target)
     study = _attacked(network, others, names, attack, target, device)
-    study = dataclasses.replace(study, labels_are_answers=images.labels is None, of_the_target=aims)
+    study = dataclasses.replace(study, labels_are_answers=images.labels is None, of_the_target=of_the_target)
     if not len(study):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in study.left_out[:3])
         raise ValueError(
@@ -195,7 +198,7 @@ def conduct_attack(
 
 
 def attackable(answers: Tensor, labels: Tensor | None, count: int) -> Tensor:
-    """At most `count` images that the network gets right, evenly spread."""
+    """Indices of at most `count` images that the network gets right, evenly spread."""
     right = torch.ones_like(answers, dtype=torch.bool) if labels is None else answers == labels
     places = right.nonzero().squeeze(1)
     return places if len(places) <= count else places[evenly_spread(len(places), count)]
@@ -210,7 +213,10 @@ def few_attacks(
     count: int,
     device: torch.device,
 ) -> AttackStudy | NotAttacked:
-    """A few of the images whose label the network answers (N,), evenly spread; or why not, and never an error."""
+    """Attack a few of the images whose labels are the network's answers (N,), evenly spread.
+
+    Whatever goes wrong becomes the reason of a `NotAttacked`.
+    """
     places = attackable(answers, images.labels, count)
     if not len(places):
         return NotAttacked("The network gets none of these images right by itself, so there is nothing to fool.")
@@ -237,7 +243,7 @@ def _chosen(
     count: int,
     device: torch.device,
 ) -> LabelledImages:
-    """At most `count` images, evenly spread, of one class or of all; labels are the network's answers if unknown."""
+    """At most `count` images, evenly spread, of one class or of all; unknown labels become the network's answers."""
     if label is None:
         images = spread(images, count)
     if images.labels is None:
@@ -245,25 +251,26 @@ def _chosen(
     if label is None:
         return images
     assert images.labels is not None
-    mine = images.labels == label
-    if not bool(mine.any()):
-        said = names[label] if names else label
-        raise ValueError(f"none of the {len(images)} images is of the class {said} (--label); choose another")
-    return spread(images.take(mine), count)
+    of_the_label = images.labels == label
+    if not bool(of_the_label.any()):
+        class_name = names[label] if names else label
+        raise ValueError(f"none of the {len(images)} images is of the class {class_name} (--label); choose another")
+    return spread(images.take(of_the_label), count)
 
 
-def _apart(images: LabelledImages, target: int | None) -> tuple[tuple[str, ...], LabelledImages]:
+def _without_target(images: LabelledImages, target: int | None) -> tuple[tuple[str, ...], LabelledImages]:
     """Names of the images whose label is the target, and the other images."""
     if target is None:
         return (), images
     assert images.labels is not None
-    aims = images.labels == target
-    if bool(aims.all()):
+    of_the_target = images.labels == target
+    if bool(of_the_target.all()):
         raise ValueError(
             f"the label of all {len(images)} chosen images is the target: give another --target, or choose others "
             f"(--images, --label)"
         )
-    return images.take(aims).names if bool(aims.any()) else (), images.take(~aims)
+    names = images.take(of_the_target).names if bool(of_the_target.any()) else ()
+    return names, images.take(~of_the_target)
 
 
 def _attacked(
@@ -274,6 +281,7 @@ def _attacked(
     target: int | None,
     device: torch.device,
 ) -> AttackStudy:
+    """The study of an attack on images with labels."""
     relu = _relu(network, images, attack, device)
     result = attack(network, images.images.to(device), images.labels, target)
     noisy = result.samples(1, attack.seed)[0] if len(result) else result.images
@@ -284,12 +292,12 @@ def _attacked(
 
 
 def _relu(network: nn.Module, images: LabelledImages, attack: Attack, device: torch.device) -> Relu | None:
-    """The ReLU that the linearization keeps, of a network that has any."""
+    """The ReLU that the linearization keeps; None for a network without any."""
     model = NetworkModel.of(network, images.images[:1].to(device), CALLER)
     return model.relu(attack.layer) if model.relus else None
 
 
 def _answers(network: nn.Module, images: LabelledImages, device: torch.device) -> Tensor:
-    """What the network takes the images for, on the CPU."""
+    """The classes that the network takes the images for, on the CPU."""
     with torch.no_grad(), full_precision():
         return torch.cat([network(part.to(device)).argmax(1).cpu() for part in images.images.split(256)])

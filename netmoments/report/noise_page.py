@@ -1,7 +1,7 @@
 """A noise study as files: one self-contained HTML page that fetches nothing, JSON and CSV.
 
-The page has all facts without scripts. Its one script (`templates/noise.js`) draws them at any noise level and for any
-class, and shows an image that is clicked on; the numbers and words for that are `playable`.
+The page shows its main results without scripts. Its one script (`templates/noise.js`) draws them at any noise level and
+for any class, and shows an image that is clicked on; `playable` gives it the numbers and words.
 """
 
 from __future__ import annotations
@@ -60,148 +60,154 @@ from netmoments.report.pictures import over_the_image
 from netmoments.report.words import Provenance, at_most_in_words, in_words, interval_in_words, seconds_in_words
 
 RANKED = 18
+"""The ranking shows so many images at first, the most fragile ones."""
 PLAYED = 600
-"""Images that a page holds one by one, the most fragile of them."""
+"""Of a larger study, the page has only this many images one by one, the most fragile ones."""
 NO_BREAK = "\u00a0"
 LONG_NAME = 8
-"""Letters of a class's name that fit below a small picture."""
+"""A class's name of so many letters fits below a small picture."""
 LEFT_OUT = 50
-"""Files that could not be read, by name."""
+"""At most so many of the files that could not be read are named."""
 FACTS_OF_ATTACKS = ("samples fooled", "most often taken for", "pixels not changed", "σ, grey levels")
-"""What a report says of an attacked image; the page of `netmoments attack` says more."""
+"""The facts on an attacked image in a report; the page of `netmoments attack` has more."""
+CSV = ("name", "label", "predicted", "flip_probability", "flip_low", "flip_high", "rival")
+"""Fields of an image's record that are columns of `images.csv`."""
 
 
-def render_page(found: Study, provenance: Provenance, model: str, data: str) -> str:
+def render_page(study: Study, provenance: Provenance, model: str, data: str) -> str:
     """The page as text."""
-    noise = noise_in_words(found)
+    noise = noise_in_words(study)
     code, allowed = script("noise.js")
     return render(
         "noise.html",
         title=f"{model} under noise",
         headline=f"What noise of {noise.replace(' ', NO_BREAK)} does to {model}",
-        subtitle=f"{len(found.images):,} images of {data}, {provenance.date}",
-        facts=_facts(found),
-        labelled=found.labelled,
+        subtitle=f"{len(study.images):,} images of {data}, {provenance.date}",
+        facts=_facts(study),
+        labelled=study.labelled,
         noise=noise,
-        curve=_curve(found),
-        strip=_strip(found),
-        ranking=[_about(found, number) for number in found.order[:RANKED].tolist()],
-        more=len(found.images) > RANKED,
-        images=len(found.images),
-        examples=[_example(found, example) for example in found.examples],
-        attacks=_attacks(found),
-        skipped=[item._asdict() for item in found.images.skipped],
+        curve=_curve(study),
+        strip=_strip(study),
+        ranking=[_with_picture(study, number) for number in study.order[:RANKED].tolist()],
+        more=len(study.images) > RANKED,
+        images=len(study.images),
+        examples=[_example(study, example) for example in study.examples],
+        attacks=_attacks(study),
+        skipped=[item._asdict() for item in study.images.skipped],
         left_out=LEFT_OUT,
-        method=method_in_words(found),
+        method=method_in_words(study),
         provenance=list(asdict(provenance).items()),
-        table=_table(found),
-        data=data_block(playable(found)),
+        table=_table(study),
+        data=data_block(playable(study)),
         script=code,
         allowed=allowed,
     )
 
 
-def _facts(found: Study) -> list[dict[str, str]]:
-    """The whole in a few numbers."""
-    clean, chosen = share_in_words(found.curve[0]), chosen_point(found)
-    at_noise = f"{_kept(found)} at {noise_in_words(found)}, {band_in_words(chosen)}"
-    took = f"{int(found.runs.sum()):,} runs of the network to find how often each image flips"
+def _facts(study: Study) -> list[dict[str, str]]:
+    """The study in a few numbers."""
+    clean, chosen = share_in_words(study.curve[0]), chosen_point(study)
+    at_noise = f"{_kept(study)} at {noise_in_words(study)}, {band_in_words(chosen)}"
+    runs = f"{int(study.runs.sum()):,} runs of the network to find how often each image flips"
     facts = [
         ("clean", clean, "of the answers are right without noise"),
         ("share", share_in_words(chosen), at_noise),
-        ("fragile", fragile_in_words(found.interval), "images flip more than one time in ten"),
-        ("robust", *_most_robust(found)),
-        ("took", seconds_in_words(found.seconds), f"it took in all; {took}"),
+        ("fragile", fragile_in_words(study.interval), "images flip more than one time in ten"),
+        ("robust", *_most_robust(study)),
+        ("took", seconds_in_words(study.seconds), f"it took in all; {runs}"),
     ]
-    shown = facts if found.labelled else facts[1:]
+    shown = facts if study.labelled else facts[1:]
     return [{"name": name, "value": value, "meaning": meaning} for name, value, meaning in shown]
 
 
-def _kept(found: Study) -> str:
-    return "are right" if found.labelled else "stay the same"
+def _kept(study: Study) -> str:
+    """What the answers do that the curve counts, as the end of a sentence."""
+    return "are right" if study.labelled else "stay the same"
 
 
-def _most_robust(found: Study) -> tuple[str, str]:
+def _most_robust(study: Study) -> tuple[str, str]:
     """What can be said of the images that are farthest from flipping."""
-    bounded = found.bounded
+    bounded = study.bounded
     if bool(bounded.any()):
-        most = at_most_in_words(float(found.interval[bounded, 1].max()))
+        most = at_most_in_words(float(study.interval[bounded, 1].max()))
         return f"{int(bounded.sum()):,}", f"images were never seen to flip: each below {most}"
-    last = int(found.order[-1])
-    value, at_least, at_most = interval_in_words(float(found.flip[last]), *found.interval[last].tolist())
+    last = int(study.order[-1])
+    value, at_least, at_most = interval_in_words(float(study.flip[last]), *study.interval[last].tolist())
     return value, f"how often the most robust image flips, between {at_least} and {at_most}"
 
 
-def _curve(found: Study) -> dict[str, Any]:
-    marks = {point: _curve_mark(found, point) for point in found.curve}
-    curve, chosen = list(marks.values()), marks[chosen_point(found)]
+def _curve(study: Study) -> dict[str, Any]:
+    """The accuracy curve, and where its axis begins and ends."""
+    marks = {point: _curve_mark(study, point) for point in study.curve}
+    curve, chosen = list(marks.values()), marks[chosen_point(study)]
     low, high = share_limits(curve)
     return {
-        "chart": for_any_screen(partial(accuracy_chart, curve, chosen, answer_share(found), _axis_of(found))),
+        "chart": for_any_screen(partial(accuracy_chart, curve, chosen, answer_share(study), _axis_of(study))),
         "begins": "" if low == 0 else f"{100 * low:.3g}%",
         "ends": f"{100 * high:.3g}%",
     }
 
 
-def _curve_mark(found: Study, point: CurvePoint) -> CurveMark:
-    return CurveMark(level_of(found, point), point.share, point.low, point.high, level_in_words(found, point))
+def _curve_mark(study: Study, point: CurvePoint) -> CurveMark:
+    return CurveMark(level_of(study, point), point.share, point.low, point.high, level_in_words(study, point))
 
 
-def _wrong(found: Study, number: int) -> bool:
-    return found.label(number) not in (None, int(found.predicted[number]))
+def _wrong(study: Study, number: int) -> bool:
+    """Whether an image's answer without noise is not its label."""
+    return study.label(number) not in (None, int(study.predicted[number]))
 
 
-def _strip(found: Study) -> dict[str, Any]:
-    """How far each image is from flipping, and what its marks mean."""
-    marks = [_flip_mark(found, number) for number in found.order.tolist()]
+def _strip(study: Study) -> dict[str, Any]:
+    """How far each image is from flipping: the chart, and what its legend needs."""
+    marks = [_flip_mark(study, number) for number in study.order.tolist()]
     return {
         "chart": for_any_screen(partial(flip_strip, marks)),
-        "found": not bool(found.bounded.all()),
-        "bounded": bounded_in_words(found),
-        "more": more_in_words(found) or stopped_in_words(found),
+        "found": not bool(study.bounded.all()),
+        "bounded": bounded_in_words(study),
+        "more": more_in_words(study) or stopped_in_words(study),
         "wrong": any(mark.wrong for mark in marks),
         "each": images_a_mark(len(marks)),
     }
 
 
-def _flip_mark(found: Study, number: int) -> FlipMark:
-    low, high = found.interval[number].tolist()
-    said = ", ".join(flip_in_words(found, number))
-    return FlipMark(
-        found.images.names[number], float(found.flip[number]), low, high, said, _wrong(found, number)
-    )  # fmt: skip
+def _flip_mark(study: Study, number: int) -> FlipMark:
+    low, high = study.interval[number].tolist()
+    name, flip = study.images.names[number], float(study.flip[number])
+    return FlipMark(name, flip, low, high, ", ".join(flip_in_words(study, number)), _wrong(study, number))
 
 
-def _about(found: Study, number: int) -> dict[str, Any]:
+def _with_picture(study: Study, number: int) -> dict[str, Any]:
     """An image, what it is taken for, and how often that changes."""
-    return {**_answers(found, number), "picture": small_picture(found.images.images[number])}
+    return {**_answers(study, number), "picture": small_picture(study.images.images[number])}
 
 
-def _answers(found: Study, number: int) -> dict[str, Any]:
-    label, seen = found.label(number), float(found.flip[number]) > 0
-    flip, known = flip_in_words(found, number)
+def _answers(study: Study, number: int) -> dict[str, Any]:
+    """The name of an image, what it is taken for, and how often that changes."""
+    label, seen = study.label(number), float(study.flip[number]) > 0
+    flip, known = flip_in_words(study, number)
     return {
-        "name": found.images.names[number],
+        "name": study.images.names[number],
         "flip": flip,
         "known": known,
-        "answer": found.class_name(int(found.predicted[number])),
-        "label": None if label is None else found.class_name(label),
-        "wrong": _wrong(found, number),
-        "to": f"flips to {found.class_name(int(found.rivals[number]))}" if seen else "no flip seen",
+        "answer": study.class_name(int(study.predicted[number])),
+        "label": None if label is None else study.class_name(label),
+        "wrong": _wrong(study, number),
+        "to": f"flips to {study.class_name(int(study.rivals[number]))}" if seen else "no flip seen",
     }
 
 
-def _example(found: Study, example: Example) -> dict[str, Any]:
-    number, predicted = example.image, int(found.predicted[example.image])
-    bars = _score_bars(found, number)
+def _example(study: Study, example: Example) -> dict[str, Any]:
+    """An image with its noisy copies and scores."""
+    number, predicted = example.image, int(study.predicted[example.image])
+    bars = _score_bars(study, number)
     copies: list[dict[str, Any]] = [
-        {"picture": small_picture(image), "answer": found.class_name(int(k)), "flipped": int(k) != predicted}
+        {"picture": small_picture(image), "answer": study.class_name(int(k)), "flipped": int(k) != predicted}
         for image, k in zip(example.noisy, example.noisy_classes, strict=True)
     ]
-    nearest = found.nearest_flip(number)
+    nearest = study.nearest_flip(number)
     return {
-        **_about(found, number),
-        "nearest": None if nearest is None else nearest_in_words(found, nearest),
+        **_with_picture(study, number),
+        "nearest": None if nearest is None else nearest_in_words(study, nearest),
         "copies": copies,
         "long": max(len(copy["answer"]) for copy in copies) > LONG_NAME,
         "chart": for_any_screen(partial(scores_chart, bars), SCORES_WIDE),
@@ -210,107 +216,108 @@ def _example(found: Study, example: Example) -> dict[str, Any]:
     }
 
 
-def _score_bars(found: Study, number: int) -> list[ScoreBar]:
+def _score_bars(study: Study, number: int) -> list[ScoreBar]:
     """The followed classes of an image, with how often each won among its samples."""
-    scores = found.scores
+    scores = study.scores
     return [
         ScoreBar(
-            found.class_name(k), float(scores.mean[number, place]), float(scores.deviation[number, place]),
+            study.class_name(k), float(scores.mean[number, place]), float(scores.deviation[number, place]),
             float(scores.mean_error[number, place]), float(scores.deviation_error[number, place]),
-            _won_in_words(float(found.shares[number, place])), k == int(found.predicted[number]),
+            _won_in_words(float(study.shares[number, place])), k == int(study.predicted[number]),
         )
         for place, k in enumerate(scores.outputs[number].tolist())
     ]  # fmt: skip
 
 
 def _won_in_words(share: float) -> str:
-    """A share of samples, short."""
+    """A share of samples in a few characters."""
     if share == 0:
         return "—"
     return f"{share:.1%}" if 0.001 <= share < 0.9995 else "< 0.1%" if share < 0.5 else f"{share:.0%}"
 
 
-def _table(found: Study) -> dict[str, Any]:
+def _table(study: Study) -> dict[str, Any]:
     """The images as rows, the most fragile first, with how often each flips at every level."""
-    levels = range(1, len(found.levels))
-    at_levels = [found.at(place) for place in levels]
+    levels = range(1, len(study.levels))
+    at_levels = [study.at(place) for place in levels]
     rows = [
-        {**_answers(found, number), "levels": [flip_in_words(each, number)[0] for each in at_levels]}
-        for number in found.order[:PLAYED].tolist()
+        {**_answers(study, number), "levels": [flip_in_words(at_level, number)[0] for at_level in at_levels]}
+        for number in study.order[:PLAYED].tolist()
     ]
-    return {"levels": [_level_name(found, place) for place in levels], "rows": rows}
+    return {"levels": [_level_name(study, place) for place in levels], "rows": rows}
 
 
-def _level_name(found: Study, place: int) -> str:
-    return level_in_words(found, found.levels[place].point())
+def _level_name(study: Study, place: int) -> str:
+    return level_in_words(study, study.levels[place].point())
 
 
-def playable(found: Study) -> dict[str, Any]:
-    """What `noise.js` draws from: levels, classes with their curves, rankings, and image by image."""
-    numbers = found.order[:PLAYED].sort().values
-    at_levels = [found.at(place) for place in range(len(found.levels))]
-    groups = sorted(set(found.kinds.tolist()))
-    places = torch.full((len(found.images),), -1).scatter(0, numbers, torch.arange(len(numbers)))
+def playable(study: Study) -> dict[str, Any]:
+    """What `noise.js` draws from: levels, classes with their curves, rankings, and the images one by one."""
+    numbers = study.order[:PLAYED].sort().values
+    at_levels = [study.at(place) for place in range(len(study.levels))]
+    groups = sorted(set(study.kinds.tolist()))
+    places = torch.full((len(study.images),), -1).scatter(0, numbers, torch.arange(len(numbers)))
     group_of = {k: place for place, k in enumerate(groups, start=1)}
-    images = [_played(found, at_levels, number, group_of[int(found.kinds[number])]) for number in numbers.tolist()]
-    nearest = {each.image: _flipped(found, each) for each in found.nearest}
-    for name, some in (("attack", _attacks_by_image(found)), ("nearest", nearest)):
-        for number, shown in some.items():
+    images = [_played(study, at_levels, number, group_of[int(study.kinds[number])]) for number in numbers.tolist()]
+    nearest = {flipped.image: _flipped(study, flipped) for flipped in study.nearest}
+    for name, by_image in (("attack", _attacks_by_image(study)), ("nearest", nearest)):
+        for number, shown in by_image.items():
             if int(places[number]) >= 0:
                 images[int(places[number])][name] = shown
-    event = found.images.images[0]
+    event = study.images.images[0]
     return {
         "levels": [
-            {"said": _level_name(found, place), "x": _digits(level_of(found, level.point())), "sigma": level.sigma}
-            for place, level in enumerate(found.levels)
+            {"said": _level_name(study, place), "x": _digits(level_of(study, level.point())), "sigma": level.sigma}
+            for place, level in enumerate(study.levels)
         ],
-        "chosen": next(place for place, each in enumerate(at_levels) if each is found),
-        "noise": _axis_of(found),
-        "answers": answer_share(found),
-        "kept": _kept(found),
-        "classes": {k: found.class_name(k) for k in _classes_shown(found, at_levels)},
+        "chosen": next(place for place, at_level in enumerate(at_levels) if at_level is study),
+        "noise": _axis_of(study),
+        "answers": answer_share(study),
+        "kept": _kept(study),
+        "classes": {k: study.class_name(k) for k in _classes_shown(study, at_levels)},
         "groups": [
-            _group(found, at_levels, "all images", slice(None)),
-            *(_group(found, at_levels, found.class_name(k), found.kinds == k) for k in groups),
+            _group(study, at_levels, "all images", slice(None)),
+            *(_group(study, at_levels, study.class_name(k), study.kinds == k) for k in groups),
         ],
-        "ranking": [[place for place in places[each.order].tolist() if place >= 0] for each in at_levels],
+        "ranking": [[place for place in places[at_level.order].tolist() if place >= 0] for at_level in at_levels],
         "images": images,
         "first": RANKED,
-        "drawn": found.config.covariance is None,
+        "drawn": study.config.covariance is None,
         "copies": COPIES,
         "channels": len(event),
     }
 
 
-def _axis_of(found: Study) -> str:
-    return "noise σ; pixels are in [0, 1]" if found.config.covariance is None else "times the given noise"
+def _axis_of(study: Study) -> str:
+    return "noise σ; pixels are in [0, 1]" if study.config.covariance is None else "times the given noise"
 
 
-def _classes_shown(found: Study, at_levels: list[Study]) -> list[int]:
-    """Those that the page may have to name."""
-    if found.count <= ALL_SCORES:
-        return list(range(found.count))
-    named = [found.predicted, found.scores.outputs.flatten(), *(each.rivals for each in at_levels)]
-    named += [each.noisy_classes for each in found.examples]
-    named += [torch.tensor([each.becomes for each in found.nearest], dtype=torch.int64)]
-    for more in (found.images.labels, None if found.copies is None else found.copies.flatten()):
-        named += [] if more is None else [more]
+def _classes_shown(study: Study, at_levels: list[Study]) -> list[int]:
+    """The classes that the page may have to name."""
+    if study.count <= ALL_SCORES:
+        return list(range(study.count))
+    named = [study.predicted, study.scores.outputs.flatten(), *(at_level.rivals for at_level in at_levels)]
+    named += [example.noisy_classes for example in study.examples]
+    named += [torch.tensor([flipped.becomes for flipped in study.nearest], dtype=torch.int64)]
+    named += [] if study.images.labels is None else [study.images.labels]
+    named += [] if study.copies is None else [study.copies.flatten()]
     return torch.cat(named).unique().tolist()
 
 
-def _group(found: Study, at_levels: list[Study], name: str, which: Tensor | slice) -> dict[str, Any]:
+def _group(study: Study, at_levels: list[Study], name: str, which: Tensor | slice) -> dict[str, Any]:
     """The images of one class, or all of them: the curve, and how many are fragile."""
     return {
         "name": name,
-        "count": len(found.predicted[which]),
+        "count": len(study.predicted[which]),
         "points": [
-            _group_point(level.point(which), each, which) for level, each in zip(found.levels, at_levels, strict=True)
+            _group_point(level.point(which), at_level, which)
+            for level, at_level in zip(study.levels, at_levels, strict=True)
         ],
     }
 
 
-def _group_point(point: CurvePoint, each: Study, which: Tensor | slice) -> dict[str, Any]:
-    interval, bounded = each.interval[which], each.bounded[which]
+def _group_point(point: CurvePoint, at_level: Study, which: Tensor | slice) -> dict[str, Any]:
+    interval, bounded = at_level.interval[which], at_level.bounded[which]
     return {
         **{name: _digits(getattr(point, name)) for name in ("share", "low", "high")},
         "said": share_in_words(point),
@@ -321,21 +328,21 @@ def _group_point(point: CurvePoint, each: Study, which: Tensor | slice) -> dict[
     }
 
 
-def _played(found: Study, at_levels: list[Study], number: int, group: int) -> dict[str, Any]:
-    """An image at every level."""
-    copies = found.copies
-    examples = {} if copies is not None else {example.image: example for example in found.examples}
+def _played(study: Study, at_levels: list[Study], number: int, group: int) -> dict[str, Any]:
+    """An image at every level, as `noise.js` draws it."""
+    copies = study.copies
+    examples = {} if copies is not None else {example.image: example for example in study.examples}
     example = examples.get(number)
     return {
         "number": number,
-        "name": found.images.names[number],
+        "name": study.images.names[number],
         "group": group,
-        "picture": small_picture(found.images.images[number]),
-        "answer": int(found.predicted[number]),
-        "label": found.label(number),
-        "wrong": _wrong(found, number),
-        "outputs": found.scores.outputs[number].tolist(),
-        "levels": [_played_level(each, place, number) for place, each in enumerate(at_levels)],
+        "picture": small_picture(study.images.images[number]),
+        "answer": int(study.predicted[number]),
+        "label": study.label(number),
+        "wrong": _wrong(study, number),
+        "outputs": study.scores.outputs[number].tolist(),
+        "levels": [_played_level(at_level, place, number) for place, at_level in enumerate(at_levels)],
         "copies": None if copies is None else copies[:, number].tolist(),
         "stored": None if example is None else [
             [small_picture(noisy), int(k)] for noisy, k in zip(example.noisy, example.noisy_classes, strict=True)
@@ -343,9 +350,9 @@ def _played(found: Study, at_levels: list[Study], number: int, group: int) -> di
     }  # fmt: skip
 
 
-def _flipped(found: Study, nearest: FlippedImage) -> dict[str, Any]:
-    """The smallest change that was found to flip an image: the image with it, and where it is."""
-    image = found.images.images[nearest.image]
+def _flipped(study: Study, nearest: FlippedImage) -> dict[str, Any]:
+    """The smallest change that was found to flip an image: the changed image, and the change drawn over the image."""
+    image = study.images.images[nearest.image]
     return {
         "picture": small_picture(image + nearest.change),
         "over": small_picture(over_the_image(image, nearest.change)),
@@ -355,39 +362,40 @@ def _flipped(found: Study, nearest: FlippedImage) -> dict[str, Any]:
     }
 
 
-def _played_level(each: Study, place: int, number: int) -> dict[str, Any]:
-    said, known = flip_in_words(each, number) if place else ("never", "without noise")
-    low, high = each.interval[number].tolist()
+def _played_level(at_level: Study, place: int, number: int) -> dict[str, Any]:
+    """An image at one level; the level at place 0 is without noise."""
+    said, known = flip_in_words(at_level, number) if place else ("never", "without noise")
+    low, high = at_level.interval[number].tolist()
     return {
-        "flip": _digits(float(each.flip[number])),
+        "flip": _digits(float(at_level.flip[number])),
         "low": _digits(low),
         "high": _digits(high),
         "said": said,
         "known": known,
-        "to": int(each.rivals[number]),
-        "lead": _digits(float(each.lead[number])),
-        "mean": [_digits(value) for value in each.scores.mean[number].tolist()],
-        "deviation": [_digits(value) for value in each.scores.deviation[number].tolist()],
-        "won": [_digits(value) for value in each.shares[number].tolist()],
+        "to": int(at_level.rivals[number]),
+        "lead": _digits(float(at_level.lead[number])),
+        "mean": [_digits(value) for value in at_level.scores.mean[number].tolist()],
+        "deviation": [_digits(value) for value in at_level.scores.deviation[number].tolist()],
+        "won": [_digits(value) for value in at_level.shares[number].tolist()],
     }
 
 
 def _digits(value: float) -> float | int | None:
-    """As many as a picture shows."""
+    """A number with as many digits as a picture shows; None where it is not finite."""
     if not math.isfinite(value):
         return None
     rounded = float(f"{value:.4g}")
     return int(rounded) if rounded == int(rounded) else rounded
 
 
-def _attacks_by_image(found: Study) -> dict[int, dict[str, Any]]:
-    """What is shown of the images that noise was made for."""
-    attacks = found.attacks
+def _attacks_by_image(study: Study) -> dict[int, dict[str, Any]]:
+    """The attacked images, as `noise.js` shows them: by their number among all images."""
+    attacks = study.attacks
     if not isinstance(attacks, AttackStudy):
         return {}
-    places = attackable(found.predicted, found.images.labels, found.config.attacks)
+    places = attackable(study.predicted, study.images.labels, study.config.attacks)
     shown = {}
-    for row, case in enumerate(_attacks(found)["cases"]):  # type: ignore[index]
+    for row, case in enumerate(_attacks(study)["cases"]):  # type: ignore[index]
         result, sample = attacks.result, attacks.row(row)
         shown[int(places[int(result.places[row])])] = {
             "over": small_picture(over_the_image(sample.image, sample.mu)),
@@ -399,9 +407,9 @@ def _attacks_by_image(found: Study) -> dict[int, dict[str, Any]]:
     return shown
 
 
-def _attacks(found: Study) -> dict[str, Any] | None:
-    """The section of noise that was made to fool the network, None where none was asked for."""
-    attacks = found.attacks
+def _attacks(study: Study) -> dict[str, Any] | None:
+    """The section on noise that was made to fool the network; None where none was asked for."""
+    attacks = study.attacks
     if attacks is None:
         return None
     if isinstance(attacks, NotAttacked):
@@ -412,20 +420,20 @@ def _attacks(found: Study) -> dict[str, Any] | None:
     return {"says": few_in_words(attacks), "cases": cases}
 
 
-def write_report(found: Study, provenance: Provenance, folder: Path, model: str, data: str) -> dict[str, Path]:
-    """`report.html`, `report.json` and `images.csv` in a folder, which is made if need be."""
-    record = as_record(found, provenance, model, data)
+def write_report(study: Study, provenance: Provenance, folder: Path, model: str, data: str) -> dict[str, Path]:
+    """Write `report.html`, `report.json` and `images.csv` to a folder, which is made if needed."""
+    record = as_record(study, provenance, model, data)
     contents = {
-        "report.html": render_page(found, provenance, model, data),
+        "report.html": render_page(study, provenance, model, data),
         "report.json": json.dumps(record, indent=1, allow_nan=False) + "\n",
         "images.csv": _as_csv(record["images"]),
     }
     return write_files_whole(folder, {name: text.encode() for name, text in contents.items()})
 
 
-def as_record(found: Study, provenance: Provenance, model: str, data: str) -> dict[str, Any]:
-    """Everything that was found, for machines."""
-    config = found.config
+def as_record(study: Study, provenance: Provenance, model: str, data: str) -> dict[str, Any]:
+    """The whole study for JSON."""
+    config = study.config
     return {
         "model": model,
         "data": data,
@@ -434,31 +442,31 @@ def as_record(found: Study, provenance: Provenance, model: str, data: str) -> di
         "covariance": None if config.covariance is None else list(config.covariance.shape),
         "tolerance": config.tolerance,
         "rare": "all" if config.rare is None else config.rare,
-        "clean_accuracy": found.clean_accuracy,
-        "curve_of": "right" if found.labelled else "unchanged",
-        "curve": [asdict(point) for point in found.curve],
-        "scores_by": found.scores.method,
-        "images": [_image_record(found, number) for number in range(len(found.images))],
-        "stopped": found.stopped,
-        "seconds": found.seconds,
-        "attacks": few_record(found.attacks),
-        "skipped": [item._asdict() for item in found.images.skipped],
+        "clean_accuracy": study.clean_accuracy,
+        "curve_of": "right" if study.labelled else "unchanged",
+        "curve": [asdict(point) for point in study.curve],
+        "scores_by": study.scores.method,
+        "images": [_image_record(study, number) for number in range(len(study.images))],
+        "stopped": study.stopped,
+        "seconds": study.seconds,
+        "attacks": few_record(study.attacks),
+        "skipped": [item._asdict() for item in study.images.skipped],
     }
 
 
-def _image_record(found: Study, number: int) -> dict[str, Any]:
-    scores, nearest = found.scores, found.nearest_flip(number)
-    low, high = found.interval[number].tolist()
+def _image_record(study: Study, number: int) -> dict[str, Any]:
+    scores, nearest = study.scores, study.nearest_flip(number)
+    low, high = study.interval[number].tolist()
     return {
-        "name": found.images.names[number],
-        "label": found.label(number),
-        "predicted": int(found.predicted[number]),
-        "flip_probability": float(found.flip[number]),
+        "name": study.images.names[number],
+        "label": study.label(number),
+        "predicted": int(study.predicted[number]),
+        "flip_probability": float(study.flip[number]),
         "flip_low": low,
         "flip_high": high,
-        "flip_runs": int(found.runs[number]),
-        "flip_route": found.route[number],
-        "rival": int(found.rivals[number]),
+        "flip_runs": int(study.runs[number]),
+        "flip_route": study.route[number],
+        "rival": int(study.rivals[number]),
         "nearest_flip": None
         if nearest is None
         else {
@@ -471,14 +479,14 @@ def _image_record(found: Study, number: int) -> dict[str, Any]:
         "mean_error": _numbers(scores.mean_error[number].tolist()),
         "standard_deviation": _numbers(scores.deviation[number].tolist()),
         "standard_deviation_error": _numbers(scores.deviation_error[number].tolist()),
-        "class_probabilities": _numbers(found.shares[number].tolist()),
-        "levels": [_level_record(found, place, number) for place in range(1, len(found.levels))],
+        "class_probabilities": _numbers(study.shares[number].tolist()),
+        "levels": [_level_record(study, place, number) for place in range(1, len(study.levels))],
     }
 
 
-def _level_record(found: Study, place: int, number: int) -> dict[str, Any]:
-    """How often an image flips at another noise level, from samples alone."""
-    level = found.levels[place]
+def _level_record(study: Study, place: int, number: int) -> dict[str, Any]:
+    """How often an image flips at one noise level of the curve, from samples alone."""
+    level = study.levels[place]
     low, high = level.interval[number].tolist()
     return {
         "sigma": level.sigma,
@@ -494,11 +502,8 @@ def _numbers(values: list[float]) -> list[float | None]:
     return [finite(value) for value in values]
 
 
-CSV = ("name", "label", "predicted", "flip_probability", "flip_low", "flip_high", "rival")
-
-
 def _as_csv(images: list[dict[str, Any]]) -> str:
-    """One line an image, of its record."""
+    """A line for each image, from its record."""
     rows = []
     for record in images:
         place = record["classes"].index(record["predicted"])

@@ -1,7 +1,8 @@
-"""What noise does to a network's answers on a set of images: what was asked, and what came out.
+"""The noise study behind `netmoments report`: what noise does to a network's answers on a set of images.
 
-Every image is sampled until its flip probability is known to a point or so; how rare flips are of the images that are
-nearest to one is then found, down to 1e-12. Everything has an interval, and says what it took.
+`study` computes a `Study`. Every image is sampled until its flip probability is known to about a percentage point, and
+at other noise levels for the curve. For the images nearest to flipping, probabilities down to 1e-12 are then found by
+importance sampling or splitting. Every probability comes with an interval and with the number of runs that it took.
 """
 
 from __future__ import annotations
@@ -38,32 +39,32 @@ from netmoments.sampling.fast_network import fast_network
 
 CALLER = "report"
 RELATIVE_ERROR = 0.1
-"""Of the flip probabilities of the images nearest to flipping."""
+"""The flip probabilities of the images nearest to flipping are found to this share of themselves."""
 RARE_RUNS = 50_000
-"""Runs of the network for one of them, at most."""
+"""At most so many runs of the network are made for one of them."""
 FIRST_ROUND = (16, 192)
-"""Samples of every image, at least where they take long, and where they do not."""
+"""Samples of every image in the first round: at least so many where they take long, and so many where they do not."""
 CURVE_SAMPLES = (16, 64, 2000)
-"""Samples of every image at each other level of the curve: at least where they take long, at least, and at most."""
+"""Samples of every image at each other level: the least where they take long, the least elsewhere, and the most."""
 CURVE_TOTAL = 20_000
-"""Of all images together, where there are few."""
+"""Where there are few images, they get so many samples together at each of these levels."""
 ALL_SCORES = 20
-"""Up to so many classes, the scores of all are shown; of more, only the largest."""
+"""Of up to so many classes all scores are shown; of more, only the largest."""
 TIME_IS_OVER, INTERRUPTED = "the time allowed", "an interruption"
 """What may end the work early."""
 COPIES = 5
 """Noisy copies that are shown of an image."""
 COPIES_SHARE = 0.1
-"""Of the time, that the network may be asked about them."""
+"""Asking the network about these copies may take this share of the time."""
 NEAREST = 18
-"""Images, the most fragile first, of which the nearest flip is looked for; and those that have noisy copies."""
+"""The nearest flip is looked for on so many of the most fragile images, and on those with noisy copies."""
 NEAREST_RUNS, NEAREST_SHARE = 800, 0.1
-"""Of the network, that one is reckoned to take; of the time, that all may take."""
+"""Runs of the network that such a search is reckoned to take; and the share of the time that all searches may take."""
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """At one noise level: the share of answers that are right (without labels: the same), with a 95 % band."""
+    """At one noise level: the share of answers that are right (without labels: unchanged), with a 95 % band."""
 
     sigma: float
     share: float
@@ -73,7 +74,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One image with noisy copies."""
+    """One image with noisy copies, and the classes that the network takes them for."""
 
     image: int
     noisy: Tensor
@@ -95,7 +96,7 @@ class FlippedImage:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Of each image the k scores that are largest without noise: (N, k) each, with standard errors."""
+    """The moments of k scores of each image, those that are largest without noise: (N, k) each."""
 
     outputs: Tensor
     mean: Tensor
@@ -105,47 +106,48 @@ class Scores:
     method: str
 
     def place(self, number: int, label: int) -> int | None:
-        """Where a class is among those of an image."""
+        """The index of a class among the followed ones of an image; None where it is not followed."""
         places = (self.outputs[number] == label).nonzero().flatten().tolist()
         return places[0] if places else None
 
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """What plain samples say of N images at one noise level: (N,) each, of the k scores that are shown (N, k)."""
+    """What plain samples say of N images at one noise level: (N,) each, `shares` and moments of k scores (N, k)."""
 
     sigma: float
     samples: Tensor
-    """Without noise one, which says all there is."""
+    """How many there are, (N,); a single one without noise."""
     flips: Tensor
-    """How many of them another class won than the answer without noise."""
+    """How many of them are won by another class than the answer without noise."""
     right: Tensor
-    """How many the label won; without labels, the answer without noise."""
+    """How many are won by the label, or without labels by the answer without noise."""
     rivals: Tensor
+    """As in `Study`, like `lead` and `shares`."""
     lead: Tensor
     shares: Tensor
     mean: Tensor
     deviation: Tensor
 
     @classmethod
-    def of(cls, sigma: float, survey: Survey, clean: Tensor, followed: Tensor, wanted: Tensor) -> Level:
-        """`clean` are the scores without noise; `wanted` (N,) are the classes that are right."""
+    def of(cls, sigma: float, survey: Survey, clean: Tensor, followed: Tensor, right_classes: Tensor) -> Level:
+        """From a survey, with scores `clean` (N, d) without noise and the classes that count as right, (N,)."""
         predicted = clean.argmax(1, keepdim=True)
         flips = survey.samples - survey.wins.gather(1, predicted).squeeze(1)
         best = clean.scatter(1, predicted, -torch.inf).argmax(1)
         rivals = torch.where(flips > 0, survey.wins.scatter(1, predicted, -1).argmax(1), best)
-        right = survey.wins.gather(1, wanted.unsqueeze(1)).squeeze(1)
+        right = survey.wins.gather(1, right_classes.unsqueeze(1)).squeeze(1)
         shares = survey.wins.gather(1, followed) / survey.samples.double().unsqueeze(1)
         rows = (survey.samples, flips, right, rivals, survey.lead, shares, survey.mean, survey.deviation)
         return cls(sigma, *(row.cpu() for row in rows))
 
     @classmethod
-    def without_noise(cls, clean: Tensor, followed: Tensor, wanted: Tensor) -> Level:
+    def without_noise(cls, clean: Tensor, followed: Tensor, right_classes: Tensor) -> Level:
         ones = torch.ones(len(clean), dtype=torch.int64, device=clean.device)
         wins = functional.one_hot(clean.argmax(1), clean.shape[1])
         mean = clean.gather(1, followed).double()
-        nothing, ahead = torch.zeros_like(mean), torch.full_like(mean[:, 0], torch.inf)
-        return cls.of(0.0, Survey(ones, wins, mean, nothing, nothing, nothing, ahead), clean, followed, wanted)
+        zeros, lead = torch.zeros_like(mean), torch.full_like(mean[:, 0], torch.inf)
+        return cls.of(0.0, Survey(ones, wins, mean, zeros, zeros, zeros, lead), clean, followed, right_classes)
 
     @cached_property
     def flip(self) -> Tensor:
@@ -154,21 +156,21 @@ class Level:
 
     @cached_property
     def interval(self) -> Tensor:
-        """Of 95 %, (N, 2); without noise nothing is left to chance."""
-        known = shares_interval(self.flips, self.samples)
-        return known if self.sigma > 0 else torch.zeros_like(known)
+        """The 95 % intervals of `flip`, (N, 2); without noise nothing is left to chance."""
+        interval = shares_interval(self.flips, self.samples)
+        return interval if self.sigma > 0 else torch.zeros_like(interval)
 
     def point(self, which: Tensor | slice = slice(None)) -> CurvePoint:
-        """The mean over some of the images, with a band of two standard errors; without noise there is no error."""
-        count, samples = self.right[which], self.samples[which]
-        share = float((count / samples.double()).mean())
-        error = 2 * expected_share_error(count, samples) if self.sigma > 0 else 0.0
+        """The share of right answers over some of the images, with a band of two standard errors (0 without noise)."""
+        right, samples = self.right[which], self.samples[which]
+        share = float((right / samples.double()).mean())
+        error = 2 * expected_share_error(right, samples) if self.sigma > 0 else 0.0
         return CurvePoint(self.sigma, share, max(0.0, share - error), min(1.0, share + error))
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """Everything the report shows. N images, k scores shown, L noise levels."""
+    """Everything that a report shows, for N images, k scores that are shown of each, and L noise levels."""
 
     config: StudyConfig
     images: LabelledImages
@@ -176,42 +178,42 @@ class Study:
     predicted: Tensor
     """The answers without noise, (N,)."""
     count: int
-    """Of the network's classes."""
+    """How many classes the network has."""
     scores: Scores
     shares: Tensor
-    """How often each of the classes whose scores are shown won among the samples at the chosen noise, (N, k)."""
+    """The shares of the samples at the chosen noise that the classes whose scores are shown won, (N, k)."""
     samples: Tensor
-    """How many these were, (N,)."""
+    """How many samples there were at the chosen noise, (N,)."""
     lead: Tensor
     """How many standard deviations the answer's score is ahead of the best other, (N,)."""
     flip: Tensor
     """How often another class than the network's answer without noise wins, (N,)."""
     interval: Tensor
-    """Of 95 %, (N, 2)."""
+    """The 95 % intervals of `flip`, (N, 2)."""
     runs: Tensor
-    """Of the network, that this took, (N,)."""
+    """The runs of the network that finding `flip` took, (N,)."""
     route: tuple[str, ...]
-    """How each was found: "frequencies", "importance", "splitting", …"""
+    """How `flip` was found for each image: "frequencies", "importance", "splitting", …"""
     rivals: Tensor
-    """The class that wins most often instead; where none was seen, the one with the best score, (N,)."""
+    """The class that wins most often instead; where no flip was seen, the one with the best other score, (N,)."""
     curve: tuple[CurvePoint, ...]
-    """Beginning without noise."""
+    """The accuracy at each level, beginning without noise."""
     levels: tuple[Level, ...]
-    """The same image by image."""
+    """The same levels image by image."""
     copies: Tensor | None = None
-    """The answers (L, N, c) to the noisy copies that `pictures.drawn_noise` gives; None where none were asked for."""
+    """The answers (L, N, c) to the noisy copies that `pictures.drawn_noise` gives; None where these are not shown."""
     examples: tuple[Example, ...] = ()
     nearest: tuple[FlippedImage, ...] = ()
-    """Of the images shown first: as far as flips were found, and time allowed."""
+    """Nearest flips of the images shown first, as far as they were found and time allowed."""
     attacks: AttackStudy | NotAttacked | None = None
     """Noise made to fool the network, or why there is none; None where none was asked for."""
     stopped: str = ""
-    """What ended the work early, if something did."""
+    """What ended the work early, if anything did."""
     seconds: float = 0.0
 
     @property
     def order(self) -> Tensor:
-        """The images, the most fragile first, (N,): by flip probability; of those with a bound alone, by their lead."""
+        """The images, the most fragile first, (N,): by flip probability, or by lead where that has only a bound."""
         key = torch.where(self.bounded, 1 / (1 + self.lead.clamp(min=0)) - 2, self.flip)
         return key.argsort(descending=True, stable=True)
 
@@ -221,12 +223,12 @@ class Study:
 
     @property
     def half_width(self) -> Tensor:
-        """Of the intervals, (N,)."""
+        """Half the widths of the intervals, (N,)."""
         return (self.interval[:, 1] - self.interval[:, 0]) / 2
 
     @property
     def bounded(self) -> Tensor:
-        """Where nothing finer than an upper bound is known, (N,)."""
+        """Where only an upper bound of the flip probability is known, (N,)."""
         return self.flip == 0
 
     @property
@@ -242,15 +244,15 @@ class Study:
         return self.classes[number] if self.classes else str(number)
 
     def label(self, number: int) -> int | None:
-        """Of an image, where labels are known."""
+        """The label of an image; None where labels are unknown."""
         return None if self.images.labels is None else int(self.images.labels[number])
 
     def nearest_flip(self, number: int) -> FlippedImage | None:
-        """Of an image, where one was looked for and found."""
-        return next((each for each in self.nearest if each.image == number), None)
+        """The nearest flip of an image, where one was looked for and found."""
+        return next((flipped for flipped in self.nearest if flipped.image == number), None)
 
     def at(self, place: int) -> Study:
-        """What samples say at one of the levels, as if that had been asked about."""
+        """The study as if it were about the level with this index, of which it knows what samples say."""
         level = self.levels[place]
         if math.isclose(level.sigma, self.config.sigma):
             return self
@@ -276,21 +278,21 @@ def study(
     images, names = with_classes_of(images, classes, model.outputs, CALLER)
     plan = TimePlan.of(model, len(images), config)
     say(plan.in_words(len(images)))
-    found = model.answer(lambda: _found(model, pixels, images, names, config, plan))
-    attacks = attacks_on(network, found)
-    return dataclasses.replace(found, attacks=attacks, seconds=time.perf_counter() - start)
+    done = model.answer(lambda: _studied(model, pixels, images, names, config, plan))
+    attacks = attacks_on(network, done)
+    return dataclasses.replace(done, attacks=attacks, seconds=time.perf_counter() - start)
 
 
 def survey_of(network: nn.Module, images: LabelledImages, config: StudyConfig, plan: TimePlan) -> Study:
-    """The flips of all images by samples alone, and the curve: a part of a study of many."""
+    """The flips of some images by samples alone, and their curve, as one part of a study of many images."""
     network, pixels = network.to(config.device), images.images.to(config.device)
     model = classifier(network_of(network, CALLER), pixels, config)
-    alone = dataclasses.replace(config, rare=0, examples=0, attacks=0)
-    return model.answer(lambda: _found(model, pixels, images, (), alone, plan))
+    samples_only = dataclasses.replace(config, rare=0, examples=0, attacks=0)
+    return model.answer(lambda: _studied(model, pixels, images, (), samples_only, plan))
 
 
 def classifier(network: nn.Module, pixels: Tensor, config: StudyConfig) -> NetworkModel:
-    """The model of a network that gives each image two scores or more, and has the ReLU that attacks are to keep."""
+    """The model of a network, after checking that it gives each image two scores or more, and has the attacks' ReLU."""
     model = NetworkModel.of_any(network, pixels, CALLER)
     if len(model.parts) != 1 or len(model.parts[0].shape) != 1:
         shapes = ", ".join(str(tuple(part.shape)) for part in model.parts)
@@ -307,15 +309,16 @@ def classifier(network: nn.Module, pixels: Tensor, config: StudyConfig) -> Netwo
 
 @dataclass(frozen=True)
 class TimePlan:
-    """How the time is spent: on a first look at all images, on the curve, on what is rare."""
+    """How many samples and how much time the parts of a study get."""
 
     cost: float
-    """Seconds of a run of the network, in a batch."""
+    """Seconds that a run of the network takes, in a batch."""
     first: int
     """Samples of each image in the first round."""
     curve: int
-    """At each other level of the curve."""
+    """Samples of each image at each other level of the curve."""
     survey_seconds: float
+    """The time for samples at the chosen noise; `seconds` is that for everything."""
     seconds: float
 
     @classmethod
@@ -325,19 +328,18 @@ class TimePlan:
         seconds = config.allowance(images)
         per_image = seconds / (cost * images)
         first = int(min(max(0.25 * per_image, FIRST_ROUND[0]), FIRST_ROUND[1], config.samples))
-        least, enough, most = CURVE_SAMPLES
-        wanted = min(max(CURVE_TOTAL / images, enough), most)
-        curve = int(min(max(0.2 * per_image / (len(RELATIVE_LEVELS) - 1), least), wanted, max(config.samples, 2)))
+        affordable = max(0.2 * per_image / (len(RELATIVE_LEVELS) - 1), CURVE_SAMPLES[0])
+        curve = int(min(affordable, cls.without_limit(images).curve, max(config.samples, 2)))
         return cls(cost, first, curve, 0.5 * seconds, seconds)
 
     @classmethod
     def without_limit(cls, images: int) -> TimePlan:
-        """The same for any machine."""
+        """The plan without a limit of time, which is the same on any machine."""
         _, enough, most = CURVE_SAMPLES
         return cls(0.0, FIRST_ROUND[1], int(min(max(CURVE_TOTAL / images, enough), most)), math.inf, math.inf)
 
     def in_words(self, images: int) -> str:
-        """What it will take, before it begins."""
+        """What the study will take, to be said before it begins."""
         least = images * (self.first + (len(RELATIVE_LEVELS) - 1) * self.curve)
         return (
             f"{images:,} images, {1e3 * self.cost:.2g} ms a run: at least {least:,} runs of the network "
@@ -345,7 +347,7 @@ class TimePlan:
         )
 
 
-def _found(
+def _studied(
     model: NetworkModel,
     pixels: Tensor,
     images: LabelledImages,
@@ -353,6 +355,7 @@ def _found(
     config: StudyConfig,
     plan: TimePlan,
 ) -> Study:
+    """All parts of a study but the attacks, one after the other; an interruption keeps those that are done."""
     clock = Clock(plan.seconds)
     with torch.inference_mode(False), torch.no_grad(), full_precision():
         clean = torch.cat([model.network(part.clone()) for part in pixels.split(256)])
@@ -364,35 +367,34 @@ def _found(
     followed = followed_scores(clean, labels, config.scores)
     goal = SurveyGoal(config.tolerance, plan.first, config.samples)
     noise = config.noise(pixels)
-    limit, seed = Clock(plan.survey_seconds), random_seed(config.seed, "survey", 0)
+    survey_clock, seed = Clock(plan.survey_seconds), random_seed(config.seed, "survey", 0)
     survey = surveyed(
-        model, noise, predicted, followed, goal, seed=seed, clock=limit, description="flips of all images"
+        model, noise, predicted, followed, goal, seed=seed, clock=survey_clock, description="flips of all images"
     )
-    found = _of_survey(config, images, names, clean, followed, survey)
-    short = (found.half_width > config.tolerance) & (found.samples < config.samples)
-    if bool(short.any()):
-        found = dataclasses.replace(found, stopped=TIME_IS_OVER)
+    so_far = _of_survey(config, images, names, clean, followed, survey)
+    if bool(((so_far.half_width > config.tolerance) & (so_far.samples < config.samples)).any()):
+        so_far = dataclasses.replace(so_far, stopped=TIME_IS_OVER)
     try:
-        levels = _levels(model, pixels, clean, followed, found, plan.curve)
-        found = dataclasses.replace(found, levels=levels, curve=_curve(levels))
-        found = _rare(model, noise, found, clock)
-        if found.stopped == INTERRUPTED:
-            return found
-        found = dataclasses.replace(
-            found, scores=_scores(model, noise, found), examples=examples_of(model, noise, found),
-            copies=_answers_to_copies(model, pixels, found, plan),
+        levels = _levels(model, pixels, clean, followed, so_far, plan.curve)
+        so_far = dataclasses.replace(so_far, levels=levels, curve=_curve(levels))
+        so_far = _rare(model, noise, so_far, clock)
+        if so_far.stopped == INTERRUPTED:
+            return so_far
+        so_far = dataclasses.replace(
+            so_far, scores=_scores(model, noise, so_far), examples=examples_of(model, noise, so_far),
+            copies=_answers_to_copies(model, pixels, so_far, plan),
         )  # fmt: skip
-        if numbers := nearest_candidates(found):
+        if numbers := nearest_candidates(so_far):
             numbers = numbers[: int(NEAREST_SHARE * plan.seconds / (NEAREST_RUNS * plan.cost))]
             nearest = nearest_of(model, noise, numbers, predicted[numbers], config.seed)
-            found = dataclasses.replace(found, nearest=nearest)
+            so_far = dataclasses.replace(so_far, nearest=nearest)
     except KeyboardInterrupt:
-        found = dataclasses.replace(found, stopped=INTERRUPTED)
-    return found
+        so_far = dataclasses.replace(so_far, stopped=INTERRUPTED)
+    return so_far
 
 
 def followed_scores(clean: Tensor, labels: Tensor | None, largest: int) -> Tensor:
-    """The scores that are shown, (N, k): all of a few classes, else the largest ones and the right one."""
+    """The classes whose scores are shown, (N, k): all of a few, else those of the largest scores and the label."""
     count = clean.shape[1]
     if count <= max(ALL_SCORES, largest):
         return torch.arange(count, device=clean.device).expand(len(clean), -1)
@@ -411,16 +413,16 @@ def _of_survey(
     followed: Tensor,
     survey: Survey,
 ) -> Study:
-    """What samples alone say."""
+    """The study as far as samples without noise and at the chosen noise go."""
     predicted = clean.argmax(1)
-    wanted = predicted if images.labels is None else images.labels.to(clean.device)
+    right_classes = predicted if images.labels is None else images.labels.to(clean.device)
     errors = survey.mean_error.cpu(), survey.deviation_error.cpu()
     scores = Scores(followed.cpu(), survey.mean.cpu(), survey.deviation.cpu(), *errors, "sampling")
-    own = Level.of(config.sigma, survey, clean, followed, wanted)
-    levels = (Level.without_noise(clean, followed, wanted), own)
+    chosen = Level.of(config.sigma, survey, clean, followed, right_classes)
+    levels, route = (Level.without_noise(clean, followed, right_classes), chosen), ("frequencies",) * len(clean)
     return Study(
-        config, images, names, predicted.cpu(), clean.shape[1], scores, own.shares, own.samples, own.lead,
-        own.flip, own.interval, own.samples, ("frequencies",) * len(clean), own.rivals, _curve(levels), levels,
+        config, images, names, predicted.cpu(), clean.shape[1], scores, chosen.shares, chosen.samples, chosen.lead,
+        chosen.flip, chosen.interval, chosen.samples, route, chosen.rivals, _curve(levels), levels,
     )  # fmt: skip
 
 
@@ -429,12 +431,12 @@ def _curve(levels: Sequence[Level]) -> tuple[CurvePoint, ...]:
 
 
 def _levels(
-    model: NetworkModel, pixels: Tensor, clean: Tensor, followed: Tensor, found: Study, count: int
+    model: NetworkModel, pixels: Tensor, clean: Tensor, followed: Tensor, so_far: Study, count: int
 ) -> tuple[Level, ...]:
-    """So many samples of each image at every level. The noise is the same, scaled: what is left of chance is common."""
-    config, predicted, wanted = found.config, clean.argmax(1), found.kinds.to(clean.device)
-    start, chosen = found.levels
-    levels, goal = [start], SurveyGoal(1.0, count, count)
+    """All levels, with `count` samples of each image at the missing ones, whose noise differs in its scale alone."""
+    config, predicted, right_classes = so_far.config, clean.argmax(1), so_far.kinds.to(clean.device)
+    without_noise, chosen = so_far.levels
+    levels, goal = [without_noise], SurveyGoal(1.0, count, count)
     with progress_bar("accuracy over noise", len(RELATIVE_LEVELS)) as show:
         for level, sigma in zip(RELATIVE_LEVELS, config.levels, strict=True):
             show(len(levels) - 1)
@@ -443,36 +445,36 @@ def _levels(
             else:
                 noise, seed = config.noise(pixels, level), random_seed(config.seed, "curve", 0)
                 survey = surveyed(model, noise, predicted, followed, goal, seed=seed)
-                levels.append(Level.of(sigma, survey, clean, followed, wanted))
+                levels.append(Level.of(sigma, survey, clean, followed, right_classes))
     return tuple(levels)
 
 
-def _rare(model: NetworkModel, noise: Gaussian, found: Study, clock: Clock) -> Study:
-    """The flip probabilities of the images nearest to flipping, to 10 % of themselves, as far as the time goes."""
-    numbers, left, refined = rare_candidates(found), seconds_left(clock), list[Refined]()
+def _rare(model: NetworkModel, noise: Gaussian, so_far: Study, clock: Clock) -> Study:
+    """The study with the flip probabilities of the images nearest to flipping, as far as the time goes."""
+    numbers, seconds, refined = rare_candidates(so_far), seconds_left(clock), list[Refined]()
     if not numbers:
-        return found
-    labels = found.predicted[numbers].tolist()
+        return so_far
+    labels = so_far.predicted[numbers].tolist()
     try:
-        for one in refined_together(model, noise, numbers, labels, found.config, left):
-            refined.append(one)
-        stopped = TIME_IS_OVER if clock.over else found.stopped
+        for image in refined_together(model, noise, numbers, labels, so_far.config, seconds):
+            refined.append(image)
+        stopped = TIME_IS_OVER if clock.over else so_far.stopped
     except KeyboardInterrupt:
         stopped = INTERRUPTED
-    return dataclasses.replace(with_refined(found, refined), stopped=stopped)
+    return dataclasses.replace(with_refined(so_far, refined), stopped=stopped)
 
 
 def seconds_left(clock: Clock) -> float | None:
-    """Until the time is over, or a moment if it is; None where there is no end."""
+    """The seconds until the time is over, at least a moment; None without a limit."""
     if clock.seconds is None or math.isinf(clock.seconds):
         return None
     return max(1e-9, clock.seconds - (time.perf_counter() - clock.start))
 
 
-def rare_candidates(found: Study) -> list[int]:
-    """The images nearest to flipping, but those whose flips were seen so often that 10 % are reached already."""
-    nearest = found.order if found.config.rare is None else found.order[: found.config.rare]
-    seen = found.flip * found.samples
+def rare_candidates(so_far: Study) -> list[int]:
+    """The images nearest to flipping, without those whose samples show flips often enough for the relative error."""
+    nearest = so_far.order if so_far.config.rare is None else so_far.order[: so_far.config.rare]
+    seen = so_far.flip * so_far.samples
     return [number for number in nearest.tolist() if float(seen[number]) < RELATIVE_ERROR**-2]
 
 
@@ -487,40 +489,40 @@ class Refined:
     runs: int
     route: str
     rival: int
-    """−1 where none was seen."""
+    """The class that wins most often instead; −1 where no flip was seen."""
 
 
 def refined_together(
     model: NetworkModel, noise: Gaussian, numbers: Sequence[int], labels: Sequence[int], config: StudyConfig,
     seconds: float | None = None,
 ) -> Iterator[Refined]:  # fmt: skip
-    """Of the images with these numbers, as they come; `noise` is that of all images."""
+    """The flip probabilities of the images with these numbers, as they are found; `noise` is that of all images."""
     goal = FlipGoal.read(CALLER, RELATIVE_ERROR, None, RARE_RUNS, seconds, config.seed)
-    own = noise.entries(torch.tensor(list(numbers), device=noise.device))
-    for place, one, runs in entries_found(model, own, labels, goal, "rare flips"):
-        yield Refined(numbers[place], one.probability, *one.interval, runs, one.route, one.rival)
+    chosen = noise.entries(torch.tensor(list(numbers), device=noise.device))
+    for place, flip, runs in entries_found(model, chosen, labels, goal, "rare flips"):
+        yield Refined(numbers[place], flip.probability, *flip.interval, runs, flip.route, flip.rival)
 
 
-def with_refined(found: Study, refined: Sequence[Refined]) -> Study:
-    """A study with these in place of what samples said, where they say more."""
-    flip, interval, runs = found.flip.clone(), found.interval.clone(), found.runs.clone()
-    route, rivals = list(found.route), found.rivals.clone()
-    for one in refined:
-        runs[one.number] += one.runs
-        if one.flip > 0 or one.high < float(interval[one.number, 1]):
-            flip[one.number], route[one.number] = one.flip, one.route
-            interval[one.number] = torch.tensor([one.low, one.high], dtype=interval.dtype)
-        if one.rival >= 0:
-            rivals[one.number] = one.rival
-    return dataclasses.replace(found, flip=flip, interval=interval, runs=runs, route=tuple(route), rivals=rivals)
+def with_refined(so_far: Study, refined: Sequence[Refined]) -> Study:
+    """The study with refined flip probabilities in place of those of samples, where they say more."""
+    flip, interval, runs = so_far.flip.clone(), so_far.interval.clone(), so_far.runs.clone()
+    route, rivals = list(so_far.route), so_far.rivals.clone()
+    for image in refined:
+        runs[image.number] += image.runs
+        if image.flip > 0 or image.high < float(interval[image.number, 1]):
+            flip[image.number], route[image.number] = image.flip, image.route
+            interval[image.number] = torch.tensor([image.low, image.high], dtype=interval.dtype)
+        if image.rival >= 0:
+            rivals[image.number] = image.rival
+    return dataclasses.replace(so_far, flip=flip, interval=interval, runs=runs, route=tuple(route), rivals=rivals)
 
 
-def _scores(model: NetworkModel, noise: Gaussian, found: Study) -> Scores:
-    """Those that were sampled, or by a formula."""
-    if found.config.method == "auto":
-        return found.scores
-    outputs = found.scores.outputs
-    moments = output_moments(model, noise, found.config.method, outputs).to("cpu")
+def _scores(model: NetworkModel, noise: Gaussian, so_far: Study) -> Scores:
+    """The scores that are shown: those that were sampled, or by the formula that was asked for."""
+    if so_far.config.method == "auto":
+        return so_far.scores
+    outputs = so_far.scores.outputs
+    moments = output_moments(model, noise, so_far.config.method, outputs).to("cpu")
     assert moments.error is not None
     deviation = moments.variance.sqrt()
     return Scores(
@@ -529,25 +531,24 @@ def _scores(model: NetworkModel, noise: Gaussian, found: Study) -> Scores:
     )  # fmt: skip
 
 
-def examples_of(model: NetworkModel, noise: Gaussian, found: Study) -> tuple[Example, ...]:
-    """Noisy copies of the most fragile images, and of others evenly down the ranking."""
-    made = []
-    for number in example_images(found):
-        generator = torch.Generator(noise.device).manual_seed(random_seed(found.config.seed, "copies", number))
-        one = noise.entries(torch.tensor([number], device=noise.device))
-        noisy = one.sample(COPIES, generator=generator)[:, 0]
+def examples_of(model: NetworkModel, noise: Gaussian, so_far: Study) -> tuple[Example, ...]:
+    """The images of `example_images` with noisy copies; `noise` is that of all images."""
+    examples = []
+    for number in example_images(so_far):
+        generator = torch.Generator(noise.device).manual_seed(random_seed(so_far.config.seed, "copies", number))
+        noisy = noise.entries(torch.tensor([number], device=noise.device)).sample(COPIES, generator=generator)[:, 0]
         with torch.inference_mode(False), torch.no_grad(), full_precision():
             classes = model.network(noisy.clone()).argmax(1)
-        made.append(Example(number, noisy.cpu(), classes.cpu()))
-    return tuple(made)
+        examples.append(Example(number, noisy.cpu(), classes.cpu()))
+    return tuple(examples)
 
 
-def _answers_to_copies(model: NetworkModel, pixels: Tensor, found: Study, plan: TimePlan) -> Tensor | None:
-    """What the network says to the noisy copies that a page draws itself, if it can and there is time for it."""
-    config, levels = found.config, [level.sigma for level in found.levels]
+def _answers_to_copies(model: NetworkModel, pixels: Tensor, so_far: Study, plan: TimePlan) -> Tensor | None:
+    """The answers (L, N, c) to the noisy copies that a page draws itself, if it can draw them and time allows."""
+    config, levels = so_far.config, [level.sigma for level in so_far.levels]
     seconds = plan.cost * len(levels) * len(pixels) * COPIES
-    wanted = config.examples and config.covariance is None and drawable(pixels[0])
-    if not wanted or seconds > COPIES_SHARE * plan.seconds:
+    are_drawn = config.examples and config.covariance is None and drawable(pixels[0])
+    if not are_drawn or seconds > COPIES_SHARE * plan.seconds:
         return None
     answers = torch.empty(len(levels), len(pixels), COPIES, dtype=torch.int64)
     with torch.inference_mode(False), torch.no_grad(), full_precision():
@@ -558,41 +559,41 @@ def _answers_to_copies(model: NetworkModel, pixels: Tensor, found: Study, plan: 
     return answers
 
 
-def example_images(found: Study) -> list[int]:
-    """Half of them the most fragile, the others evenly down the ranking."""
-    ranking = found.order.tolist()
-    count = min(found.config.examples, len(ranking))
+def example_images(so_far: Study) -> list[int]:
+    """The images that are shown with noisy copies: half are the most fragile, the others evenly down the ranking."""
+    ranking = so_far.order.tolist()
+    count = min(so_far.config.examples, len(ranking))
     fragile = (count + 1) // 2
     rest = ranking[fragile:]
     spread = [rest[(2 * i + 1) * len(rest) // (2 * (count - fragile))] for i in range(count - fragile)]
     return ranking[:fragile] + spread
 
 
-def nearest_candidates(found: Study) -> list[int]:
+def nearest_candidates(so_far: Study) -> list[int]:
     """The images whose nearest flip is looked for: those with noisy copies, and the most fragile ones."""
-    if not found.config.examples:
+    if not so_far.config.examples:
         return []
-    return list(dict.fromkeys([*example_images(found), *found.order[:NEAREST].tolist()]))
+    return list(dict.fromkeys([*example_images(so_far), *so_far.order[:NEAREST].tolist()]))
 
 
 def nearest_of(
     model: NetworkModel, noise: Gaussian, numbers: Sequence[int], labels: Tensor, seed: int
 ) -> tuple[FlippedImage, ...]:
-    """The nearest flips of images with these numbers and answers, but those of which none was found."""
+    """The nearest flips of images with these numbers and answers, as far as they were found."""
     if not numbers:
         return ()
-    own = noise.entries(torch.tensor(list(numbers), device=noise.device))
-    found = nearest_flip(model, own, labels.to(noise.device), seed=seed)
-    rows = zip(numbers, found.noise.cpu(), found.distance.tolist(), found.rival.tolist(), strict=True)
+    chosen = noise.entries(torch.tensor(list(numbers), device=noise.device))
+    flips = nearest_flip(model, chosen, labels.to(noise.device), seed=seed)
+    rows = zip(numbers, flips.noise.cpu(), flips.distance.tolist(), flips.rival.tolist(), strict=True)
     return tuple(FlippedImage(*row) for row in rows if math.isfinite(row[2]))
 
 
-def attacks_on(network: nn.Module, found: Study) -> AttackStudy | NotAttacked | None:
+def attacks_on(network: nn.Module, so_far: Study) -> AttackStudy | NotAttacked | None:
     """Noise made to fool the network, on a few of the images that it gets right; None where none was asked for."""
-    config = found.config
+    config = so_far.config
     if not config.attacks:
         return None
-    if found.stopped:
-        return NotAttacked(f"No noise was made: {found.stopped} ended the work before.")
+    if so_far.stopped:
+        return NotAttacked(f"No noise was made: {so_far.stopped} ended the work before.")
     attack = SparseSmooth(layer=config.layer, seed=config.seed)
-    return few_attacks(network, found.images, found.classes, found.predicted, attack, config.attacks, config.device)
+    return few_attacks(network, so_far.images, so_far.classes, so_far.predicted, attack, config.attacks, config.device)

@@ -1,8 +1,8 @@
-"""A noise study of many images, in parts: kept on the disk, resumed, on every GPU here or on a Ray cluster.
+"""A noise study of many images in parts, which are kept on disk and resumed: on every GPU here or on a Ray cluster.
 
-Three sweeps follow one another: samples of all images, the flip probabilities of those nearest to flipping, and the
-nearest flips of those that are shown first, each a part at a time. Every image has random numbers of its own, so that
-the results depend on who computed what, and together with which others, by rounding only.
+`study_in_parts` runs three sweeps: samples of all images (`SurveySweep`), the flip probabilities of those nearest to
+flipping (`RareSweep`), and the nearest flips of those shown first (`NearestSweep`). Every image has random numbers of
+its own, so results do not depend on the devices or on the images computed together, except for rounding.
 """
 
 from __future__ import annotations
@@ -50,15 +50,19 @@ from netmoments.sweep.on_ray import RayEngine
 from netmoments.sweep.run import run_sweep
 
 PART, RARE_PART = 64, 8
-"""Images of a part: those that are sampled, and those nearest to flipping."""
+"""Images in a part: of the survey, and of the two other sweeps."""
 PER_IMAGE = ("predicted", "samples", "lead", "flip", "runs", "rivals")
+"""Fields of a `Study` that are columns of the survey."""
 PER_SCORE = ("outputs", "mean", "deviation", "mean_error", "deviation_error")
+"""Fields of `Scores`, with a column for each of the k scores: mean_0, …"""
 PER_LEVEL = ("samples", "flips", "right", "rivals", "lead")
+"""Fields of a `Level`, with a column for each level: samples_at_0, …"""
 PER_LEVEL_AND_SCORE = ("shares", "mean", "deviation")
+"""Fields of a `Level`, with a column for each level and score: shares_at_0_0, …"""
 
 
 def engine_named(name: str, device: torch.device, address: str | None) -> Engine:
-    """`local`: this machine, with all its GPUs if it has any and none was named; `ray`: a cluster."""
+    """The engine that `--engine` means: `local`, all GPUs here unless the device is a single one; `ray`, a cluster."""
     if name == "ray":
         return RayEngine(device.type, address)
     if address is not None:
@@ -69,7 +73,7 @@ def engine_named(name: str, device: torch.device, address: str | None) -> Engine
 
 
 def study_in_parts(subject: Subject, config: StudyConfig, classes: tuple[str, ...], out: Path, engine: Engine) -> Study:
-    """A `Study` like that of `study`, without a limit of time; parts are in `out`, and a second call goes on."""
+    """The same `Study` as `study`, without a limit of time; parts are kept in `out`, where a second call goes on."""
     start = time.perf_counter()
     if config.seconds is not None:
         raise ValueError(f"{CALLER}: with --engine there is no limit of time; leave out --seconds, work can be resumed")
@@ -79,30 +83,28 @@ def study_in_parts(subject: Subject, config: StudyConfig, classes: tuple[str, ..
     network = network_of(network.to(config.device), CALLER)
     model = classifier(network, images.images[:1].to(config.device), config)
     images, names = with_classes_of(images, classes, model.outputs, CALLER)
-    work = SurveySweep(subject, config, len(images))
-    found = work.study(run_sweep(work, out, engine).columns, images, names, model.outputs)
-    numbers = rare_candidates(found)
-    if numbers:
-        rest = RareSweep(subject, config, tuple(numbers), tuple(found.predicted[numbers].tolist()))
-        found = with_refined(found, rest.refined(run_sweep(rest, out, engine).columns))
+    survey = SurveySweep(subject, config, len(images))
+    so_far = survey.study(run_sweep(survey, out, engine).columns, images, names, model.outputs)
+    if numbers := rare_candidates(so_far):
+        rare = RareSweep(subject, config, tuple(numbers), tuple(so_far.predicted[numbers].tolist()))
+        so_far = with_refined(so_far, rare.refined(run_sweep(rare, out, engine).columns))
     noise = config.noise(images.images.to(config.device))
-    found = dataclasses.replace(found, examples=examples_of(model, noise, found))
-    numbers = nearest_candidates(found)
-    if numbers:
-        last = NearestSweep(subject, config, tuple(numbers), tuple(found.predicted[numbers].tolist()))
-        nearest = last.nearest(run_sweep(last, out, engine).columns, images.event_shape)
-        found = dataclasses.replace(found, nearest=nearest)
-    return dataclasses.replace(found, attacks=attacks_on(network, found), seconds=time.perf_counter() - start)
+    so_far = dataclasses.replace(so_far, examples=examples_of(model, noise, so_far))
+    if numbers := nearest_candidates(so_far):
+        sweep = NearestSweep(subject, config, tuple(numbers), tuple(so_far.predicted[numbers].tolist()))
+        nearest = sweep.nearest(run_sweep(sweep, out, engine).columns, images.event_shape)
+        so_far = dataclasses.replace(so_far, nearest=nearest)
+    return dataclasses.replace(so_far, attacks=attacks_on(network, so_far), seconds=time.perf_counter() - start)
 
 
 def _configuration(subject: Subject, config: StudyConfig) -> dict[str, Any]:
-    """What changes the results, as plain JSON."""
+    """Everything that the results depend on, as plain JSON."""
     covariance = None
     if config.covariance is not None:
         covariance = hashlib.sha256(config.covariance.double().contiguous().numpy().tobytes()).hexdigest()
-    given = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject)}
+    values = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject)}
     return {
-        **{name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
+        **{name: str(value) if isinstance(value, Path) else value for name, value in values.items()},
         "sigma": config.sigma, "tolerance": config.tolerance, "samples_at_most": config.samples,
         "covariance": covariance, "seed": config.seed, "scores": config.scores, "levels": list(config.levels),
     }  # fmt: skip
@@ -110,7 +112,7 @@ def _configuration(subject: Subject, config: StudyConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SurveySweep:
-    """Samples of all images, and the curve."""
+    """Samples of all images at every level."""
 
     subject: Subject
     config: StudyConfig
@@ -140,8 +142,8 @@ class SurveySweep:
     def study(
         self, columns: Mapping[str, np.ndarray], images: LabelledImages, names: tuple[str, ...], count: int
     ) -> Study:
-        """All parts as one study."""
-        found: dict[str, Any] = {name: torch.from_numpy(np.ascontiguousarray(columns[name])) for name in PER_IMAGE}
+        """The study from the columns of all parts."""
+        per_image: dict[str, Any] = {name: torch.from_numpy(np.ascontiguousarray(columns[name])) for name in PER_IMAGE}
         scores = Scores(**{name: _wide(columns, name) for name in PER_SCORE}, method="sampling")
         sigmas = [0.0, *self.config.levels]
         interval = torch.stack([torch.from_numpy(np.ascontiguousarray(columns[end])) for end in ("low", "high")], 1)
@@ -149,12 +151,12 @@ class SurveySweep:
             config=self.config, images=images, classes=names, count=count, scores=scores,
             shares=_wide(columns, "shares"), interval=interval, route=tuple(columns["route"].tolist()),
             curve=_joined_curve(columns, sigmas),
-            levels=tuple(_joined_level(columns, place, sigma) for place, sigma in enumerate(sigmas)), **found,
+            levels=tuple(_joined_level(columns, place, sigma) for place, sigma in enumerate(sigmas)), **per_image,
         )  # fmt: skip
 
 
 def columns_of(part: Study) -> Columns:
-    """A part as rows, one an image; the curve of the part stands in every row."""
+    """A part as columns with a row for each image; the curve of the part stands in every row."""
     columns: dict[str, np.ndarray] = {name: getattr(part, name).numpy() for name in PER_IMAGE}
     columns |= {"low": part.interval[:, 0].numpy().copy(), "high": part.interval[:, 1].numpy().copy()}
     columns["route"] = np.array(part.route)
@@ -173,6 +175,7 @@ def columns_of(part: Study) -> Columns:
 
 
 def _wide(columns: Mapping[str, np.ndarray], name: str) -> Tensor:
+    """The columns name_0, name_1, … as one matrix (N, k)."""
     count = sum(1 for key in columns if key.removeprefix(f"{name}_").isdecimal() and key.startswith(f"{name}_"))
     return torch.from_numpy(np.stack([columns[f"{name}_{place}"] for place in range(count)], 1))
 
@@ -184,21 +187,20 @@ def _joined_level(columns: Mapping[str, np.ndarray], place: int, sigma: float) -
 
 
 def _joined_curve(columns: Mapping[str, np.ndarray], sigmas: Sequence[float]) -> tuple[CurvePoint, ...]:
-    """Means over all images; the errors of parts are independent."""
-    items, firsts, counts = np.unique(columns["item"], return_index=True, return_counts=True)
+    """The curve over all images from the parts' curves, whose errors are independent."""
+    _, firsts, counts = np.unique(columns["item"], return_index=True, return_counts=True)
     points = []
     for place, sigma in enumerate(sigmas):
         share = float(columns[f"share_at_{place}"].mean())
-        each = columns[f"error_at_{place}"][firsts] * counts
-        error = math.sqrt(float((each**2).sum())) / int(counts.sum())
+        part_errors = columns[f"error_at_{place}"][firsts] * counts
+        error = math.sqrt(float((part_errors**2).sum())) / int(counts.sum())
         points.append(CurvePoint(sigma, share, max(0.0, share - error), min(1.0, share + error)))
-    assert len(items) == len(firsts)
     return tuple(points)
 
 
 @dataclass(frozen=True)
 class SomeImages:
-    """Work on some of the images, a few at a time: their numbers, and the answers to them without noise."""
+    """A sweep over some of the images, given by their numbers, with the answers to them without noise."""
 
     subject: Subject
     config: StudyConfig
@@ -230,7 +232,7 @@ class SomeImages:
     def columns(
         self, model: NetworkModel, noise: Gaussian, numbers: tuple[int, ...], predicted: tuple[int, ...]
     ) -> Columns:
-        """A row for each of these; `noise` is that of all images."""
+        """Columns with a row for each of these images; `noise` is that of all images."""
         raise NotImplementedError
 
 
@@ -243,11 +245,12 @@ class RareSweep(SomeImages):
     def columns(
         self, model: NetworkModel, noise: Gaussian, numbers: tuple[int, ...], predicted: tuple[int, ...]
     ) -> Columns:
-        found = model.answer(lambda: list(refined_together(model, noise, numbers, predicted, self.config)))
-        rows = sorted(found, key=lambda one: numbers.index(one.number))
-        return {name: np.array([getattr(one, name) for one in rows]) for name in vars(rows[0])}
+        refined = model.answer(lambda: list(refined_together(model, noise, numbers, predicted, self.config)))
+        rows = sorted(refined, key=lambda row: numbers.index(row.number))
+        return {name: np.array([getattr(row, name) for row in rows]) for name in vars(rows[0])}
 
     def refined(self, columns: Mapping[str, np.ndarray]) -> list[Refined]:
+        """The rows of all parts."""
         names = [field.name for field in dataclasses.fields(Refined)]
         rows = zip(*(columns[name].tolist() for name in names), strict=True)
         return [Refined(**dict(zip(names, row, strict=True))) for row in rows]
@@ -255,15 +258,16 @@ class RareSweep(SomeImages):
 
 @dataclass(frozen=True)
 class NearestSweep(SomeImages):
-    """The nearest flips of the images that are shown first: a change is a text, the float32 of its pixels in base64."""
+    """The nearest flips of the images that are shown first. A change is kept as text: its float32 pixels in base64."""
 
     name: str = "nearest"
 
     def columns(
         self, model: NetworkModel, noise: Gaussian, numbers: tuple[int, ...], predicted: tuple[int, ...]
     ) -> Columns:
-        found = {one.image: one for one in nearest_of(model, noise, numbers, torch.tensor(predicted), self.config.seed)}
-        rows = [found.get(number) for number in numbers]
+        flips = nearest_of(model, noise, numbers, torch.tensor(predicted), self.config.seed)
+        by_image = {flip.image: flip for flip in flips}
+        rows = [by_image.get(number) for number in numbers]
         return {
             "image": np.array(numbers),
             "distance": np.array([math.inf if row is None else row.distance for row in rows]),
@@ -272,7 +276,7 @@ class NearestSweep(SomeImages):
         }
 
     def nearest(self, columns: Mapping[str, np.ndarray], shape: Sequence[int]) -> tuple[FlippedImage, ...]:
-        """Those that were found."""
+        """The nearest flips that were found, from the columns of all parts."""
         rows = zip(*(columns[name].tolist() for name in ("image", "change", "distance", "becomes")), strict=True)
         return tuple(
             FlippedImage(image, _from_text(change).reshape(tuple(shape)), distance, becomes)

@@ -1,7 +1,7 @@
-"""What pages are made of: templates that are filled in, images and charts inside them, and files in a folder.
+"""What pages are made of: templates, and the images, charts and data inside them; and CSV files.
 
-Charts are inline SVG. Type in a chart shrinks with it, so every chart is drawn twice, for wide screens and for narrow
-ones, and the page shows the one that fits (`for_any_screen`).
+Charts are inline SVG. Because type in a chart shrinks with it, every chart is drawn twice, for wide screens and for
+narrow ones, and the page shows the one that fits (`for_any_screen`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def escape(text: str) -> str:
-    """Text as it may stand in a page: of names of strangers, neither tags nor control characters take effect."""
+    """Text as it may stand in a page: neither tags nor control characters in names from elsewhere take effect."""
     return escape_html(printable(text))
 
 
 def shown(value: Any) -> Any:
-    """What a template puts into a page, before it is escaped; what is markup already stays."""
+    """A value as a template puts it into a page, before it is escaped; markup stays as it is."""
     return printable(value) if type(value) is str else value
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of this package, filled in: what is put in is escaped, and what is missing is an error."""
+    """A template of this package, filled in: values are escaped, and a missing one is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(TEMPLATES, encoding="utf-8")
@@ -51,7 +51,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def whole_options(text: str) -> Any:
-    """Text in which options of a command (--rare) are not broken over lines."""
+    """Text in which options of a command (such as --rare) are not broken over lines."""
     from markupsafe import Markup, escape  # comes with jinja2
 
     return Markup(re.sub(r"--[a-z]+", r'<span class="option">\g<0></span>', str(escape(shown(text)))))
@@ -73,7 +73,7 @@ def _picture(image: Tensor) -> Any:
 
 
 FEW_NUMBERS = 3072
-"""Of an image that is kept on a page as it is; larger ones become small pictures of photographs."""
+"""An image with so many numbers or fewer is on a page as it is; a larger one as a small JPEG."""
 
 
 def small_picture(image: Tensor) -> str:
@@ -106,7 +106,7 @@ def data_block(value: Any) -> Any:
 
 
 def _printable(value: Any) -> Any:
-    """The same with every text in it spelt out."""
+    """The same value with control characters spelt out in every text."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
@@ -115,15 +115,16 @@ def _printable(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """What JSON can hold: a number that is none, or infinite, is null."""
+    """A value that JSON can hold: NaN and infinite numbers become None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 BEGINS_A_FORMULA = ("=", "+", "-", "@")
+"""A spreadsheet takes texts that begin so for formulas."""
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table for machines and spreadsheets: texts that one would take for a formula have an apostrophe before them."""
+    """A table as CSV; texts that a spreadsheet would take for a formula get an apostrophe in front."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
@@ -139,17 +140,19 @@ def _csv_cell(value: Any) -> Any:
 
 
 WIDE, NARROW = 860, 360
-"""Widths of charts, in their own units: about pixels."""
+"""Widths of charts in units of their own, which are about pixels."""
+TOP, BOTTOM = 14, 48
+"""Space above and below a chart; the numbers and the title of its axis are below."""
 
 
 def for_any_screen(chart: Callable[[int], str], wide: int = WIDE) -> str:
-    """A chart at both widths, of which the page shows one."""
+    """A chart at both widths; the page shows one of them."""
     return f'<div class="wide">{chart(wide)}</div><div class="narrow">{chart(NARROW)}</div>'
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Values from `low` to `high` laid along pixels from `start` to `end`."""
+    """The map of values from `low` to `high` to pixels from `start` to `end`."""
 
     low: float
     high: float
@@ -161,7 +164,7 @@ class Axis:
         return round(self.start + share * (self.end - self.start), 1)
 
     def ticks(self, about: int) -> list[float]:
-        """Round numbers, about so many, inside the range."""
+        """About so many round numbers inside the range."""
         step = round_step((self.high - self.low) / about)
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
@@ -174,13 +177,9 @@ def round_step(least: float) -> float:
     return next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= least * 0.999)
 
 
-TOP, BOTTOM = 14, 48
-"""Room above and below a chart; below are the numbers of the axis and what they are."""
-
-
 @dataclass(frozen=True)
 class CurveMark:
-    """A point of a curve with the ends of its band; its place in words."""
+    """A point of a curve with the ends of its band, and where it is, in words."""
 
     x: float
     share: float
@@ -190,13 +189,13 @@ class CurveMark:
 
 
 LEAST_RANGE = 0.01
-"""Of shares that a chart shows."""
+"""An axis of shares covers at least this range."""
 FROM_ZERO = 0.3
-"""Where shares fall below this, the axis begins at 0."""
+"""An axis of shares begins at 0 if any of them is below this."""
 
 
 def share_limits(curve: Sequence[CurveMark]) -> tuple[float, float]:
-    """The ends of an axis that shows what changes: rounded, about five steps around all bands, inside [0, 1]."""
+    """The ends of an axis for all bands of a curve, inside [0, 1] and rounded to about a fifth of the range."""
     low, high = min(point.low for point in curve), max(point.high for point in curve)
     if low < FROM_ZERO:
         low = 0.0
@@ -207,7 +206,7 @@ def share_limits(curve: Sequence[CurveMark]) -> tuple[float, float]:
 
 
 def accuracy_chart(curve: Sequence[CurveMark], chosen: CurveMark, what: str, x_title: str, width: int) -> str:
-    """Shares of answers over noise: a line with its band, and where the chosen noise is."""
+    """Shares of answers over noise: a line with its band, and a mark at the chosen noise."""
     left, height = 54, round(120 + 0.26 * width)
     x = Axis(0, max(point.x for point in curve), left, width - 14)
     y = Axis(*share_limits(curve), height - BOTTOM, TOP)
@@ -233,36 +232,40 @@ def _share_grid(x: Axis, y: Axis) -> str:
     decimals += not math.isclose(100 * ticks[0], round(100 * ticks[0], decimals), abs_tol=1e-9)
     for tick in ticks:
         parts.append(f'<line class="grid" x1="{x.start}" x2="{x.end}" y1="{y.at(tick)}" y2="{y.at(tick)}"/>')
-        said = f"{tick:.{decimals}%}"
-        parts.append(f'<text x="{x.start - 8}" y="{y.at(tick) + 4}" text-anchor="end">{said}</text>')
+        label = f"{tick:.{decimals}%}"
+        parts.append(f'<text x="{x.start - 8}" y="{y.at(tick) + 4}" text-anchor="end">{label}</text>')
     return "".join(parts)
 
 
 def _curve_dot(x: Axis, y: Axis, point: CurveMark) -> str:
-    said = f"{point.share:.2%} at {point.place}, between {point.low:.2%} and {point.high:.2%}"
-    return _dot("dot", x.at(point.x), y.at(point.share), 3.5, said)
+    title = f"{point.share:.2%} at {point.place}, between {point.low:.2%} and {point.high:.2%}"
+    return _dot("dot", x.at(point.x), y.at(point.share), 3.5, title)
 
 
 @dataclass(frozen=True)
 class FlipMark:
-    """How often one image flips, with its interval; 0 where only the upper end is known."""
+    """How often one image flips, with its interval; the probability is 0 where only an upper bound is known."""
 
     name: str
     probability: float
     low: float
     high: float
-    said: str
-    """The same in words."""
+    in_words: str
+    """The flip probability in words."""
     wrong: bool
     """Whether the answer without noise is wrong."""
 
 
 RAREST = -12
-"""Exponent of ten at which the strip of flips ends."""
+"""The strip of flips ends at this power of ten."""
 MOST_MARKS = 600
-"""That are drawn; of more images, a mark is several."""
+"""At most so many marks are drawn; of more images, a mark stands for several."""
 TALLEST = 220
-"""Pixels that stacked marks may take."""
+"""Stacked marks are at most so many pixels high."""
+GROUPS = 4
+"""Images with an upper bound alone are shown in at most about so many groups, by their bounds."""
+SCORES_WIDE = 600
+"""Width of the chart of scores on a wide screen."""
 NAMED = {0: "always", -3: "1 in 1,000", -6: "1 in a million", -9: "1 in a billion", -12: "1 in a trillion"}
 """Some powers of ten in words."""
 
@@ -273,11 +276,11 @@ def images_a_mark(count: int) -> int:
 
 
 def flip_strip(marks: Sequence[FlipMark], width: int) -> str:
-    """Flip probabilities on a log scale: stacked dots with intervals; below them, images with an upper bound alone."""
+    """Flip probabilities on a log scale: stacked dots with intervals, and below them images with only a bound."""
     x = Axis(RAREST, 0, 14, width - 14)
     each = images_a_mark(len(marks))
-    found = sorted((mark for mark in marks if mark.probability > 0), key=lambda mark: mark.probability)[::each]
-    dots, base = _stacked_dots(x, found, 3.2 if width > 500 else 2.8)
+    seen = sorted((mark for mark in marks if mark.probability > 0), key=lambda mark: mark.probability)[::each]
+    dots, base = _stacked_dots(x, seen, 3.2 if width > 500 else 2.8)
     lanes = []
     for bound, group in bound_groups(marks):
         lane, base = _lane(x, bound, group, each, base)
@@ -287,15 +290,15 @@ def flip_strip(marks: Sequence[FlipMark], width: int) -> str:
 
 
 def _powers(x: Axis, base: float) -> list[str]:
-    """The numbers below the strip, and as many of them in words as there is room for."""
+    """The numbers below the strip, and in words those for which there is room."""
     roomy = x.end > 500
     parts = []
     for power in range(RAREST, 1, 1 if roomy else 3):
-        said = f"1e{power}" if power < -3 else f"{10.0**power:g}"
-        parts.append(_tick(x.at(power), base, said, _anchor(power)))
-    for power, said in NAMED.items():
+        label = f"1e{power}" if power < -3 else f"{10.0**power:g}"
+        parts.append(_tick(x.at(power), base, label, _anchor(power)))
+    for power, label in NAMED.items():
         if roomy or power % 6 == 0:
-            parts.append(_tick(x.at(power), base + 18, said, _anchor(power)))
+            parts.append(_tick(x.at(power), base + 18, label, _anchor(power)))
     return parts
 
 
@@ -307,11 +310,11 @@ def _log(value: float) -> float:
     return max(float(RAREST), math.log10(value)) if value > 0 else float(RAREST)
 
 
-def _stacked_dots(x: Axis, found: Sequence[FlipMark], radius: float) -> tuple[list[str], float]:
-    """Each dot as low as it can be beside those to its left; and where the stack ends."""
+def _stacked_dots(x: Axis, marks: Sequence[FlipMark], radius: float) -> tuple[list[str], float]:
+    """Dots, each as low as those to its left leave room for; and where the stack ends."""
     places, slots = [], []
     free: list[float] = []
-    for mark in found:
+    for mark in marks:
         place = x.at(_log(mark.probability))
         slot = next((k for k, end in enumerate(free) if end <= place), len(free))
         free[slot : slot + 1] = [place + 2 * radius]
@@ -320,20 +323,17 @@ def _stacked_dots(x: Axis, found: Sequence[FlipMark], radius: float) -> tuple[li
     pitch = min(2 * radius + 1, TALLEST / max(len(free), 1))
     base = TOP + radius + pitch * max(len(free), 1)
     parts = []
-    for mark, place, slot in zip(found, places, slots, strict=True):
+    for mark, place, slot in zip(marks, places, slots, strict=True):
         y = round(base - radius - pitch * slot, 1)
         wrong = " wrong" if mark.wrong else ""
         ends = f'x1="{x.at(_log(mark.low))}" x2="{x.at(_log(mark.high))}"'
         parts.append(f'<line class="interval{wrong}" {ends} y1="{y}" y2="{y}"/>')
-        parts.append(_dot(f"dot{wrong}", place, y, radius, f"{mark.name}: {mark.said}"))
+        parts.append(_dot(f"dot{wrong}", place, y, radius, f"{mark.name}: {mark.in_words}"))
     return parts, base + 10
 
 
-GROUPS = 4
-
-
 def bound_groups(marks: Sequence[FlipMark]) -> list[tuple[float, list[FlipMark]]]:
-    """Images of which only a bound is known, by that bound, the largest first: those alike together, in few groups."""
+    """Images with only an upper bound in groups of similar bounds, the largest first: each group's bound and marks."""
     bounded = [mark for mark in marks if mark.probability == 0]
     for key in (lambda bound: at_most_in_words(bound), lambda bound: str(math.ceil(math.log10(bound)))):
         groups: dict[str, list[FlipMark]] = {}
@@ -346,17 +346,17 @@ def bound_groups(marks: Sequence[FlipMark]) -> list[tuple[float, list[FlipMark]]
 
 
 def _lane(x: Axis, bound: float, group: Sequence[FlipMark], each: int, top: float) -> tuple[str, float]:
-    """Open marks to the left of a bound, an arrow that says where the images may be; and where the lane ends."""
+    """Open marks to the left of a bound, with an arrow towards where the images may be; and where the lane ends."""
     edge, pitch = x.at(_log(bound)), 7.0
     columns = max(1, min(24, int((edge - x.start) / (2 * pitch))))
     shown = group[::each]
     rows = math.ceil(len(shown) / columns)
     head, end = top + 18, top + 24 + pitch * rows
-    many = f"{len(group):,} image{'s' if len(group) > 1 else ''}: below {at_most_in_words(bound)}"
-    words_fit = edge - x.start > 7.5 * len(many)
+    note = f"{len(group):,} image{'s' if len(group) > 1 else ''}: below {at_most_in_words(bound)}"
+    note_fits = edge - x.start > 7.5 * len(note)
     parts = [
-        f'<text class="note" x="{edge if words_fit else x.start}" y="{top + 12}" '
-        f'text-anchor="{"end" if words_fit else "start"}">{many}</text>',
+        f'<text class="note" x="{edge if note_fits else x.start}" y="{top + 12}" '
+        f'text-anchor="{"end" if note_fits else "start"}">{note}</text>',
         _upright("bound", edge, head, end - 4),
     ]
     for place, mark in enumerate(shown):
@@ -364,7 +364,7 @@ def _lane(x: Axis, bound: float, group: Sequence[FlipMark], each: int, top: floa
         wrong = " wrong" if mark.wrong else ""
         parts.append(
             f'<path class="below{wrong}" d="M{right:.1f} {y - 2.6:.1f}v5.2l-4.6 -2.6z">'
-            f"<title>{escape(mark.name)}: {escape(mark.said)}</title></path>"
+            f"<title>{escape(mark.name)}: {escape(mark.in_words)}</title></path>"
         )
     tail = edge - 8 - pitch * min(columns, len(shown))
     if tail > x.start + 24:
@@ -393,16 +393,13 @@ class ScoreBar:
         )
 
 
-SCORES_WIDE = 600
-
-
 def scores_chart(bars: Sequence[ScoreBar], width: int) -> str:
-    """One row a class: the mean ± 2 standard deviations as a bar; how often it won; the answer bold."""
+    """A row for each class: the mean ± 2 standard deviations as a bar, and how often it won; the answer is bold."""
     row, longest = 26, 20 if width > 500 else 15
-    shown = [bar.name if len(bar.name) <= longest else bar.name[: longest - 1] + "…" for bar in bars]
+    names = [bar.name if len(bar.name) <= longest else bar.name[: longest - 1] + "…" for bar in bars]
     low = min(bar.mean - 2.2 * bar.deviation for bar in bars)
     high = max(bar.mean + 2.2 * bar.deviation for bar in bars)
-    left, right = max(28, 16 + 8 * max(map(len, shown))), 56
+    left, right = max(28, 16 + 8 * max(map(len, names))), 56
     x = Axis(low, high if high > low else low + 1, left, width - right)
     head = 26
     bottom = head + row * len(bars)
@@ -417,7 +414,7 @@ def scores_chart(bars: Sequence[ScoreBar], width: int) -> str:
         kind = "name answer" if bar.answer else "name"
         ends = f'x1="{x.at(bar.mean - 2 * bar.deviation)}" x2="{x.at(bar.mean + 2 * bar.deviation)}"'
         parts += [
-            f'<text class="{kind}" x="{left - 8}" y="{centre + 4}" text-anchor="end">{escape(shown[place])}</text>',
+            f'<text class="{kind}" x="{left - 8}" y="{centre + 4}" text-anchor="end">{escape(names[place])}</text>',
             f'<line class="bar" {ends} y1="{centre}" y2="{centre}"><title>{escape(str(bar))}</title></line>',
             _dot("dot", x.at(bar.mean), centre, 3.5, str(bar)),
             f'<text class="{kind}" x="{width - 2}" y="{centre + 4}" text-anchor="end">{bar.won}</text>',
@@ -425,20 +422,20 @@ def scores_chart(bars: Sequence[ScoreBar], width: int) -> str:
     return _svg(parts, width, bottom + BOTTOM, "scores with their standard deviations")
 
 
-def _dot(kind: str, x: float, y: float, radius: float, said: str) -> str:
-    return f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}"><title>{escape(said)}</title></circle>'
+def _dot(kind: str, x: float, y: float, radius: float, title: str) -> str:
+    return f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}"><title>{escape(title)}</title></circle>'
 
 
 def _upright(kind: str, x: float, top: float, bottom: float) -> str:
     return f'<line class="{kind}" x1="{x}" x2="{x}" y1="{top:g}" y2="{bottom:g}"/>'
 
 
-def _tick(x: float, base: float, said: str, anchor: str = "middle") -> str:
-    return f'<text x="{x}" y="{base + 17}" text-anchor="{anchor}">{said}</text>'
+def _tick(x: float, base: float, label: str, anchor: str = "middle") -> str:
+    return f'<text x="{x}" y="{base + 17}" text-anchor="{anchor}">{label}</text>'
 
 
-def _axis_title(x: float, height: float, said: str) -> str:
-    return f'<text x="{x}" y="{height - 12}" text-anchor="end">{escape(said)}</text>'
+def _axis_title(x: float, height: float, title: str) -> str:
+    return f'<text x="{x}" y="{height - 12}" text-anchor="end">{escape(title)}</text>'
 
 
 def _path(x: Axis, y: Axis, points: Sequence[tuple[float, float]]) -> str:

@@ -1,4 +1,4 @@
-"""Figures as files: their style, and rows of pictures of attacked images."""
+"""Figures: their style, rows of pictures of attacked images, and PNG files; and the noise that a page draws itself."""
 
 from __future__ import annotations
 
@@ -21,12 +21,23 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, PURPLE, SKY, AMBER = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"
 """Okabe and Ito's colours."""
 INK, GREY, PALE = "#222222", "#767676", "#E6E6E6"
+"""Colours of text, axes and grids."""
 SMALL = 8.0
-"""Points: the smallest type in a figure of column width."""
+"""The smallest type in a figure of column width, in points."""
+HEADINGS = ("image", "|μ|", "μ⁺", "μ⁻", "noisy sample")
+"""What the five pictures of an attacked image are."""
+SIDE = 1.35
+"""Inches of a side of such a picture."""
+DPI = 200
+"""Dots per inch of a figure in a PNG file."""
+SMALL_SIDE = 96
+"""A small picture on a page has at most so many pixels a side."""
+DRAWN = 20_000
+"""A page draws noisy copies of images with at most so many numbers."""
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches that lays itself out; nothing global is touched."""
+    """An empty figure of so many inches that lays itself out; no global state of matplotlib is touched."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
@@ -46,14 +57,9 @@ def dress(axes: Axes, title: str, x: str, y: str) -> None:
         axes.spines[side].set_color(GREY)
 
 
-HEADINGS = ("image", "|μ|", "μ⁺", "μ⁻", "noisy sample")
-SIDE = 1.35
-"""Inches of a picture."""
-
-
 @dataclass(frozen=True, eq=False)
 class PictureRow:
-    """One attacked image: (C, H, W) each, in [0, 1] but for μ; what the network calls image and sample."""
+    """One attacked image, μ and a noisy sample, (C, H, W) each; and what the network takes image and sample for."""
 
     image: Tensor
     mu: Tensor
@@ -61,7 +67,7 @@ class PictureRow:
     before: str
     after: str
     note: str = ""
-    """A line beside the row: success rate, say."""
+    """A line beside the row: a success rate, say."""
 
     def panels(self) -> tuple[Tensor, ...]:
         """The five pictures, each in [0, 1]; the three of μ share one scale."""
@@ -103,22 +109,16 @@ def draw_picture(axes: Axes, picture: Tensor) -> None:
         side.set_visible(False)
 
 
-SMALL_SIDE = 96
-"""Pixels of a small picture on a page, at most."""
-DRAWN = 20_000
-"""Numbers of an image whose noisy copies a page draws, at most."""
-
-
 def drawable(image: Tensor) -> bool:
-    """Whether a page has every pixel of an image (C, H, W), to draw noisy copies of it."""
+    """Whether a page has every pixel of an image (C, H, W), so that it can draw noisy copies of it."""
     return image.dim() == 3 and len(image) in (1, 3) and max(image.shape) <= SMALL_SIDE and image.numel() <= DRAWN
 
 
 def drawn_noise(number: int, copies: int, shape: Sequence[int]) -> Tensor:
-    """Standard normal numbers (copies, *shape) for the image with a number: those of `noise.js`, to 1e-12.
+    """Standard normal numbers (copies, *shape) for the image with this number: those of `noise.js`, to 1e-12.
 
-    So a page needs no pictures of noisy copies to show the ones that the network was asked about. Uniform numbers are
-    hashes of their places (the finalizer of MurmurHash3, twice), normal ones √(−2 ln u) cos 2πv of two each.
+    With them a page shows the noisy copies that the network was asked about without having pictures of them. Uniform
+    numbers are hashes of their indices (the finalizer of MurmurHash3, twice), normal ones √(−2 ln u) cos 2πv of two.
     """
     size = math.prod(shape)
     stream = _hash32(np.arange(number * copies, (number + 1) * copies, dtype=np.uint32))[:, None]
@@ -135,16 +135,13 @@ def _hash32(x: np.ndarray) -> np.ndarray:
 
 
 def over_the_image(image: Tensor, mu: Tensor) -> Tensor:
-    """A pale grey image with μ over it, (3, H, W): orange where it makes the image brighter, blue where darker."""
+    """A pale grey image with μ over it, (3, H, W): orange where μ makes the image brighter, blue where darker."""
     pale = 0.35 + 0.4 * image.clamp(0, 1).mean(0)
     change = mu.mean(0)
     strength = (change.abs() / change.abs().amax().clamp(min=1e-12)).sqrt()
-    ink = [torch.tensor([int(ink[place : place + 2], 16) / 255 for place in (1, 3, 5)]) for ink in (ORANGE, BLUE)]
-    colour = torch.where(change > 0, ink[0][:, None, None], ink[1][:, None, None]).to(pale)
+    rgb = [torch.tensor([int(code[at : at + 2], 16) / 255 for at in (1, 3, 5)]) for code in (ORANGE, BLUE)]
+    colour = torch.where(change > 0, rgb[0][:, None, None], rgb[1][:, None, None]).to(pale)
     return pale + strength * (colour - pale)
-
-
-DPI = 200
 
 
 def figure_png(figure: Figure) -> bytes:
@@ -156,6 +153,7 @@ def figure_png(figure: Figure) -> bytes:
 
 
 def saved_figure(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
+    """A figure as a file of a kind that matplotlib writes, with the given metadata left out."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind, dpi=DPI, facecolor="white", bbox_inches="tight", metadata=metadata)
     return buffer.getvalue()

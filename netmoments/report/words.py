@@ -1,4 +1,4 @@
-"""Numbers and facts as they are shown, the same in the terminal, in Markdown and on the page."""
+"""Numbers as they are shown in the terminal, in Markdown and on pages; provenance; and what `doctor` says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from netmoments import __version__
 
 
 def in_words(value: float) -> str:
-    """Three digits; from a thousand on whole, with separators; scientific below 1e-3 and from 1e9 on.
+    """A number with three digits; whole with separators from a thousand on; scientific below 1e-3 and from 1e9 on.
 
     >>> [in_words(value) for value in (0.12345, 2.2e-16, -1234567.8, 999.9, 5, 0)]
     ['0.123', '2.2e-16', '-1,234,568', '1,000', '5', '0']
@@ -64,7 +64,7 @@ def interval_in_words(value: float, low: float, high: float) -> tuple[str, str, 
 
 
 def _to_place(value: float, last: int) -> str:
-    """Down to the digit of 10^last, with two digits at least and four at most; scientific below a thousandth."""
+    """A probability down to the digit of 10^last, with two to four digits; scientific below a thousandth."""
     if value <= 0:
         return "0"
     first = math.floor(math.log10(value))
@@ -77,7 +77,8 @@ def _to_place(value: float, last: int) -> str:
 
 
 def seconds_in_words(seconds: float) -> str:
-    """
+    """A time in seconds, in minutes and seconds, or in hours and minutes.
+
     >>> [seconds_in_words(value) for value in (0.0123, 59.7, 250, 5000)]
     ['0.0123 s', '59.7 s', '4 min 10 s', '1 h 23 min']
     """
@@ -91,7 +92,7 @@ def seconds_in_words(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """What computed something: the device in words, and its version of torch."""
+    """A machine that computed results: the name of its device, and its version of torch."""
 
     device: str
     torch: str
@@ -103,7 +104,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the numbers of a report come from: enough to make them again."""
+    """Where the numbers of a report come from, in enough detail to make them again."""
 
     command: str
     date: str
@@ -117,7 +118,7 @@ class Provenance:
     def of_this_run(
         cls, device: pytorch.device, seed: int, command: str | None = None, machines: Sequence[Machine] = ()
     ) -> Provenance:
-        """Now; on these machines, or here; the command is the one that was typed unless another is given."""
+        """The provenance of results computed just now, here or on `machines`, by `command` or the one typed."""
         if command is None:
             command = shlex.join(["netmoments", *sys.argv[1:]])
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -134,15 +135,15 @@ def _name_of(device: pytorch.device) -> str:
 
 
 def installed_in_words(extras: Mapping[str, tuple[Sequence[str], str]]) -> list[str]:
-    """Versions, a line for each extra, and how to install what is missing."""
+    """A line with versions, and a line for each extra with its packages and how to install the missing ones."""
     lines = [
         f"netmoments {__version__}, torch {pytorch.__version__}, numpy {_version('numpy')}, "
         f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     ]
     for extra, (packages, purpose) in extras.items():
-        there = {package: _version(package) for package in packages}
-        missing = [package for package, version in there.items() if version is None]
-        has = ", ".join(f"{package} {version}" for package, version in there.items() if version is not None)
+        versions = {package: _version(package) for package in packages}
+        missing = [package for package, version in versions.items() if version is None]
+        has = ", ".join(f"{package} {version}" for package, version in versions.items() if version is not None)
         lacks = f'missing: {", ".join(missing)} (pip install "netmoments[{extra}]")' if missing else ""
         lines.append(f"{extra}, for {purpose}: {'; '.join(part for part in (has, lacks) if part)}")
     return lines
@@ -156,29 +157,29 @@ def _version(package: str) -> str | None:
 
 
 def machine_in_words() -> list[str]:
-    """Cores, threads and GPUs; what else is running; and what is missing for speed."""
+    """Lines on cores, threads and GPUs, on other load, and on what is missing for speed."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     lines = [f"CPU: {_many(cores, 'core')}, torch uses {_many(pytorch.get_num_threads(), 'thread')}"]
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > cores:
-        lines.append(f"slow now: {load:.1f} processes want these cores, so everything waits; times below are of now")
+        lines.append(f"busy: {load:.1f} processes want these cores, so everything waits; the times below include that")
     if not pytorch.cuda.is_available():
         why = "this torch is built without CUDA" if pytorch.version.cuda is None else "torch finds none"
         return [*lines, f"GPU: none ({why}), so commands run on the CPU"]
     for index in range(pytorch.cuda.device_count()):
-        about = pytorch.cuda.get_device_properties(index)
-        lines.append(f"GPU: cuda:{index} {about.name}, {about.total_memory / 2**30:.0f} GiB; commands use it")
+        gpu = pytorch.cuda.get_device_properties(index)
+        lines.append(f"GPU: cuda:{index} {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB; commands use it")
     triton = _version("triton")
-    said = f"Triton {triton}" if triton else "Triton is missing: exact ReLU covariances run without their fused kernels"
-    return [*lines, said]
+    kernels = f"Triton {triton}" if triton else "Triton is missing: exact ReLU covariances run without fused kernels"
+    return [*lines, kernels]
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 def speed_in_words() -> list[str]:
-    """What was timed here, just now: a large product, a small convolution, on one thread and on all; channels last."""
+    """Lines on what is timed here: a large product and a small convolution, on all threads and one; channels last."""
     device = pytorch.device("cuda" if pytorch.cuda.is_available() else "cpu")
     square = pytorch.ones(1024, 1024, device=device)
     images, layer = pytorch.ones(64, 16, 16, 16, device=device), pytorch.nn.Conv2d(16, 32, 3, padding=1).to(device)
@@ -190,25 +191,26 @@ def speed_in_words() -> list[str]:
     threads, lines = pytorch.get_num_threads(), []
     with pytorch.no_grad():
         for name, run in work.items():
-            every = _seconds(run, device)
-            line = f"{name}: {1e3 * every:.2g} ms"
+            on_all = _seconds(run, device)
+            line = f"{name}: {1e3 * on_all:.2g} ms"
             if device.type == "cpu" and threads > 1:
                 with _one_thread():
-                    line += _threads_in_words(every, _seconds(run, device), threads)
+                    line += _threads_in_words(on_all, _seconds(run, device), threads)
             lines.append(line)
         first, second = _seconds(lambda: layer(images), device), _seconds(lambda: layer(last), device)
     ratio = first / max(second, 1e-9)
-    said = f"{ratio:.1f} times faster" if ratio > 1.1 else f"{1 / ratio:.1f} times slower" if ratio < 0.9 else "as fast"
-    return [*lines, f"channels last: the same convolution is {said}; the library tries both and takes the faster"]
+    how = f"{ratio:.1f} times faster" if ratio > 1.1 else f"{1 / ratio:.1f} times slower" if ratio < 0.9 else "as fast"
+    return [*lines, f"channels last: the same convolution is {how}; the library tries both and takes the faster"]
 
 
-def _threads_in_words(every: float, alone: float, threads: int) -> str:
-    """
+def _threads_in_words(on_all: float, on_one: float, threads: int) -> str:
+    """The seconds on one thread beside those on all, with advice where one is faster.
+
     >>> _threads_in_words(0.084, 0.0017, 2)
     ' with 2 threads, 1.7 ms with one: threads cost more than they save here; OMP_NUM_THREADS=1 is faster'
     """
-    said = f" with {threads} threads, {1e3 * alone:.2g} ms with one"
-    return f"{said}: threads cost more than they save here; OMP_NUM_THREADS=1 is faster" if every > alone else said
+    both = f" with {threads} threads, {1e3 * on_one:.2g} ms with one"
+    return f"{both}: threads cost more than they save here; OMP_NUM_THREADS=1 is faster" if on_all > on_one else both
 
 
 @contextmanager
@@ -222,7 +224,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _seconds(run: Callable[[], object], device: pytorch.device, times: int = 7) -> float:
-    """The median of a few runs, after one."""
+    """The median time of a few runs, after one to warm up."""
     taken = []
     for _ in range(times + 1):
         start = time.perf_counter()

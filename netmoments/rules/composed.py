@@ -1,9 +1,9 @@
-"""What normalisation, gates and attention are made of: squares, products, functions of positive numbers, softmax.
+"""Rules for what normalisation, gates and attention are composed of: squares, products, roots, softmax, norms.
 
 A normalisation layer is a square, a mean, a reciprocal root and a product; attention is two sums of products with a
-softmax between them. Squares and (sums of) products are quadratic, so that their moments under a Gaussian are exact
-(Isserlis 1918), and with third cumulants exact to first order in them. The others have an error that their classes
-state.
+softmax between them. Squares and sums of products are quadratic: their moments under a Gaussian are exact (Isserlis
+1918), and with third cumulants exact to first order in them. All others are approximate. `OneSigned`, for roots,
+reciprocals and logarithms, states its error; `OfRows` and `OfWindows` average over quasi-random points.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from netmoments.rules.sampled import UnitMoments, normal_points
 from netmoments.rules.smooth import Elementwise
 
 FEWEST_POINTS, MOST_POINTS = 512, 8192
-"""Quasi-random points of a row or window: a sketch takes the fewest."""
-MOST_SKEWED = 1.0
-"""The largest size √Σκ² of third cumulants that moves points as far as it says."""
+"""Bounds on the quasi-random points of a row or window; a sketch takes the fewest."""
 ALL_POINTS = 2**18
-"""Points of all rows or windows of a layer together, between those bounds."""
+"""Quasi-random points of all rows or windows of a layer together, where the bounds allow it."""
+MOST_SKEWED = 1.0
+"""Third cumulants of a size √Σκ² beyond this are scaled down to it: see `points_of`."""
 MOST_SPREAD = 0.6
-"""Deviations of what must not reach 0, in parts of the mean, at most."""
+"""The largest coefficient of variation |s/m| of an input of `OneSigned`; larger ones are cut to it."""
 LEAST_ROOT = 0.05
-"""Below this part of its cube root at the mean it is cut off."""
+"""The least ∛(z/m) of an input z of `OneSigned` with mean m; smaller ones, further in its tail, are cut to it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Squared(OneInput):
     """f(z) = z²: all moments and all pairs are exact."""
 
     windows: Tensor
-    """Each unit's own input, (n, 1)."""
+    """The one input of each unit, (n, 1)."""
 
     def values(self, z: Tensor) -> Tensor:
         return z.squeeze(-1).square()
@@ -48,23 +48,23 @@ class Squared(OneInput):
     def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
         """E z² = m² + s², Var z² = 4m²s² + 2s⁴ + 4mκ, κ the third cumulant of z."""
         m, variance = mean.squeeze(-1), covariance.squeeze((-2, -1))
-        own = 4 * m.square() * variance + 2 * variance.square()
+        of_square = 4 * m.square() * variance + 2 * variance.square()
         if cumulants is not None:
             kappa = cumulants.kappa.reshape(m.shape) * cumulants.root.reshape(m.shape) ** 3
-            own = (own + 4 * m * kappa).clamp(min=0)
-        return Local(m.square() + variance, own, 2 * mean, torch.full_like(covariance, 2.0))
+            of_square = (of_square + 4 * m * kappa).clamp(min=0)
+        return Local(m.square() + variance, of_square, 2 * mean, torch.full_like(covariance, 2.0))
 
     def pairs(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """Cov(z², z'²) = 4mm'c + 2c²: the second part."""
+        """2c², the nonlinear part of Cov(z², z'²) = 4mm'c + 2c²."""
         return 2 * covariance.square()
 
     def power_moments(self, mean: Tensor, variance: Tensor) -> PowerMoments:
-        """Of g = z² − m² = au + bu², a = 2ms and b = s²: moments of powers of u up to the eighth."""
-        a, b, none = 2 * mean * standard_deviation(variance), variance, torch.zeros_like(mean)
+        """Exact, from g = z² − m² = au + bu² with a = 2ms and b = s², by moments of u up to the eighth."""
+        a, b, zero = 2 * mean * standard_deviation(variance), variance, torch.zeros_like(mean)
         n, v = a.square(), b.square()
         return PowerMoments(
             centre=mean.square(),
-            first=(b, a, 2 * b, none, none, none, none),
+            first=(b, a, 2 * b, zero, zero, zero, zero),
             second=(n + 3 * v, 6 * a * b, 2 * n + 12 * v, 12 * a * b, 24 * v),
             third=(
                 b * (9 * n + 15 * v), a * (3 * n + 45 * v), b * (36 * n + 90 * v), a * (6 * n + 180 * v),
@@ -74,24 +74,25 @@ class Squared(OneInput):
         )  # fmt: skip
 
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
-        return _together(self, mean, covariance)
+        return _local_of_images(self, mean, covariance)
 
 
 @dataclass(frozen=True, eq=False)
 class SumOfProducts(Nonlinearity):
-    """f(z) = Σₖ zₖz'ₖ + offset, a window being z and then z': products of two tensors, and of matrices.
+    """f(z) = Σₖ zₖz'ₖ + offset for windows that hold z, then z': products of two tensors, elementwise or of matrices.
 
     With g = (m', m) and H the matrix that swaps z and z', E f = m·m' + tr Cov(z, z') and
     Var f = gᵀSg + ½ tr(HSHS) + Σ gₐH_bc κ_abc.
     """
 
     windows: Tensor
-    """(n, 2d)."""
+    """(n, 2d) for sums of d products."""
     offset: Tensor | None = None
-    """(n,), what is added."""
+    """A constant that is added, (n,)."""
 
     @cached_property
     def terms(self) -> int:
+        """d, the products in each sum."""
         return self.width // 2
 
     def values(self, z: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class SumOfProducts(Nonlinearity):
         return Local(self._shifted(expected), variance, gain, swap.expand(covariance.shape))
 
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
-        return _together(self, mean, covariance)
+        return _local_of_images(self, mean, covariance)
 
     def _shifted(self, y: Tensor) -> Tensor:
         return y if self.offset is None else y + self.offset
@@ -123,28 +124,29 @@ class SumOfProducts(Nonlinearity):
 
 @dataclass(frozen=True, eq=False)
 class OneSigned(Elementwise):
-    """y = function(z) of numbers that never reach 0: roots, reciprocals, logarithms.
+    """y = function(z) for inputs that never reach 0: roots, reciprocals, logarithms.
 
-    A Gaussian would take them across 0. They are taken to have Gamma's distribution with the right mean and variance,
-    as sums of squares nearly have, by z = m(1 − c²/9 + cu/3)³ with c = s/m and u normal (Wilson and Hilferty 1931), and
-    Gauss–Hermite quadrature in u; another skewness than Gamma's, 2c, counts to first order. For 1/√z of Gamma's z
-    itself the mean is off by 7e-7 of a deviation at c = 0.1, by 2e-4 at c = 0.3 and by 3e-3 at c = 0.5, the variance by
-    3e-5, 3e-3 and 5e-2. Above `MOST_SPREAD` c is taken as that: moments that may not exist stay finite.
+    A Gaussian would cross 0. The inputs are therefore given a Gamma distribution with their mean and variance, which
+    sums of squares nearly have: z = m(1 − c²/9 + cu/3)³ with c = s/m and u normal (Wilson and Hilferty 1931), and
+    Gauss–Hermite quadrature in u. A skewness other than Gamma's, 2c, is taken into account to first order. For 1/√z of
+    a true Gamma variable the mean is off by 7e-7 of a deviation at c = 0.1, by 2e-4 at c = 0.3 and by 3e-3 at c = 0.5,
+    the variance by 3e-5, 3e-3 and 5e-2. c is cut to `MOST_SPREAD`, so that moments which may not exist stay finite.
     """
 
     def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
-        """With γ the skewness, z = m + s(u + γ/6 (u² − 1)) + … and f = E f + a₁u + ½a₂(u² − 1) + … of the same u.
+        """The moments by quadrature, with a gain and a curvature that explain f by z, not by u.
 
-        Gain g and curvature H are those with which z gives f: a₁ = s(g + Hsγ/3), a₂ = s(gγ/3 + Hs). To first order in γ
-        they are E f′ and E f″, which need not exist.
+        With γ the skewness, z = m + s(u + γ/6 (u² − 1)) + … and f = E f + a₁u + ½a₂(u² − 1) + … in the same u. Gain g
+        and curvature H solve a₁ = s(g + Hsγ/3), a₂ = s(gγ/3 + Hs). To first order in γ they are E f′ and E f″, which
+        need not exist themselves.
         """
         m, s = mean.squeeze(-1), standard_deviation(covariance.squeeze((-2, -1)))
         nodes, weights = self._nodes(m)
         spread = _spread(m, s)
-        z, rate = _like_gamma(m, spread, nodes)
-        at = z.reshape(-1, *self.shape)
-        value, slope = value_and_slope(self.function, (at,), (torch.ones_like(at),))
-        value, slope = value.reshape(z.shape), slope.reshape(z.shape) * rate
+        z, slope_of_z = _like_gamma(m, spread, nodes)
+        inputs = z.reshape(-1, *self.shape)
+        value, slope = value_and_slope(self.function, (inputs,), (torch.ones_like(inputs),))
+        value, slope = value.reshape(z.shape), slope.reshape(z.shape) * slope_of_z
         skew = 2 * spread
         second = (weights * slope * nodes).sum(0)
         if cumulants is not None:
@@ -162,7 +164,7 @@ class OneSigned(Elementwise):
         )
 
     def pairs(self, mean: Tensor, covariance: Tensor) -> Tensor:
-        """The Hermite series in u, from its second term, of f less what is linear in z."""
+        """The Hermite series in u, from its second term, of f − gain·z, the part of f that is not linear in z."""
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         s = standard_deviation(variance)
         safe = torch.where(s > 0, s, 1.0)
@@ -177,73 +179,75 @@ class OneSigned(Elementwise):
 
 
 def _spread(mean: Tensor, deviation: Tensor) -> Tensor:
-    """c = s/m, of the sign of m, at most `MOST_SPREAD` in size."""
+    """The coefficient of variation c = s/m, with the sign of m, cut to ±`MOST_SPREAD`."""
     return (deviation / torch.where(mean == 0, 1.0, mean)).clamp(-MOST_SPREAD, MOST_SPREAD)
 
 
 def _like_gamma(mean: Tensor, spread: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of the sign of their mean, nearly of Gamma's distribution for normal u, and their slope in su."""
+    """z = m(1 − c²/9 + cu/3)³, nearly Gamma for normal u and of the sign of its mean, and dz/d(su)."""
     root = 1 - spread.square() / 9 + spread * u / 3
-    kept = root.clamp(min=LEAST_ROOT)
-    return mean * kept**3, torch.where(root > LEAST_ROOT, kept.square(), 0.0)
+    cut_root = root.clamp(min=LEAST_ROOT)
+    return mean * cut_root**3, torch.where(root > LEAST_ROOT, cut_root.square(), 0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class OfRows(Nonlinearity):
-    """A function of rows of w numbers that gives as many, each of them a unit that looks at the whole row.
+    """A function from rows of w numbers to rows of w numbers: each result is a unit whose window is the whole row.
 
-    By quasi-random points whose first two moments are exact. Third cumulants move the points, u → u + κ[u, u]/6, which
-    is right to first order.
+    Expectations are averages over quasi-random points whose first two moments are exact. Third cumulants move the
+    points, u → u + κ[u, u]/6, which is right to first order.
     """
 
     rows: Tensor
-    """The places of every row's numbers, (g, w), in the input and in the output: each place in one row."""
+    """The places of each row's numbers, (g, w), the same in input and output. Every place is in exactly one row."""
     points: int = field(default=0, kw_only=True)
-    """For each row; by default the more the fewer rows there are."""
+    """Quasi-random points for each row; 0 for `points_for`, the more the fewer rows there are."""
 
     @cached_property
     def windows(self) -> Tensor:  # type: ignore[override]
-        every = self.rows.new_empty(self.rows.numel(), self.rows.shape[1])
-        every[self.rows.reshape(-1)] = self.rows.repeat_interleave(self.rows.shape[1], 0)
-        return every
+        windows = self.rows.new_empty(self.rows.numel(), self.rows.shape[1])
+        windows[self.rows.reshape(-1)] = self.rows.repeat_interleave(self.rows.shape[1], 0)
+        return windows
 
     @cached_property
     def position(self) -> Tensor:
-        """Which of its row each unit is, (n,)."""
+        """The position of each unit in its row, (n,)."""
         order = torch.arange(self.rows.shape[1], device=self.rows.device).expand_as(self.rows)
         return torch.empty_like(self.rows.reshape(-1)).scatter_(0, self.rows.reshape(-1), order.reshape(-1))
 
     @abstractmethod
     def of_rows(self, z: Tensor) -> Tensor:
-        """The function itself, (..., w) to (..., w)."""
+        """The function itself, from (..., w) to (..., w)."""
 
     @abstractmethod
     def slopes(self, z: Tensor, position: Tensor | None) -> Tensor:
-        """E ∇fᵢ of all units of rows known from points (m, P, w), (m, w, w), or of one each, by position: (m, w)."""
+        """E ∇fᵢ from points (m, P, w) of m rows: (m, w, w) for all units; (m, w) for one of each row, by position."""
 
     @abstractmethod
     def bends(self, z: Tensor) -> Tensor:
-        """E ∇²fᵢ of all units of rows known from points (m, P, w): (m, w, w, w)."""
+        """E ∇²fᵢ of all units from points (m, P, w) of m rows: (m, w, w, w)."""
 
     def values(self, z: Tensor) -> Tensor:
         return self.of_rows(z).gather(-1, self.position.expand(z.shape[:-1]).unsqueeze(-1)).squeeze(-1)
 
     def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
-        batch, each = mean.shape[:-1], self._count * self.width
+        batch, numbers_each = mean.shape[:-1], self._count * self.width
         if cumulants is not None:
             position = self.position.expand(batch).reshape(-1)
             inputs = (position, *_flat(mean, cumulants.root, cumulants.kappa))
-            expected, variance, gain = _in_parts(self._units, inputs, each)
-            curvature = torch.zeros_like(covariance)  # that of a Gaussian is asked for without cumulants
+            expected, variance, gain = _in_parts(self._units, inputs, numbers_each)
+            curvature = torch.zeros_like(covariance)  # callers take the curvature of the Gaussian, without cumulants
             return Local(expected.reshape(batch), variance.reshape(batch), gain.reshape(mean.shape), curvature)
         first = self.rows[:, 0]
-        found = _in_parts(self._rows, _flat(mean[..., first, :], cholesky_root(covariance[..., first, :, :])), each)
+        inputs = _flat(mean[..., first, :], cholesky_root(covariance[..., first, :, :]))
+        by_row = _in_parts(self._rows, inputs, numbers_each)
         order = self.rows.reshape(-1).argsort()
-        by_unit = (part.reshape(-1, self.units, *part.shape[2:])[:, order] for part in found)
-        return Local(*(part.reshape(*batch, *part.shape[2:]) for part in by_unit))
+        by_unit = (x.reshape(-1, self.units, *x.shape[2:])[:, order] for x in by_row)
+        return Local(*(x.reshape(*batch, *x.shape[2:]) for x in by_unit))
 
     @property
     def _count(self) -> int:
+        """Quasi-random points for each row."""
         return self.points or points_for(len(self.rows))
 
     def _rows(self, mean: Tensor, root: Tensor) -> tuple[Tensor, ...]:
@@ -255,7 +259,7 @@ class OfRows(Nonlinearity):
         return expected, variance, self.slopes(z, None), self.bends(z)
 
     def _units(self, position: Tensor, mean: Tensor, root: Tensor, kappa: Tensor) -> tuple[Tensor, ...]:
-        """Mean, variance and gain of one unit of each row (m, w), by its position in it, with third cumulants."""
+        """Mean, variance and gain of one unit of each row (m, w), given by its position, with third cumulants."""
         z = points_of(self._count, mean, root, kappa)
         value = self.of_rows(z).gather(-1, position[:, None, None].expand(-1, z.shape[-2], 1)).squeeze(-1)
         expected = value.mean(-1)
@@ -263,7 +267,7 @@ class OfRows(Nonlinearity):
         return expected, variance, self.slopes(z, position)
 
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
-        return _together(replace(self, points=FEWEST_POINTS), mean, covariance)
+        return _local_of_images(replace(self, points=FEWEST_POINTS), mean, covariance)
 
 
 class Softmax(OfRows):
@@ -279,19 +283,20 @@ class Softmax(OfRows):
         p = z.softmax(-1)
         if position is None:
             return torch.diag_embed(p.mean(-2)) - _products(p, p)
-        own = p.gather(-1, position[:, None, None].expand(-1, p.shape[-2], 1))
-        return (-_products(own, p).squeeze(-2)).scatter_add(-1, position.unsqueeze(-1), own.mean(-2))
+        p_unit = p.gather(-1, position[:, None, None].expand(-1, p.shape[-2], 1))
+        return (-_products(p_unit, p).squeeze(-2)).scatter_add(-1, position.unsqueeze(-1), p_unit.mean(-2))
 
     def bends(self, z: Tensor) -> Tensor:
         p = z.softmax(-1)
         crossed = torch.diag_embed(_products(p, p))  # [i, a, b] = δ_ab E[pᵢpₐ]
-        own = crossed.transpose(-3, -2)
-        return torch.diag_embed(torch.diag_embed(p.mean(-2))) - own - own.mT - crossed + 2 * _triple_products(p, 1.0)
+        turned = crossed.transpose(-3, -2)  # [i, a, b] = δᵢ_b E[pₐpᵢ]
+        triple = 2 * _triple_products(p, 1.0)
+        return torch.diag_embed(torch.diag_embed(p.mean(-2))) - turned - turned.mT - crossed + triple
 
 
 @dataclass(frozen=True, eq=False)
 class NormalisedRows(OfRows):
-    """f(z)ᵢ = aᵢ cᵢ/√(v + ε) + bᵢ with c = z less its mean and v the mean of c²: layer, group and instance norms.
+    """f(z)ᵢ = aᵢ cᵢ/√(v + ε) + bᵢ, c being z less its mean and v the mean of c²: layer, group and instance norms.
 
     With r = 1/√(v + ε), ∂fᵢ/∂cₐ = δᵢₐr − cᵢcₐr³/w and ∂²fᵢ = −r³(δᵢₐc_b + δᵢ_bcₐ + δₐ_bcᵢ)/w + 3cᵢcₐc_b r⁵/w².
     """
@@ -316,56 +321,61 @@ class NormalisedRows(OfRows):
 
     def slopes(self, z: Tensor, position: Tensor | None) -> Tensor:
         c, r = self._centred(z)
-        turned = c * r**3 / z.shape[-1]
-        level = r.mean(-2)
+        scaled = c * r**3 / z.shape[-1]
+        mean_r = r.mean(-2)
         if position is None:
-            return self._less_mean(torch.diag_embed(level.expand(-1, z.shape[-1])) - _products(c, turned))
-        own = c.gather(-1, position[:, None, None].expand(-1, c.shape[-2], 1))
-        slope = -_products(own, turned).squeeze(-2)
-        return self._less_mean(slope.scatter_add(-1, position.unsqueeze(-1), level))
+            return self._by_input(torch.diag_embed(mean_r.expand(-1, z.shape[-1])) - _products(c, scaled))
+        c_unit = c.gather(-1, position[:, None, None].expand(-1, c.shape[-2], 1))
+        slope = -_products(c_unit, scaled).squeeze(-2)
+        return self._by_input(slope.scatter_add(-1, position.unsqueeze(-1), mean_r))
 
     def bends(self, z: Tensor) -> Tensor:
         c, r = self._centred(z)
         w = z.shape[-1]
-        turned = (c * r**3).mean(-2) / w
-        one = torch.eye(w, dtype=z.dtype, device=z.device)
-        crossed = turned[..., :, None, None] * one  # [i, a, b] = δ_ab tᵢ
-        own = crossed.transpose(-3, -2)
-        bent = 3 / w**2 * _triple_products(c, r**5) - crossed - own - own.mT
-        return self._less_mean(self._less_mean(bent).mT)
+        t = (c * r**3).mean(-2) / w
+        identity = torch.eye(w, dtype=z.dtype, device=z.device)
+        crossed = t[..., :, None, None] * identity  # [i, a, b] = δ_ab tᵢ
+        turned = crossed.transpose(-3, -2)  # [i, a, b] = δᵢ_b tₐ
+        bend = 3 / w**2 * _triple_products(c, r**5) - crossed - turned - turned.mT
+        return self._by_input(self._by_input(bend).mT)
 
     def _centred(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """c and r."""
         c = z - z.mean(-1, keepdim=True)
         return c, (c.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
     @staticmethod
-    def _less_mean(slope: Tensor) -> Tensor:
-        """A derivative in c as one in z."""
+    def _by_input(slope: Tensor) -> Tensor:
+        """A derivative by c as one by z."""
         return slope - slope.mean(-1, keepdim=True)
 
 
 @dataclass(frozen=True, eq=False)
 class OfWindows(Nonlinearity):
-    """Any smooth function of a window's numbers, by the same points; E ∇²f from the gradient by Stein's identity."""
+    """Any smooth function of each window, averaged over quasi-random points as in `OfRows`.
+
+    E ∇²f follows from the gradient by Stein's identity.
+    """
 
     windows: Tensor
     points: int = field(default=0, kw_only=True)
-    """For each window; by default the more the fewer windows there are."""
+    """Quasi-random points for each window; 0 for `points_for`, the more the fewer windows there are."""
 
     @abstractmethod
     def values(self, z: Tensor) -> Tensor:
-        """f itself, from (..., w) to (...); numbers beyond a window are 0."""
+        """f itself, from (..., w) to (...); places beyond a window hold 0."""
 
     def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
         if cumulants is None:
             inputs = _flat(mean, cholesky_root(covariance))
         else:
             inputs = _flat(mean, cumulants.root, cumulants.kappa)
-        found = _in_parts(self._windows, inputs, self._count * self.width)
-        return Local(*(part.reshape(*mean.shape[:-1], *part.shape[1:]) for part in found))
+        moments = _in_parts(self._windows, inputs, self._count * self.width)
+        return Local(*(x.reshape(*mean.shape[:-1], *x.shape[1:]) for x in moments))
 
     @property
     def _count(self) -> int:
+        """Quasi-random points for each window."""
         return self.points or points_for(self.units)
 
     def _windows(self, mean: Tensor, root: Tensor, kappa: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -379,7 +389,7 @@ class OfWindows(Nonlinearity):
         return expected, variance, slope.mean(-2), 0.5 * (bend + bend.mT)
 
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
-        return _together(replace(self, points=FEWEST_POINTS), mean, covariance)
+        return _local_of_images(replace(self, points=FEWEST_POINTS), mean, covariance)
 
 
 class LogSumExp(OfWindows):
@@ -391,10 +401,12 @@ class LogSumExp(OfWindows):
 
 @dataclass(frozen=True, eq=False)
 class PowerSum(OfWindows):
-    """f(z) = (Σ|zᵢ|ᵖ)^(1/p), with a ReLU of every number before it or without: Lp pools."""
+    """f(z) = (Σ|zᵢ|ᵖ)^(1/p), or the same of relu(zᵢ): Lp pools and vector norms."""
 
     power: float
+    """p ≥ 1."""
     with_zero: bool = False
+    """Whether a ReLU of each input comes first."""
 
     def values(self, z: Tensor) -> Tensor:
         size = z.relu() if self.with_zero else z.abs()
@@ -406,38 +418,40 @@ class PowerSum(OfWindows):
 
 
 def points_of(count: int, mean: Tensor, root: Tensor, kappa: Tensor | None = None) -> Tensor:
-    """Points m + Ru of windows (m, w) with roots (m, w, w): (m, P, w).
+    """Quasi-random points z = m + Ru, (m, P, w), for windows with means (m, w) and roots (m, w, w) of covariances.
 
-    Third cumulants κ (m, q, q, q) move u by κ[u, u]/6: the moments of third order are then κ to first order, and those
-    of first and second as before. Of a κ larger than `MOST_SKEWED` (numbers that lie near a sphere, behind a
-    normalisation) only so much counts: the first order means nothing there.
+    Third cumulants κ (m, q, q, q) move u by κ[u, u]/6, less its mean: the third moments are then κ to first order, the
+    first and second as before. A κ larger than `MOST_SKEWED`, where first order means nothing (behind a normalisation,
+    whose results lie near a sphere), is scaled down to that size.
     """
     u = normal_points(mean.shape[-1], count).to(mean)
     if kappa is None:
         return mean.unsqueeze(-2) + u @ root.mT
     size = torch.linalg.vector_norm(kappa.detach(), dim=(-3, -2, -1), keepdim=True)
-    few, kappa = kappa.shape[-1], kappa * (MOST_SKEWED / size.clamp(min=MOST_SKEWED))
-    first = u[:, :few]
-    twice = (first.unsqueeze(-1) * first.unsqueeze(-2)).flatten(1) - torch.eye(few).to(u).flatten()
-    moved = twice @ kappa.flatten(-2).mT / 6
-    return mean.unsqueeze(-2) + u @ root.mT + moved @ root[..., :few].mT
+    q, kappa = kappa.shape[-1], kappa * (MOST_SKEWED / size.clamp(min=MOST_SKEWED))
+    first = u[:, :q]
+    products = (first.unsqueeze(-1) * first.unsqueeze(-2)).flatten(1) - torch.eye(q).to(u).flatten()
+    moved = products @ kappa.flatten(-2).mT / 6
+    return mean.unsqueeze(-2) + u @ root.mT + moved @ root[..., :q].mT
 
 
 def points_for(windows: int) -> int:
-    """How many points each of so many windows has, a power of two."""
+    """How many quasi-random points each of so many windows has: a power of two."""
     return 1 << (max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // windows)).bit_length() - 1)
 
 
 def _flat(mean: Tensor, root: Tensor, kappa: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Windows of all images one after the other."""
-    given = mean.reshape(-1, mean.shape[-1]), root.reshape(-1, *root.shape[-2:])
-    return given if kappa is None else (*given, kappa.reshape(-1, *kappa.shape[-3:]))
+    """The windows of all images in one dimension: means (m, w), roots (m, w, w) and cumulants (m, q, q, q), if any."""
+    flat = mean.reshape(-1, mean.shape[-1]), root.reshape(-1, *root.shape[-2:])
+    return flat if kappa is None else (*flat, kappa.reshape(-1, *kappa.shape[-3:]))
 
 
-def _in_parts(work: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...], each: int) -> tuple[Tensor, ...]:
-    """`work(*inputs)` for some windows at a time, of which each takes so many numbers."""
-    together = elements_together("cache", inputs[-1], each)
-    parts = [work(*some) for some in zip(*(x.split(together) for x in inputs), strict=True)]
+def _in_parts(
+    work: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...], numbers_each: int
+) -> tuple[Tensor, ...]:
+    """`work(*inputs)`, a few windows at a time; each window takes `numbers_each` numbers of memory."""
+    together = elements_together("cache", inputs[-1], numbers_each)
+    parts = [work(*part) for part in zip(*(x.split(together) for x in inputs), strict=True)]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
@@ -448,10 +462,10 @@ def _products(first: Tensor, second: Tensor) -> Tensor:
 
 def _triple_products(c: Tensor, weight: Tensor | float) -> Tensor:
     """E[weight cᵢcₐc_b] from points (m, P, w): (m, w, w, w)."""
-    return torch.stack([_products(c * one.unsqueeze(-1) * weight, c) for one in c.unbind(-1)], -3)
+    return torch.stack([_products(c * c_i.unsqueeze(-1) * weight, c) for c_i in c.unbind(-1)], -3)
 
 
-def _together(rule: Nonlinearity, mean: Tensor, covariance: Tensor) -> UnitMoments:
-    """The moments of all images at once, for a sketch."""
+def _local_of_images(rule: Nonlinearity, mean: Tensor, covariance: Tensor) -> UnitMoments:
+    """The moments for a sketch, from one call of `local` for all images."""
     expected, _, gain, curvature = rule.local(rule.gathered(mean), covariance)
     return UnitMoments(expected, gain.detach(), curvature.detach())

@@ -1,9 +1,13 @@
-"""The largest of a few jointly Gaussian numbers: its mean, variance, expected gradient and curvature."""
+"""The rule for max-pooling: moments of the largest of a few jointly Gaussian numbers, with a ReLU or without.
+
+A window with one sure leader is linear. All others are integrated along many quasi-random lines, exactly along each
+line (`_line_integrals`). For a sketch, where the errors of many windows average out, `maximum_lines` takes few lines.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -15,19 +19,30 @@ from netmoments.normal import density, distribution
 from netmoments.rules import sketch_launch
 from netmoments.rules.base import Local, Nonlinearity, SketchedLayer, ThirdCumulants, cholesky_root
 from netmoments.rules.maximum_lines import largest_of_contenders
-from netmoments.rules.sampled import SampledUnits, UnitMoments, joined, laid_out, sample_covariance, windows_in_parts
+from netmoments.rules.sampled import (
+    SampledUnits,
+    UnitMoments,
+    joined,
+    laid_out,
+    normal_points,
+    sample_covariance,
+    windows_in_parts,
+)
 
 FEWEST_POINTS, MOST_POINTS = 512, 4096
-"""Quasi-random points a window: the fewer windows a layer has, the less their errors average out. Those of a flat
-background do not average out at all: with 64 points the pools of a VGG moved its scores by 0.012 deviations, with 256
-by 0.003, with 1024 by 0.001."""
+"""Bounds on the quasi-random points of a window: the fewer windows a layer has, the less their errors average out.
+
+Those of a flat background do not average out at all: with 64 points the pools of a VGG moved its scores by 0.012
+deviations, with 256 by 0.003, with 1024 by 0.001.
+"""
 ALL_POINTS = 2**18
-"""Points of all windows of a layer together, between those bounds."""
+"""Quasi-random points of all windows of a layer together, where the bounds allow it."""
 POINT_SETS = 16
-"""Independent sets of them, taken in turn by the windows, so that their errors do not add up over a layer."""
+"""Independent sets of points. Windows take them in turn, so that their errors do not add up over a layer."""
 DECIDED = {torch.float32: 6.0, torch.float64: 8.5}
-"""Deviations by which one number must lead all others for its window to count as linear."""
+"""Standard deviations by which one number must lead all others for its window to count as linear."""
 _FAR = 40.0
+"""|τ|, in standard deviations along a line, at which integrals are cut off."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +51,13 @@ class Largest(Nonlinearity):
 
     windows: Tensor
     with_zero: bool
+    """Whether 0 is one of the competing numbers."""
     sign: int = 1
-    """−1 for the smallest: −max(−z)."""
+    """−1 for the smallest, which is −max(−z)."""
     points: int | None = None
-    """Quasi-random points a window, a power of two; by default the more the fewer windows there are."""
+    """Quasi-random points of each window, a power of two; by default the more the fewer windows there are."""
     numbers: Tensor | None = None
-    """Which of the sets of points each window takes, (n,), modulo their number; by default by its place."""
+    """Which set of points each window takes, (n,), modulo their number; by default they take turns."""
 
     def clamped(self) -> Largest | None:
         return replace(self, with_zero=True) if self.sign > 0 else None
@@ -58,31 +74,31 @@ class Largest(Nonlinearity):
     def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
         images = mean.shape[:-2]
         flat = cumulants and ThirdCumulants(cumulants.root.flatten(0, -3), cumulants.kappa.flatten(0, -4))
-        found = self._largest(self.sign * mean.reshape(-1, self.width), covariance.flatten(0, -3), flat)
+        largest = self._largest(self.sign * mean.reshape(-1, self.width), covariance.flatten(0, -3), flat)
         batch = (*images, self.units)
         return Local(
-            self.sign * found.mean.reshape(batch),
-            found.variance.reshape(batch),
-            found.gain.reshape(*batch, -1),
-            self.sign * found.curvature.reshape(*batch, self.width, self.width),
+            self.sign * largest.mean.reshape(batch),
+            largest.variance.reshape(batch),
+            largest.gain.reshape(*batch, -1),
+            self.sign * largest.curvature.reshape(*batch, self.width, self.width),
         )
 
     def observed(self, samples: Tensor) -> SampledUnits:
         columns = laid_out(samples.mT)
         values, covariances = [], []
-        for some, z in windows_in_parts(self.windows, columns, self.width * samples.shape[1]):
-            missing = (self.windows[some] < 0).unsqueeze(-1)
-            seen = z.masked_fill(missing, -self.sign * torch.inf) if bool(missing.any()) else z
-            extreme = seen.amax(-2) if self.sign > 0 else seen.amin(-2)
+        for part, z in windows_in_parts(self.windows, columns, self.width * samples.shape[1]):
+            missing = (self.windows[part] < 0).unsqueeze(-1)
+            present = z.masked_fill(missing, -self.sign * torch.inf) if bool(missing.any()) else z
+            extreme = present.amax(-2) if self.sign > 0 else present.amin(-2)
             values.append(self.sign * torch.relu(self.sign * extreme) if self.with_zero else extreme)
             covariances.append(sample_covariance(z))
         return SampledUnits(laid_out(joined(values, 1).mT), joined(covariances, 1), columns.mT)
 
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
-        """By a few lines through each window, which average out over a layer's many windows."""
-        windows = self.sign * self.gathered(mean)
-        found = largest_of_contenders(self.windows, windows, covariance, probes, with_zero=self.with_zero)
-        return UnitMoments(self.sign * found.mean, found.gain, self.sign * found.curvature)
+        """From a few lines through each window (`maximum_lines`), whose errors average out over a layer's windows."""
+        means = self.sign * self.gathered(mean)
+        largest = largest_of_contenders(self.windows, means, covariance, probes, with_zero=self.with_zero)
+        return UnitMoments(self.sign * largest.mean, largest.gain, self.sign * largest.curvature)
 
     def has_kernels(self, mean: Tensor, samples: Tensor) -> bool:
         fits = 1 < self.width <= sketch_launch.WIDEST
@@ -92,16 +108,15 @@ class Largest(Nonlinearity):
         values, moments, quadratics = sketch_launch.largest_of_windows(
             self.windows, self.sign, self.with_zero, mean, samples
         )
-        back = partial(self.pull_back, moments.gain, inputs=samples.shape[-1])
-        return SketchedLayer(moments.mean, values, back, quadratics)
+        pull_back = partial(self.pull_back, moments.gain, inputs=samples.shape[-1])
+        return SketchedLayer(moments.mean, values, pull_back, quadratics)
 
     def _largest(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None) -> Local:
-        """The windows of all images, one after the other: means (m, w), covariances (m, w, w)."""
-        own = self.windows >= 0
-        present = own.expand(len(mean) // self.units, *own.shape).flatten(0, 1)
+        """The moments of the windows of all images, from means (m, w) and covariances (m, w, w)."""
+        present = (self.windows >= 0).expand(len(mean) // self.units, *self.windows.shape).flatten(0, 1)
         contest = _contest(mean.detach(), covariance.detach(), present, with_zero=self.with_zero)
         gain = torch.nn.functional.one_hot(contest.mean.argmax(-1), contest.mean.shape[-1])[:, : self.width].to(mean)
-        certain = Local(
+        linear = Local(
             mean=(gain * mean).sum(-1),
             variance=((covariance @ gain.unsqueeze(-1)).squeeze(-1) * gain).sum(-1),
             gain=gain,
@@ -109,29 +124,29 @@ class Largest(Nonlinearity):
         )
         open_windows = (_contenders(contest, DECIDED[mean.dtype]).sum(-1) > 1).nonzero().squeeze(-1)
         if not len(open_windows):
-            return certain
+            return linear
         mean, covariance, present = mean[open_windows], covariance[open_windows], present[open_windows]
         if cumulants is None:
             root, kappa = cholesky_root(covariance), None
         else:
             root, kappa = cumulants.root[open_windows], self.sign * cumulants.kappa[open_windows]
         integrated = self._integrated(mean, covariance, root, kappa, present, open_windows)
-        return Local(*[base.index_copy(0, open_windows, own) for base, own in zip(certain, integrated, strict=True)])
+        return Local(*[x.index_copy(0, open_windows, y) for x, y in zip(linear, integrated, strict=True)])
 
     def _integrated(
         self, mean: Tensor, covariance: Tensor, root: Tensor, kappa: Tensor | None, present: Tensor, places: Tensor
     ) -> Local:
-        """The undecided windows, some at a time, each with one of the sets of points."""
-        wanted = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // self.units))
-        count = self.points or 1 << (wanted.bit_length() - 1)
+        """The moments of the windows at `places`, which are not linear, as many at a time as stay in a cache."""
+        within_bounds = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // self.units))
+        count = self.points or 1 << (within_bounds.bit_length() - 1)
         numbers = places % self.units if self.numbers is None else self.numbers[places % self.units]
-        sets = torch.stack([_points(self.width - 1, count, number) for number in range(POINT_SETS)]).to(mean)
+        sets = torch.stack([normal_points(self.width - 1, count, number) for number in range(POINT_SETS)]).to(mean)
         together = elements_together("cache", mean, (self.width + 1) * count)
         parts = []
-        for some in torch.arange(len(mean), device=mean.device).split(together):
-            skew = None if kappa is None else kappa[some]
-            points = sets[numbers[some] % POINT_SETS]
-            inputs = (mean[some], covariance[some], root[some], skew, present[some], points, self.with_zero)
+        for part in torch.arange(len(mean), device=mean.device).split(together):
+            skew = None if kappa is None else kappa[part]
+            points = sets[numbers[part] % POINT_SETS]
+            inputs = (mean[part], covariance[part], root[part], skew, present[part], points, self.with_zero)
             if torch.is_grad_enabled() and (mean.requires_grad or covariance.requires_grad):
                 parts.append(checkpoint(_line_integrals, *inputs, use_reentrant=False))
             else:
@@ -148,6 +163,7 @@ class _Contest(NamedTuple):
 
 
 def _contest(mean: Tensor, covariance: Tensor, present: Tensor, *, with_zero: bool) -> _Contest:
+    """The contest of each window; inputs that are not there have the mean −∞."""
     mean = torch.where(present, mean, -torch.inf)
     if not with_zero:
         return _Contest(mean, covariance, present)
@@ -159,14 +175,15 @@ def _contest(mean: Tensor, covariance: Tensor, present: Tensor, *, with_zero: bo
 
 
 def _contenders(contest: _Contest, deviations: float) -> Tensor:
-    best = contest.mean.max(-1, keepdim=True)
-    lead = best.values - contest.mean
-    own = contest.covariance.diagonal(dim1=-2, dim2=-1)
-    winner = best.indices.unsqueeze(-1)
-    with_winner = contest.covariance.gather(-2, winner.expand(-1, 1, own.shape[-1])).squeeze(-2)
-    spread = own + own.gather(-1, best.indices) - 2 * with_winner
+    """The leader of each window, and what is less than so many deviations of the difference behind it."""
+    leader = contest.mean.max(-1, keepdim=True)
+    lead = leader.values - contest.mean
+    variance = contest.covariance.diagonal(dim1=-2, dim2=-1)
+    row = leader.indices.unsqueeze(-1).expand(-1, 1, variance.shape[-1])
+    with_leader = contest.covariance.gather(-2, row).squeeze(-2)
+    spread = variance + variance.gather(-1, leader.indices) - 2 * with_leader
     near = contest.present & (lead <= deviations * spread.clamp(min=0).sqrt()) & (spread > 0)
-    return near.scatter(-1, best.indices, True)
+    return near.scatter(-1, leader.indices, True)
 
 
 def _line_integrals(
@@ -178,11 +195,11 @@ def _line_integrals(
     points: Tensor,
     with_zero: bool,
 ) -> Local:
-    """Moments of the largest, by exact integrals along lines through quasi-random points (n, P, w − 1).
+    """Moments of the largest of each of n windows, by exact integrals along lines through points (n, P, w − 1).
 
-    With z = m + R(τ, u), u the points, the inputs are b + a·τ on a line: a maximum of straight lines, of which, in the
-    order of their slopes, number i is the largest between the breaks tᵢ and tᵢ₊₁. The moments of τ between them, p (of
-    order 0), e (1) and r (2), are closed forms, the density being φ(τ)·(1 + cumulants' polynomial):
+    With z = m + R(τ, u) and u a quasi-random point, the inputs are b + a·τ along a line. In the order of their slopes,
+    input i is the largest between the breaks tᵢ and tᵢ₊₁. The moments of τ between these, p of order 0, e of order 1
+    and r of order 2, have closed forms, the density being φ(τ)·(1 + a polynomial of the cumulants):
 
         E f = Σ b p + a e,  E f² = Σ b²p + 2ab e + a²r,  E ∂f/∂zᵢ = pᵢ,  E ∇²f = E[∇f (τ, u)ᵀ] R⁻¹ (Stein, Gaussian).
     """
@@ -203,7 +220,7 @@ def _line_integrals(
 
 
 class _Lines(NamedTuple):
-    """What competes in each window, in the order of the slopes: slope·τ + base + turn·u."""
+    """The c competing numbers of each of n windows as lines slope·τ + base + turn·u, in the order of their slopes."""
 
     slope: Tensor
     """(n, c)."""
@@ -212,14 +229,15 @@ class _Lines(NamedTuple):
     turn: Tensor
     """(n, c, w − 1)."""
     back: Tensor
-    """Where each is in that order, (n, c): the inputs, then 0 if it is one of them."""
+    """The position in that order of each input, then of 0 if it competes, (n, c)."""
     centre: Tensor
-    """The largest mean, (n,): what is taken off before squares, against rounding."""
+    """The largest mean, (n,), which is subtracted before squaring, against rounding."""
 
 
 def _ordered_lines(mean: Tensor, covariance: Tensor, root: Tensor, present: Tensor, with_zero: bool) -> _Lines:
-    own = covariance.detach().diagonal(dim1=-2, dim2=-1)
-    reach = own.amax(-1).sqrt() * 4 + mean.detach().abs().amax(-1)
+    """The lines of each window; an input that is not there lies too low ever to lead."""
+    variance = covariance.detach().diagonal(dim1=-2, dim2=-1)
+    reach = variance.amax(-1).sqrt() * 4 + mean.detach().abs().amax(-1)
     centre = torch.where(present, mean.detach(), -torch.inf).amax(-1)
     base = torch.where(present, mean, -_FAR * reach.unsqueeze(-1))
     root = torch.where(present.unsqueeze(-1), root, 0.0)
@@ -232,12 +250,12 @@ def _ordered_lines(mean: Tensor, covariance: Tensor, root: Tensor, present: Tens
 
 
 def _breaks(slope: Tensor, start: Tensor) -> Tensor:
-    """Where the largest of lines start + slope·t changes, (n, c − 1, P), cut to ±40: from line i − 1 to i, or at once
-    to a later one, where its break is the same. Slopes (n, c) in rising order, starts (n, c, P).
+    """The t at which the largest of c lines start + slope·t changes, (n, c − 1, P), cut to ±`_FAR`.
 
-    Lines i and beyond are above all before them from tᵢ = min over j ≥ i of max over k < i of the crossing of k and j.
+    Slopes (n, c) rise; starts are (n, c, P). The lines from i on are above all before them beyond
+    tᵢ = min over j ≥ i of max over k < i of the crossing of lines k and j. Line i never leads if tᵢ = tᵢ₊₁.
     """
-    least = 1e-12 * slope.detach().abs().amax(-1) + 1e-18  # parallel lines cross far away, on the right side
+    least = 1e-12 * slope.detach().abs().amax(-1) + 1e-18  # parallel lines cross far away, on the correct side
     lines = start.unbind(1)
     after = [torch.full_like(line, -_FAR) for line in lines]
     breaks = []
@@ -273,9 +291,9 @@ class _Between(NamedTuple):
 
 
 def _between(breaks: Tensor, polynomial: tuple[Tensor, Tensor, Tensor, Tensor] | None) -> _Between:
-    """From ∫ Heₙφ = −Heₙ₋₁φ and the products of τ and τ² with He₁, He₂, He₃ as sums of Hermite polynomials.
+    """The moments of τ in the c intervals before, between and after breaks (n, c − 1, P): (n, c, P) each.
 
-    From breaks (n, c − 1, P) to (n, c, P): before the first, between, after the last.
+    They follow from ∫ Heₙφ = −Heₙ₋₁φ, the products of τ and τ² with He₁, He₂, He₃ being sums of Hermite polynomials.
     """
     phi, below, square = density(breaks), distribution(breaks), breaks * breaks
     h0, h1 = _falls(phi), _falls(breaks * phi)
@@ -285,34 +303,16 @@ def _between(breaks: Tensor, polynomial: tuple[Tensor, Tensor, Tensor, Tensor] |
     c0, c1, c2, c3 = polynomial
     h2, h3 = _falls((square - 1) * phi), _falls(breaks * (square - 3) * phi)
     h4 = _falls(((square - 6) * square + 3) * phi)
-    more = 1 + c0
+    constant = 1 + c0
     return _Between(
-        p=more * p + c1 * h0 + c2 * h1 + c3 * h2,
-        e=more * h0 + c1 * (p + h1) + c2 * (h2 + 2 * h0) + c3 * (h3 + 3 * h1),
-        r=more * (p + h1) + c1 * (h2 + 3 * h0) + c2 * (h3 + 5 * h1 + 2 * p) + c3 * (h4 + 7 * h2 + 6 * h0),
+        p=constant * p + c1 * h0 + c2 * h1 + c3 * h2,
+        e=constant * h0 + c1 * (p + h1) + c2 * (h2 + 2 * h0) + c3 * (h3 + 3 * h1),
+        r=constant * (p + h1) + c1 * (h2 + 3 * h0) + c2 * (h3 + 5 * h1 + 2 * p) + c3 * (h4 + 7 * h2 + 6 * h0),
         plain_p=p,
         plain_e=h0,
     )
 
 
 def _falls(at_breaks: Tensor) -> Tensor:
-    """g(tᵢ) − g(tᵢ₊₁), (n, c, P), of a function that is 0 at both ends, given at the breaks."""
+    """g(tᵢ) − g(tᵢ₊₁), (n, c, P), from values of g at the breaks; g is 0 at ±∞."""
     return -torch.diff(torch.nn.functional.pad(at_breaks, (0, 0, 1, 1)), dim=1)
-
-
-@cache
-def _points(dimension: int, count: int, number: int) -> Tensor:
-    """One of the fixed sets of standard normal points, (count, dimension): scrambled Sobol, antithetic.
-
-    They are transformed to have second moments of exactly 1 and 0.
-    """
-    if dimension == 0:
-        return torch.zeros(1, 0, dtype=torch.float64)
-    engine = torch.quasirandom.SobolEngine(dimension, scramble=True, seed=number)
-    uniform = engine.draw(count // 2, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
-    half = torch.special.ndtri(uniform)
-    normal = torch.cat([half, -half])
-    if dimension < count // 4:
-        root = torch.linalg.cholesky(normal.mT @ normal / len(normal))
-        normal = torch.linalg.solve_triangular(root, normal.mT, upper=False).mT
-    return normal

@@ -1,7 +1,11 @@
-"""The largest of a few jointly Gaussian numbers from a few lines each: for sketches, which average over many windows.
+"""The largest of a few jointly Gaussian numbers, from integrals along a few random lines through each window's mean.
 
-Spherical–radial integration with randomly turned orthonormal frames (Genz and Monahan 1998), exact along each line.
-Windows come last, (..., M), so that every step is one operation on long rows."""
+This is the fast, unbiased estimate for sketches, where the errors of many windows average out; `maximum` has the
+accurate one. It is spherical–radial integration with randomly rotated orthonormal frames (Genz and Monahan 1998), exact
+along each line. Inputs that have next to no chance of being the largest are left out first.
+
+Windows are the last dimension of all tensors, (..., M), so that every step is one operation on long rows.
+"""
 
 from __future__ import annotations
 
@@ -16,44 +20,180 @@ from netmoments.memory import elements_together
 from netmoments.rules.base import FLOOR
 from netmoments.rules.sampled import joined
 
+CHANCE = 3.5
+"""An input so many standard deviations behind the leading one is left out: it would be the largest once in 4,000."""
+SIZES = (2, 4, 6, 9, 16, 32)
+"""Windows are sorted into groups by their number of contenders; these are the most that a window of each group has."""
+FRAMES, MOST_FRAMES = 2**13, 256
+"""Frames of lines for all windows of an image together, and for one window at most.
+
+The fewer windows an image has, the less their errors average out, and the more frames each gets.
+"""
 MOST_SETS, SET_ELEMENTS = 1024, 2**22
-"""Sets of directions, taken in turn by a layer's windows, so that their errors do not add up; numbers in all sets."""
+"""The most sets of directions, and the most numbers in all sets.
+
+A layer's windows take the sets in turn, so that their errors do not add up.
+"""
 FAR = 40.0
-"""Deviations, beyond which nothing happens."""
+"""|t|, in standard deviations along a line, at which integrals are cut off."""
 
 
 class LargestMoments(NamedTuple):
-    """Of M windows of w inputs."""
+    """The moments of the largest input of each of M windows of w inputs."""
 
     mean: Tensor
-    """E f, (M,), differentiable in what it is computed from."""
+    """E f, (M,), differentiable in the means and covariances of the inputs."""
     gain: Tensor
     """E ∇f, (w, M), without gradient."""
     curvature: Tensor
     """E ∇²f, (w, w, M), without gradient."""
 
     def placed(self, order: Tensor, width: int) -> LargestMoments:
-        """The inputs at places (w, M) among more of them, of which the others do not matter."""
+        """The same moments for wider windows, with these inputs at places (w, M) and others that do not matter."""
         gain = self.gain.new_zeros(width, order.shape[-1]).scatter_(0, order, self.gain)
         places = (order.unsqueeze(1) * width + order).flatten(0, 1)
-        wide = self.gain.new_zeros(width * width, order.shape[-1]).scatter_(0, places, self.curvature.flatten(0, 1))
-        return LargestMoments(self.mean, gain, wide.unflatten(0, (width, width)))
+        curvature = self.gain.new_zeros(width * width, order.shape[-1])
+        curvature.scatter_(0, places, self.curvature.flatten(0, 1))
+        return LargestMoments(self.mean, gain, curvature.unflatten(0, (width, width)))
+
+
+class Windows(NamedTuple):
+    """M windows of w inputs."""
+
+    mean: Tensor
+    """(w, M)."""
+    covariance: Tensor
+    """(w, w, M)."""
+    present: Tensor
+    """Which of the places are inputs, (w, M)."""
+    numbers: Tensor
+    """Which set of directions each window takes, (M,), modulo their number."""
+
+    def chosen(self, which: Tensor) -> Windows:
+        """The windows with these indices."""
+        return Windows(*(x.index_select(-1, which) for x in self))
+
+    def reordered(self, order: Tensor, kept: Tensor) -> Windows:
+        """Windows of the inputs `order`, (c, M), of which only those that are `kept` are present."""
+        rows = self.covariance.gather(0, order.unsqueeze(1).expand(-1, self.covariance.shape[1], -1))
+        covariance = rows.gather(1, order.expand(len(order), *order.shape))
+        return Windows(self.mean.gather(0, order), covariance, kept, self.numbers)
+
+
+def largest_of_contenders(
+    windows: Tensor, mean: Tensor, covariance: Tensor, probes: int, *, with_zero: bool
+) -> LargestMoments:
+    """The moments of the largest input of each window: (N, n), (N, n, w) and (N, n, w, w).
+
+    `windows` (n, w) hold places, −1 for no input; their inputs have means (N, n, w) and covariances (N, n, w, w). With
+    zero, 0 is one of the competing numbers.
+    """
+    images, units, _ = mean.shape
+    flat = Windows(
+        mean.flatten(0, 1).mT,
+        covariance.flatten(0, 1).permute(1, 2, 0).contiguous(),
+        (windows >= 0).mT.repeat(1, images),
+        torch.arange(units, device=mean.device).repeat(images),
+    )
+    moments = _narrowed(flat, frames_for(units, probes), with_zero)
+    parts = (moments.mean, moments.gain.mT.contiguous(), moments.curvature.permute(2, 0, 1).contiguous())
+    return LargestMoments(*(x.unflatten(0, (images, units)) for x in parts))
+
+
+@cache
+def frames_for(units: int, probes: int) -> int:
+    """How many frames of lines each of so many windows gets, in a sketch of so many probes."""
+    return min(max(1, FRAMES // units, probes // 64), MOST_FRAMES)
+
+
+def _narrowed(windows: Windows, frames: int, with_zero: bool) -> LargestMoments:
+    """The moments without the inputs that are `CHANCE` deviations behind: in many windows only the leader is left."""
+    behind, count, is_open = _standing(windows, with_zero)
+    gain = (behind <= CHANCE) & (behind == behind.amin(0))
+    expected, gain = (gain * windows.mean).sum(0), gain.to(windows.mean.dtype)
+    curvature = torch.zeros_like(windows.covariance, requires_grad=False)
+    width, least = len(behind), 0
+    for size in [size for size in SIZES if size < width] + [width]:
+        which = (is_open & (count > least) & (count <= size)).nonzero().squeeze(-1)
+        least = size
+        if not len(which):
+            continue
+        group = windows.chosen(which)
+        if size == width:
+            moments = _in_parts(group, frames, with_zero)
+        else:
+            distance, order = (x[:size] for x in behind.index_select(-1, which).sort(0))
+            moments = _in_parts(group.reordered(order, distance <= CHANCE), frames, with_zero).placed(order, width)
+        expected = expected.index_copy(0, which, moments.mean)
+        gain.index_copy_(1, which, moments.gain)
+        curvature.index_copy_(2, which, moments.curvature)
+    return LargestMoments(expected, gain, curvature)
+
+
+@torch.no_grad()
+def _standing(windows: Windows, with_zero: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """How each window's contest stands: how far inputs are behind, how many are contenders, whether it is open.
+
+    The first is (w, M): how far each input is behind the leading one, or behind 0, in deviations of their difference; 0
+    for the leader; infinite where there is no input or the difference does not vary. The second counts the contenders,
+    (M,). The third, (M,), is whether there are two or more, 0 among them.
+    """
+    mean = torch.where(windows.present, windows.mean, -torch.inf)
+    lead, leader = mean.max(0, keepdim=True)
+    variance = windows.covariance.diagonal(dim1=0, dim2=1).mT
+    with_leader = windows.covariance.gather(0, leader.unsqueeze(1).expand(1, *variance.shape)).squeeze(0)
+    spread = variance + variance.gather(0, leader) - 2 * with_leader
+    zero: Tensor | int = 0
+    if with_zero:
+        deviation = variance.gather(0, leader).clamp(min=0).sqrt()
+        zero = ((lead <= CHANCE * deviation) & (deviation > 0)).squeeze(0)
+        spread = torch.where(lead < 0, variance, spread)
+        lead = lead.clamp(min=0)
+    varies = spread > 0
+    distance = torch.where(varies, (lead - mean) / torch.where(varies, spread, 1.0).sqrt(), torch.inf)
+    of_leader = torch.where(lead > mean.gather(0, leader), distance.gather(0, leader), 0.0)
+    behind = distance.scatter(0, leader, of_leader)
+    count = (behind <= CHANCE).sum(0)
+    return behind, count, (count > 0) & (count + zero > 1)
+
+
+def _in_parts(windows: Windows, frames: int, with_zero: bool) -> LargestMoments:
+    """`expected_largest`, as many windows at a time as stay in a cache."""
+    directions = direction_sets(len(windows.mean), frames).to(windows.mean)
+    together = elements_together("cache", windows.mean, 2 * len(directions) * (len(windows.mean) + 1))
+    parts = []
+    for start in range(0, windows.mean.shape[-1], together):
+        part = Windows(*(x[..., start : start + together] for x in windows))
+        turned = directions.index_select(-1, part.numbers % directions.shape[-1])
+        parts.append(expected_largest(part.mean, part.covariance, part.present, turned, with_zero=with_zero))
+    return LargestMoments(*(joined(part, -1) for part in zip(*parts, strict=True)))
+
+
+@cache
+def direction_sets(width: int, frames: int) -> Tensor:
+    """Sets of orthonormal frames in random positions, (frames · width, width, sets), in float64: always the same."""
+    sets = max(1, min(MOST_SETS, SET_ELEMENTS // (frames * width * width)))
+    generator = torch.Generator().manual_seed(width)
+    normal = torch.randn(sets, frames, width, width, dtype=torch.float64, generator=generator)
+    q, r = torch.linalg.qr(normal)
+    turned = q * torch.sign(r.diagonal(dim1=-2, dim2=-1)).unsqueeze(-2)
+    return turned.reshape(sets, frames * width, width).permute(1, 2, 0).contiguous()
 
 
 def expected_largest(
     mean: Tensor, covariance: Tensor, present: Tensor, directions: Tensor, *, with_zero: bool
 ) -> LargestMoments:
-    """f = max of w Gaussian numbers, and of 0 where it is one of them, by exact integrals along lines through the mean.
+    """The moments of f = max of w Gaussian numbers (and of 0, with zero), by exact integrals along lines.
 
-    Means (w, M), covariances (w, w, M), which of a window's places are inputs (w, M), unit directions v (P, w, M):
-    orthonormal frames, each in a random position. With S = RRᵀ and s = Rv the inputs on a line are m + s·t, and t has
-    the density ½χ_w(|t|). Input i is the largest between two crossings; with p, e the moments of order 0 and 1 of t
-    between them, averaged over the lines,
+    Takes means m (w, M), covariances S (w, w, M), which places are inputs (w, M), and unit directions v (P, w, M) that
+    form orthonormal frames in random positions. With S = RRᵀ and s = Rv the inputs on a line through the mean are
+    m + s·t, and t has the density ½χ_w(|t|). Input i is the largest between two crossings; with p and e the moments of
+    order 0 and 1 of t between them, averaged over the lines,
 
         E f = Σ m p + s e,   E ∂f/∂zᵢ = pᵢ,   E ∇²f = E[∇f (t v)ᵀ] R⁻¹  (Stein),
 
-    without bias, and exact for functions of up to the third degree in the direction. As f is continuous, E f changes
-    with m and s by p and e alone: crossings need no derivative.
+    without bias, and exactly for functions of up to the third degree in the direction. As f is continuous, the
+    derivative of E f in m and s needs p and e only, not the derivatives of the crossings.
     """
     width = len(mean)
     variances = covariance.detach().diagonal(dim1=0, dim2=1)
@@ -61,11 +201,11 @@ def expected_largest(
     root = _cholesky(covariance, floor)
     slope = torch.where(present, _along(root, directions), 0.0)
     reach = FAR * (4 * variances.amax(-1).sqrt() + mean.detach().abs().amax(0))
-    start = torch.where(present, mean, -reach)  # inputs that a window does not have lie where no other comes
+    start = torch.where(present, mean, -reach)  # a missing input is placed too low ever to lead
     if with_zero:
         start, slope = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (start, slope))
     with torch.no_grad():
-        p, e = _moments_of_turns(start.expand_as(slope), slope, width)
+        p, e = _moments_while_leading(start.expand_as(slope), slope, width)
         centre = start.amax(0)
         tilted = [(e[:, :width] * directions[:, d : d + 1]).mean(0) for d in range(width)]
         curvature = _divided(tilted, [column.detach() for column in root])
@@ -75,7 +215,7 @@ def expected_largest(
 
 
 def _cholesky(covariance: Tensor, floor: Tensor) -> list[Tensor]:
-    """Columns of R, RRᵀ = S + floor, each from the diagonal on: (w, M), (w − 1, M), …, (1, M)."""
+    """The columns of R with RRᵀ = S + floor·I, each from the diagonal down: (w, M), (w − 1, M), …, (1, M)."""
     columns: list[Tensor] = []
     rest = covariance
     while len(rest):
@@ -87,18 +227,18 @@ def _cholesky(covariance: Tensor, floor: Tensor) -> list[Tensor]:
 
 
 def _divided(columns: list[Tensor], root: list[Tensor]) -> Tensor:
-    """X with X R = L, (w, w, M), from the columns of L, (w, M) each, and of R as `_cholesky` gives them."""
-    found: list[Tensor] = []
+    """X with X R = L, (w, w, M), from the columns of L, (w, M) each, and those of R as `_cholesky` gives them."""
+    solved: list[Tensor] = []  # columns of X, the last first
     for j in reversed(range(len(root))):
         column = columns[j]
-        for later, own in enumerate(reversed(found), start=1):
-            column = column - own * root[j][later]
-        found.append(column / root[j][0])
-    return torch.stack(found[::-1], 1)
+        for offset, later in enumerate(reversed(solved), start=1):
+            column = column - later * root[j][offset]
+        solved.append(column / root[j][0])
+    return torch.stack(solved[::-1], 1)
 
 
 def _along(root: list[Tensor], directions: Tensor) -> Tensor:
-    """s = Rv, (P, w, M)."""
+    """s = Rv, (P, w, M), from the columns of R as `_cholesky` gives them."""
     rows = [directions[:, 0] * root[0][i] for i in range(len(root))]
     for j, column in enumerate(root[1:], start=1):
         for i in range(j, len(root)):
@@ -106,8 +246,8 @@ def _along(root: list[Tensor], directions: Tensor) -> Tensor:
     return torch.stack(rows, 1)
 
 
-def _moments_of_turns(start: Tensor, slope: Tensor, degrees: int) -> tuple[Tensor, Tensor]:
-    """p = P(start + slope·t is the largest) and e = E[t; it is] of each of c lines, (P, c, M), |t| ~ χ."""
+def _moments_while_leading(start: Tensor, slope: Tensor, degrees: int) -> tuple[Tensor, Tensor]:
+    """p = P(start + slope·t is the largest) and e = E[t; it is the largest] of each of c lines, (P, c, M), |t| ~ χ."""
     ordered, order = slope.sort(1)
     below, beyond = _radial(_crossings(start.gather(1, order), ordered), degrees)
     lines, count, windows = slope.shape
@@ -118,12 +258,12 @@ def _moments_of_turns(start: Tensor, slope: Tensor, degrees: int) -> tuple[Tenso
 
 
 def _crossings(start: Tensor, slope: Tensor) -> Tensor:
-    """Of lines start + slope·t, in the order of their slopes, the c − 1 places from which on a later one leads.
+    """The t at which the leader of c lines start + slope·t changes, (P, c − 1, M), cut to ±`FAR`.
 
-    Line i is above all later ones until the first of its crossings with them; the largest of these ends up to i is
-    where the first i lines have had their turn. (P, c − 1, M), cut to ±`FAR`.
+    The lines are in the order of their slopes. Line i is above all later ones until the first of its crossings with
+    them. From the largest such end of the lines up to i on, a line later than i leads.
     """
-    least = 1e-12 * slope.abs().amax(1, keepdim=True) + 1e-18  # parallel lines cross far away, on the right side
+    least = 1e-12 * slope.abs().amax(1, keepdim=True) + 1e-18  # parallel lines cross far away, on the correct side
     ends: list[Tensor] = []
     for i in range(slope.shape[1] - 1):
         steeper = torch.maximum(slope[:, i + 1 :] - slope[:, i : i + 1], least)
@@ -133,19 +273,19 @@ def _crossings(start: Tensor, slope: Tensor) -> Tensor:
 
 
 def _radial(t: Tensor, degrees: int) -> tuple[Tensor, Tensor]:
-    """F(t) and ∫_t^∞ τ dF for the density ½χ_w(|t|), w the degrees of freedom.
+    """F(t) and ∫_t^∞ τ dF for the distribution F with density ½χ_w(|t|), w the degrees of freedom.
 
-    With C_w the distribution of χ_w, F = ½ + ½ sign(t) C_w(|t|), and the other is ½ E χ_w (1 − C_{w+1}(|t|)).
+    With C_w the distribution of χ_w, F = ½ + ½ sign(t) C_w(|t|), and the integral is ½ E χ_w (1 − C_{w+1}(|t|)).
     """
     square = t * t
     bell = torch.exp(-0.5 * square)
-    own, next_one = (_odd_chi(t, square, bell, count) for count in (degrees, degrees + 1))
-    return own.mul_(0.5).add_(0.5), next_one.abs_().sub_(1).mul_(-0.5 * average_radius(degrees))
+    chi, chi_next = (_odd_chi(t, square, bell, count) for count in (degrees, degrees + 1))
+    return chi.mul_(0.5).add_(0.5), chi_next.abs_().sub_(1).mul_(-0.5 * average_radius(degrees))
 
 
 @cache
 def average_radius(degrees: int) -> float:
-    """E χ_w."""
+    """E χ_w = √2 Γ((w + 1)/2) / Γ(w/2)."""
     return math.sqrt(2) * math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2))
 
 
@@ -163,131 +303,3 @@ def _odd_chi(t: Tensor, square: Tensor, bell: Tensor, degrees: int) -> Tensor:
         if count < degrees:
             power.mul_(square)
     return total
-
-
-@cache
-def direction_sets(width: int, frames: int) -> Tensor:
-    """Sets of orthonormal frames in random positions, (frames · width, width, sets), in float64: always the same."""
-    sets = max(1, min(MOST_SETS, SET_ELEMENTS // (frames * width * width)))
-    generator = torch.Generator().manual_seed(width)
-    normal = torch.randn(sets, frames, width, width, dtype=torch.float64, generator=generator)
-    q, r = torch.linalg.qr(normal)
-    turned = q * torch.sign(r.diagonal(dim1=-2, dim2=-1)).unsqueeze(-2)
-    return turned.reshape(sets, frames * width, width).permute(1, 2, 0).contiguous()
-
-
-CHANCE = 3.5
-"""Deviations behind the leading input beyond which an input is left out: it would be the largest once in 4,000."""
-SIZES = (2, 4, 6, 9, 16, 32)
-"""Windows with at most so many contenders are treated together."""
-FRAMES, MOST_FRAMES = 2**13, 256
-"""Frames of lines for all windows of an image together: the fewer there are, the less their errors average out."""
-
-
-class Windows(NamedTuple):
-    """M windows of w inputs."""
-
-    mean: Tensor
-    """(w, M)."""
-    covariance: Tensor
-    """(w, w, M)."""
-    present: Tensor
-    """Which of the places are inputs, (w, M)."""
-    numbers: Tensor
-    """Which of the sets of directions each takes, (M,), modulo their number."""
-
-    def chosen(self, which: Tensor) -> Windows:
-        return Windows(*(x.index_select(-1, which) for x in self))
-
-    def reordered(self, order: Tensor, kept: Tensor) -> Windows:
-        """The inputs in another order, (c, M), those that are not kept left out."""
-        rows = self.covariance.gather(0, order.unsqueeze(1).expand(-1, self.covariance.shape[1], -1))
-        both = rows.gather(1, order.expand(len(order), *order.shape))
-        return Windows(self.mean.gather(0, order), both, kept, self.numbers)
-
-
-def largest_of_contenders(
-    windows: Tensor, mean: Tensor, covariance: Tensor, probes: int, *, with_zero: bool
-) -> LargestMoments:
-    """The moments (N, n), (N, n, w), (N, n, w, w) of the largest input of each window.
-
-    From windows (n, w), −1 for no input, and the means (N, n, w) and covariances (N, n, w, w) of what they look at.
-    """
-    images, units, _ = mean.shape
-    every = Windows(
-        mean.flatten(0, 1).mT,
-        covariance.flatten(0, 1).permute(1, 2, 0).contiguous(),
-        (windows >= 0).mT.repeat(1, images),
-        torch.arange(units, device=mean.device).repeat(images),
-    )
-    found = _narrowed(every, frames_for(units, probes), with_zero)
-    parts = (found.mean, found.gain.mT.contiguous(), found.curvature.permute(2, 0, 1).contiguous())
-    return LargestMoments(*(x.unflatten(0, (images, units)) for x in parts))
-
-
-@cache
-def frames_for(units: int, probes: int) -> int:
-    """How many frames of lines each of so many windows gets."""
-    return min(max(1, FRAMES // units, probes // 64), MOST_FRAMES)
-
-
-def _in_parts(windows: Windows, frames: int, with_zero: bool) -> LargestMoments:
-    """`expected_largest`, some windows at a time."""
-    directions = direction_sets(len(windows.mean), frames).to(windows.mean)
-    together = elements_together("cache", windows.mean, 2 * len(directions) * (len(windows.mean) + 1))
-    parts = []
-    for start in range(0, windows.mean.shape[-1], together):
-        some = Windows(*(x[..., start : start + together] for x in windows))
-        own = directions.index_select(-1, some.numbers % directions.shape[-1])
-        parts.append(expected_largest(some.mean, some.covariance, some.present, own, with_zero=with_zero))
-    return LargestMoments(*(joined(part, -1) for part in zip(*parts, strict=True)))
-
-
-def _narrowed(windows: Windows, frames: int, with_zero: bool) -> LargestMoments:
-    """The same, each window without the inputs that are `CHANCE` deviations behind; many have only a leader left."""
-    behind, count, is_open = _standing(windows, with_zero)
-    gain = (behind <= CHANCE) & (behind == behind.amin(0))
-    expected, gain = (gain * windows.mean).sum(0), gain.to(windows.mean.dtype)
-    curvature = torch.zeros_like(windows.covariance, requires_grad=False)
-    width, least = len(behind), 0
-    for size in [size for size in SIZES if size < width] + [width]:
-        which = (is_open & (count > least) & (count <= size)).nonzero().squeeze(-1)
-        least = size
-        if not len(which):
-            continue
-        some = windows.chosen(which)
-        if size == width:
-            own = _in_parts(some, frames, with_zero)
-        else:
-            distance, order = (x[:size] for x in behind.index_select(-1, which).sort(0))
-            own = _in_parts(some.reordered(order, distance <= CHANCE), frames, with_zero).placed(order, width)
-        expected = expected.index_copy(0, which, own.mean)
-        gain.index_copy_(1, which, own.gain)
-        curvature.index_copy_(2, which, own.curvature)
-    return LargestMoments(expected, gain, curvature)
-
-
-@torch.no_grad()
-def _standing(windows: Windows, with_zero: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """How far each input is behind the leading one (or 0), in deviations of their difference, (w, M); 0 for the leader.
-
-    Infinitely far if there is no such input, or its difference from the leader does not vary. And how many inputs are
-    contenders, (M,), and whether a window has more than one of them, 0 among them, (M,).
-    """
-    mean = torch.where(windows.present, windows.mean, -torch.inf)
-    lead, leader = mean.max(0, keepdim=True)
-    own = windows.covariance.diagonal(dim1=0, dim2=1).mT
-    with_leader = windows.covariance.gather(0, leader.unsqueeze(1).expand(1, *own.shape)).squeeze(0)
-    spread = own + own.gather(0, leader) - 2 * with_leader
-    zero: Tensor | int = 0
-    if with_zero:
-        deviation = own.gather(0, leader).clamp(min=0).sqrt()
-        zero = ((lead <= CHANCE * deviation) & (deviation > 0)).squeeze(0)
-        spread = torch.where(lead < 0, own, spread)
-        lead = lead.clamp(min=0)
-    varies = spread > 0
-    distance = torch.where(varies, (lead - mean) / torch.where(varies, spread, 1.0).sqrt(), torch.inf)
-    own_lead = torch.where(lead > mean.gather(0, leader), distance.gather(0, leader), 0.0)
-    behind = distance.scatter(0, leader, own_lead)
-    count = (behind <= CHANCE).sum(0)
-    return behind, count, (count > 0) & (count + zero > 1)

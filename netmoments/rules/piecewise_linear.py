@@ -1,4 +1,4 @@
-"""Piecewise linear functions of one number, as sums of shifted ReLUs: exact, pairs of units too."""
+"""The rule for piecewise linear functions of one number, as sums of shifted ReLUs: exact, for pairs of units too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from netmoments.rules.base import Local, OneInput, PowerMoments, SketchedLayer, 
 from netmoments.rules.sampled import UnitMoments
 
 MOST_KINKS = 4
-"""Of units whose moments the GPU's kernels compute."""
+"""The most kinks of units whose power moments a GPU kernel computes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class PiecewiseLinear(OneInput):
     """f(z) = offset + slope·z + Σₖ bendₖ relu(z − kinkₖ), elementwise over n units.
 
     `offset` and `slope` are (n,), `bends` and `kinks` (K, n): one kink for ReLU, LeakyReLU, PReLU and |z|, two for
-    HardTanh and ReLU6. Kinks are kept in their order, whichever they are given in.
+    HardTanh and ReLU6. Kinks may be given in any order and are kept sorted.
     """
 
     is_exact = True
@@ -53,13 +53,13 @@ class PiecewiseLinear(OneInput):
     def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
         m, variance = mean.squeeze(-1), covariance.squeeze((-2, -1))
         s = standard_deviation(variance)
-        bends = self._beside(self.bends, m)
-        shifted = m - self._beside(self.kinks, m)
+        bends = self._by_kink(self.bends, m)
+        shifted = m - self._by_kink(self.kinks, m)
         gates = open_probability(shifted, variance)
         gain = self.slope + (bends * gates).sum(0)
         gaussian = Local(
             mean=self.offset + self.slope * m + (bends * expected_relu(shifted, s.expand_as(shifted))).sum(0),
-            variance=(gain * gain * variance + self._own(shifted, variance)).clamp(min=0),
+            variance=(gain * gain * variance + self._nonlinear_variance(shifted, variance)).clamp(min=0),
             gain=gain.unsqueeze(-1),
             curvature=torch.where(
                 s > 0, (bends * density(standardize(shifted, s))).sum(0) / torch.where(s > 0, s, 1.0), 0.0
@@ -68,24 +68,24 @@ class PiecewiseLinear(OneInput):
         return gaussian if cumulants is None else self._skewed(gaussian, m, s, cumulants.kappa.reshape(m.shape))
 
     @staticmethod
-    def _beside(by_kink: Tensor, units: Tensor) -> Tensor:
-        """Numbers of every kink, (K, n), to go with numbers of units (..., n): (K, ..., n)."""
-        return by_kink.reshape(len(by_kink), *[1] * (units.dim() - 1), -1)
+    def _by_kink(numbers: Tensor, units: Tensor) -> Tensor:
+        """Numbers of kinks, (K, n), in a shape that broadcasts with numbers of units (..., n): (K, ..., n)."""
+        return numbers.reshape(len(numbers), *[1] * (units.dim() - 1), -1)
 
     def _skewed(self, gaussian: Local, m: Tensor, s: Tensor, gamma: Tensor) -> Local:
-        """What a skewness γ of z adds, to first order: γ/6 s³ d³/dm³ of every expectation.
+        """The moments for a z with skewness γ, to first order: γ/6 s³ d³/dm³ is added to every expectation.
 
         With h = (m − kink)/s and φ = φ(h) at every kink, f₊, f₋ the slopes on its sides and d = f(kink) − E f:
         −γ/6 s Σ bend hφ to the mean, γ/6 Σ bend (h²−1)φ to the gain, γ/3 s Σ bend φ(s(f₊+f₋) − hd) to the variance.
         """
-        h = standardize(m - self._beside(self.kinks, m), s)
-        bends = self._beside(self.bends, m)
+        h = standardize(m - self._by_kink(self.kinks, m), s)
+        bends = self._by_kink(self.bends, m)
         bell = bends * density(h)
         below = (self.kinks.unsqueeze(0) < self.kinks.unsqueeze(1)).to(m.dtype)  # [k, j]: kink j lies below kink k
-        before = self._beside(self.slope + (below * self.bends).sum(1), m)
-        reached = (torch.relu(self.kinks.unsqueeze(1) - self.kinks) * self.bends).sum(1)
-        beyond = self._beside(self.offset + self.slope * self.kinks + reached, m) - gaussian.mean
-        rise = (bell * (s * (2 * before + bends) - h * beyond)).sum(0)
+        slope_before = self._by_kink(self.slope + (below * self.bends).sum(1), m)
+        bent = (torch.relu(self.kinks.unsqueeze(1) - self.kinks) * self.bends).sum(1)
+        at_kink = self._by_kink(self.offset + self.slope * self.kinks + bent, m) - gaussian.mean
+        rise = (bell * (s * (2 * slope_before + bends) - h * at_kink)).sum(0)
         return Local(
             mean=gaussian.mean - gamma / 6 * s * (h * bell).sum(0),
             variance=(gaussian.variance + gamma / 3 * s * rise).clamp(min=0),
@@ -93,12 +93,12 @@ class PiecewiseLinear(OneInput):
             curvature=gaussian.curvature,
         )
 
-    def _own(self, shifted: Tensor, variance: Tensor) -> Tensor:
+    def _nonlinear_variance(self, shifted: Tensor, variance: Tensor) -> Tensor:
         """Var f − gain²s² of each unit: Σ bendₐ bend_b N(hₐ, h_b), N the nonlinear covariance of a unit's own ReLUs.
 
         For hₐ ≤ h_b (fully correlated) N = s²[Φ(hₐ)Φ(−h_b) − e(hₐ)e(−h_b)], e(h) = hΦ(h) + φ(h).
         """
-        bends = self._beside(self.bends, variance)
+        bends = self._by_kink(self.bends, variance)
         total = (bends.square() * nonlinear_variance(shifted, variance)).sum(0)
         h = standardize(shifted, standard_deviation(variance))
         for a in range(len(h)):
@@ -113,36 +113,35 @@ class PiecewiseLinear(OneInput):
 
         Σ bendₐ bend_b (Cov(relu(z − kinkₐ), relu(z' − kink_b)) − ΦₐΦ_b Cov(z, z')).
         """
-        many, units = self.kinks.shape
+        kinks, units = self.kinks.shape
         shifted = (mean.unsqueeze(-2) - self.kinks).flatten(-2)
-        full = covariance.repeat(*[1] * (covariance.dim() - 2), many, many) if many > 1 else covariance
+        repeated = covariance.repeat(*[1] * (covariance.dim() - 2), kinks, kinks) if kinks > 1 else covariance
         bend = self.bends.reshape(-1)
-        gate = bend * open_probability(shifted, full.diagonal(dim1=-2, dim2=-1))
-        whole = layer_covariance(shifted, full)
-        whole = whole * (bend.unsqueeze(-1) * bend) - full * (gate.unsqueeze(-1) * gate.unsqueeze(-2))
-        if many == 1:
-            return whole
-        return whole.unflatten(-1, (many, units)).unflatten(-3, (many, units)).sum((-4, -2))
+        gate = bend * open_probability(shifted, repeated.diagonal(dim1=-2, dim2=-1))
+        of_relus = layer_covariance(shifted, repeated)
+        nonlinear = of_relus * (bend.unsqueeze(-1) * bend) - repeated * (gate.unsqueeze(-1) * gate.unsqueeze(-2))
+        if kinks == 1:
+            return nonlinear
+        return nonlinear.unflatten(-1, (kinks, units)).unflatten(-3, (kinks, units)).sum((-4, -2))
 
     def power_moments(self, mean: Tensor, variance: Tensor) -> PowerMoments:
-        """Exact: f is a straight line between its kinks, and derivatives in the mean are those of fᵏ.
+        """Exact: f is a straight line between its kinks, and derivatives in the mean are derivatives of fᵏ.
 
-        E fᵏ is that of the line through f(m), and what every kink changes of it on the side away from m (`_far_side`),
-        so that a kink far away changes nothing. All is computed in float64, since φ amplifies a rounding of h by h²:
-        moments of dead units are right to 1e-12 of themselves, 1e-6 in float32. With D the derivative in u, t a kink's
-        place in u, v = f there and a, b the slopes df/du after and before it, its part of E Dʳfᵏ is the (r − 2)-th
+        E fᵏ is that of the line through f(m), plus what each kink changes of it on its side away from m (`_far_side`):
+        next to nothing for a kink far away. All is computed in float64, since φ amplifies a rounding of h by h²:
+        moments of dead units are right to 1e-12 of themselves, 1e-6 in float32. With D the derivative in u, t the place
+        of a kink in u, v = f(t) and a, b the slopes df/du after and before it, its part of E Dʳfᵏ is the (r − 2)-th
         derivative of what jumps there:
 
             D²f = (a − b)φ,    D²f² = 2(f′²) + 2v(a − b)φ,    D³f³ = 6f′³ + 6v(a² − b²)φ + 3v²(a − b)φ t, …
         """
-        own = (self.offset, self.slope, self.bends, self.kinks)
-        few = mean.is_cuda and len(self.kinks) <= MOST_KINKS
-        if few and sketch_launch.available(mean.unsqueeze(1), variance, *own):
-            return sketch_launch.power_moments(own, mean, variance)
+        fits = mean.is_cuda and len(self.kinks) <= MOST_KINKS
+        if fits and sketch_launch.available(mean.unsqueeze(1), variance, *self._parameters):
+            return sketch_launch.power_moments(self._parameters, mean, variance)
         value, slope = self.values(mean.unsqueeze(-1)), self.slope.double()
-        bends, kinks = self._beside(self.bends, mean), self._beside(self.kinks, mean)
+        bends, kinks = self._by_kink(self.bends, mean), self._by_kink(self.kinks, mean)
         s, away = standard_deviation(variance.double()), mean.double() - kinks
-        ahead, step = away <= 0, bends * away  # at a kink as torch's ReLU has it: its slope there is that before
+        ahead, step = away <= 0, bends * away  # at a kink, as in torch's ReLU, the slope is the one before it
         right, left = torch.where(ahead, step, 0.0), torch.where(ahead, 0.0, step)
         level = right.cumsum(0) - right - left.flip(0).cumsum(0).flip(0)
         rises = (slope + bends.cumsum(0)) * s
@@ -152,14 +151,18 @@ class PiecewiseLinear(OneInput):
         powers = torch.stack([zero, two, zero, 3 * two * two]) + changed.powers.sum(1)
         slopes = torch.stack([line, zero, line * two, two, zero, line * two]) + changed.slopes.sum(1)
         first, second, third = changed.first.sum(1), changed.second.sum(1), changed.third.sum(1)
-        found = [
+        moments = [
             *(powers[:1], slopes[:1], first),
             *(powers[1:2], 2 * slopes[1:2], 2 * slopes[3:4] + second[:1], second[1:]),
             *(powers[2:3], 3 * slopes[2:3], 6 * slopes[4:] + third[:2], third[2:]),
             powers[3:],
         ]
-        rows = torch.cat(found).to(mean.dtype).unbind()
+        rows = torch.cat(moments).to(mean.dtype).unbind()
         return PowerMoments(value, rows[:7], rows[7:12], rows[12:17], rows[17])
+
+    @property
+    def _parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.offset, self.slope, self.bends, self.kinks
 
     @property
     def is_relu(self) -> bool:
@@ -173,11 +176,11 @@ class PiecewiseLinear(OneInput):
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
         """From means and variances (N, n) of the inputs.
 
-        With m the distance from a kink and h = m/s, a ReLU has the mean mΦ + sφ, whose derivatives are Φ in m and φ in
-        s, as if these were constants; the gain is slope + Σ bend Φ, the curvature Σ bend φ/s.
+        With m the distance from a kink and h = m/s, a ReLU has the mean mΦ + sφ. Its derivatives are Φ in m and φ in s,
+        as if these two factors were constants. The gain is slope + Σ bend Φ, the curvature Σ bend φ/s.
         """
-        variance = covariance.flatten(1)
-        s = standard_deviation(variance.clamp(max=torch.finfo(variance.dtype).max))  # of rounding, at a mean of 1e30
+        variance = covariance.flatten(1)  # at a mean of 1e30 its rounding is infinite
+        s = standard_deviation(variance.clamp(max=torch.finfo(variance.dtype).max))
         bends, shifted = self.bends.unsqueeze(1), mean - self.kinks.unsqueeze(1)
         with torch.no_grad():
             h = standardize(shifted, s)
@@ -188,36 +191,35 @@ class PiecewiseLinear(OneInput):
         return UnitMoments(expected, gain.unsqueeze(-1), curvature.unsqueeze(-1).unsqueeze(-1))
 
     def has_kernels(self, mean: Tensor, samples: Tensor) -> bool:
-        own = (self.offset, self.slope, self.bends, self.kinks)
-        return len(self.kinks) <= 2 and sketch_launch.available(samples, mean, *own)
+        return len(self.kinks) <= 2 and sketch_launch.available(samples, mean, *self._parameters)
 
     def by_kernels(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
-        parts = (self.offset, self.slope, self.bends, self.kinks)
-        values, moments, quadratics = sketch_launch.single_inputs(parts, mean, samples)
-        back = partial(self.pull_back, moments.gain, inputs=samples.shape[-1])
-        return SketchedLayer(moments.mean, values, back, quadratics)
+        values, moments, quadratics = sketch_launch.single_inputs(self._parameters, mean, samples)
+        pull_back = partial(self.pull_back, moments.gain, inputs=samples.shape[-1])
+        return SketchedLayer(moments.mean, values, pull_back, quadratics)
 
 
-class _Changed(NamedTuple):
-    """What K kinks change."""
+class _KinkChanges(NamedTuple):
+    """What each of K kinks adds to expectations of the line through f(m)."""
 
     powers: Tensor
-    """E of f, …, f⁴, (4, K, N, n)."""
+    """To E of f, …, f⁴, (4, K, N, n)."""
     slopes: Tensor
-    """E of f′, ff′, f²f′, f′², ff′², f′³, (6, K, N, n)."""
+    """To E of f′, ff′, f²f′, f′², ff′², f′³, (6, K, N, n)."""
     first: Tensor
-    """Their part of E Dʳf, r = 2, …, 6, (5, K, N, n)."""
+    """To E Dʳf, r = 2, …, 6, (5, K, N, n)."""
     second: Tensor
-    """Of E Dʳf², r = 2, 3, 4, but for 2f′²."""
+    """To E Dʳf², r = 2, 3, 4, without the part 2f′², (3, K, N, n)."""
     third: Tensor
-    """Of E Dʳf³, r = 2, 3, 4, but for 6ff′² and 6f′³."""
+    """To E Dʳf³, r = 2, 3, 4, without the parts 6ff′² and 6f′³, (3, K, N, n)."""
 
 
-def _far_side(t: Tensor, level: Tensor, high: Tensor, low: Tensor) -> _Changed:
-    """Of kinks at u = t between lines of slope `low` before and `high` after each, (K, N, n); before, level + low·u.
+def _far_side(t: Tensor, level: Tensor, high: Tensor, low: Tensor) -> _KinkChanges:
+    """What kinks at u = t change on their sides away from u = 0; all arguments are (K, N, n).
 
-    At a distance w beyond the kink, away from u = 0, f is v + Fw instead of v + Gw, so that fᵏ has changed by
-    Σⱼ (k over j) vᵏ⁻ʲ(Fʲ − Gʲ)wʲ: moments of the excess w, of one sign for a ReLU.
+    Before a kink f is level + low·u, after it the slope is `high`. At a distance w beyond the kink, away from u = 0, f
+    is v + Fw instead of v + Gw, so that fᵏ changes by Σⱼ (k over j) vᵏ⁻ʲ(Fʲ − Gʲ)wʲ: moments of the excess w. The terms
+    have one sign for a ReLU.
     """
     bell, sign = density(t), torch.where(t < 0, -1.0, 1.0).to(t)
     w0, w1, w2, w3, w4 = excess_moments(sign * t, bell)
@@ -250,7 +252,7 @@ def _far_side(t: Tensor, level: Tensor, high: Tensor, low: Tensor) -> _Changed:
     steps = torch.stack([zero, squared, squared * t])
     second = 2 * (v * first[:3] + steps)
     third = 3 * v * (v * first[:3] + 2 * steps) + torch.stack([zero, zero, 6 * cubed])
-    return _Changed(powers, slopes, first, second, third)
+    return _KinkChanges(powers, slopes, first, second, third)
 
 
 def relu(count: int, like: Tensor) -> PiecewiseLinear:
@@ -265,7 +267,7 @@ def one_kink(slope: Tensor, bend: Tensor, kink: Tensor | None = None) -> Piecewi
 
 
 def between(low: Any, high: Any, count: int, like: Tensor) -> PiecewiseLinear:
-    """min(max(z, low), high), either of them None: low + relu(z − low) − relu(z − high)."""
+    """min(max(z, low), high), where one end may be None: low + relu(z − low) − relu(z − high)."""
     flat = like.new_zeros(count)
     ends = [(1.0, low)] if low is not None else []
     ends += [(-1.0, high)] if high is not None else []

@@ -1,7 +1,8 @@
-"""Which rule each operator and each layer has, and how users add their own.
+"""Which rule each operator of torch and each class of modules has, and how users register rules of their own.
 
-`RULES` has the operators of torch, `register_rule` the classes of modules. Rules of pooling layers need to know which
-inputs every output looks at: the windows below.
+`RULES` is the table of operators: for each a function that takes a call found in a network's graph and returns the rule
+for it, or None if it has none for that call. `LIBRARY_LAYERS` and `LAYER_RULES`, which `register_rule` fills, do the
+same for whole modules. A rule must know which inputs each of its units looks at: windows come first in this file.
 """
 
 from __future__ import annotations
@@ -33,27 +34,32 @@ def pooling_windows(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:
-    """(channels · outputs, kernel) places in a (channels, *inputs) tensor, −1 for padding: any number of dimensions."""
+    """Windows of a pool in any number of dimensions, (channels · outputs, kernel).
+
+    They hold places in a flattened (channels, *inputs) tensor, and −1 for padding.
+    """
     axes = [
-        _places(torch.arange(out) * step - pad, torch.arange(size) * spread, length)
-        for length, out, size, step, pad, spread in zip(inputs, outputs, kernel, stride, padding, dilation, strict=True)
+        _places(torch.arange(out) * step - pad, torch.arange(size) * spacing, length)
+        for length, out, size, step, pad, spacing in zip(
+            inputs, outputs, kernel, stride, padding, dilation, strict=True
+        )
     ]
     return _in_channels(channels, inputs, axes)
 
 
 def adaptive_windows(channels: int, inputs: Sequence[int], outputs: Sequence[int]) -> Tensor:
-    """The same for adaptive pooling: output i looks at ⌊i·in/out⌋ … ⌈(i+1)·in/out⌉ − 1."""
+    """Windows of an adaptive pool, as in `pooling_windows`: output i looks at ⌊i·in/out⌋ … ⌈(i+1)·in/out⌉ − 1."""
     axes = []
     for length, out in zip(inputs, outputs, strict=True):
-        place = torch.arange(out)
-        start, stop = place * length // out, -(-(place + 1) * length // out)
+        output = torch.arange(out)
+        start, stop = output * length // out, -(-(output + 1) * length // out)
         within = torch.arange(int((stop - start).max()))
         axes.append(torch.where(within < (stop - start).unsqueeze(-1), start.unsqueeze(-1) + within, -1))
     return _in_channels(channels, inputs, axes)
 
 
 def reduction_windows(shape: Sequence[int], dims: Sequence[int]) -> Tensor:
-    """(outputs, w) places in a tensor of that shape, for a maximum over some of its dimensions."""
+    """Windows of a reduction over some dimensions of a tensor, (outputs, w), as places in the flattened tensor."""
     places = torch.arange(math.prod(shape)).reshape(tuple(shape))
     last = tuple(range(-len(dims), 0))
     moved = places.movedim(tuple(dims), last)
@@ -61,41 +67,43 @@ def reduction_windows(shape: Sequence[int], dims: Sequence[int]) -> Tensor:
 
 
 def _places(starts: Tensor, steps: Tensor, length: int) -> Tensor:
-    """(outputs, kernel) places along one axis, −1 where there is nothing."""
-    place = starts.unsqueeze(-1) + steps
-    return torch.where((place >= 0) & (place < length), place, -1)
+    """Windows along one axis, (outputs, kernel); −1 for places outside of it."""
+    places = starts.unsqueeze(-1) + steps
+    return torch.where((places >= 0) & (places < length), places, -1)
 
 
 def _in_channels(channels: int, inputs: Sequence[int], axes: Sequence[Tensor]) -> Tensor:
-    """The places along each axis put together to places in the whole tensor."""
-    flat = torch.zeros(1, 1, dtype=torch.int64)
+    """Windows in all channels of a tensor, from the windows along each of its axes."""
+    windows = torch.zeros(1, 1, dtype=torch.int64)
     for length, axis in zip(inputs, axes, strict=True):
-        both = flat[:, None, :, None] * length + axis[None, :, None, :]
-        missing = (flat[:, None, :, None] < 0) | (axis[None, :, None, :] < 0)
-        flat = torch.where(missing, -1, both).reshape(len(flat) * len(axis), -1)
+        combined = windows[:, None, :, None] * length + axis[None, :, None, :]
+        missing = (windows[:, None, :, None] < 0) | (axis[None, :, None, :] < 0)
+        windows = torch.where(missing, -1, combined).reshape(len(windows) * len(axis), -1)
     offset = torch.arange(channels)[:, None, None] * math.prod(inputs)
-    every = torch.where(flat < 0, -1, flat + offset)
-    return every.reshape(-1, flat.shape[1])
+    return torch.where(windows < 0, -1, windows + offset).reshape(-1, windows.shape[1])
 
 
 aten = torch.ops.aten
 
 
 class RuledCall(NamedTuple):
-    """A nonlinear layer and the nodes it takes, flattened and put end to end."""
+    """The rule for one call, and the nodes that are its input: their numbers, flattened and put end to end."""
 
     rule: Nonlinearity
     inputs: tuple[Node, ...]
 
 
 class OperatorCall(NamedTuple):
-    """A node that is to be treated: its arguments, with values for constants and nodes for what is noisy."""
+    """One call of an operator in a network's graph."""
 
     node: Node
     args: tuple[Any, ...]
+    """The positional arguments: values where they are constant, nodes where they are noisy."""
     like: Tensor
+    """Any tensor of the network's dtype on its device."""
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """The argument at a place, or of a name."""
         if len(self.args) > place:
             return self.args[place]
         return self.node.kwargs.get(name, default)
@@ -106,11 +114,12 @@ class OperatorCall(NamedTuple):
         return shape_of(self.args[0]).numel()
 
     def expanded(self, value: Any) -> Tensor:
-        """A number or a constant tensor as one number for each of the first input."""
+        """A number or a constant tensor, expanded to the shape of the first input and flattened."""
         tensor = torch.as_tensor(value, dtype=self.like.dtype, device=self.like.device)
         return tensor.expand(shape_of(self.args[0])).reshape(-1)
 
     def only_first_noisy(self) -> bool:
+        """Whether the first argument is noisy and all others are constant."""
         rest = (*self.args[1:], *self.node.kwargs.values())
         return isinstance(self.args[0], fx.Node) and not any(isinstance(x, fx.Node) for x in rest)
 
@@ -119,14 +128,14 @@ Rule = Callable[[OperatorCall], RuledCall | None]
 LayerRule = Callable[[nn.Module, Tensor], "Nonlinearity | None"]
 
 
-def _one(rule: Callable[[OperatorCall], Nonlinearity | None]) -> Rule:
-    """A rule for operators of which only the first argument may be noisy."""
+def _one_input(rule_of: Callable[[OperatorCall], Nonlinearity | None]) -> Rule:
+    """An entry of `RULES` for an operator with one noisy argument, the first."""
 
-    def treat(call: OperatorCall) -> RuledCall | None:
-        found = rule(call) if call.only_first_noisy() else None
-        return None if found is None else RuledCall(found, (call.args[0],))
+    def ruled(call: OperatorCall) -> RuledCall | None:
+        rule = rule_of(call) if call.only_first_noisy() else None
+        return None if rule is None else RuledCall(rule, (call.args[0],))
 
-    return treat
+    return ruled
 
 
 def _leaky(call: OperatorCall) -> PiecewiseLinear:
@@ -139,13 +148,15 @@ def _absolute(call: OperatorCall) -> PiecewiseLinear:
 
 
 def _threshold(call: OperatorCall) -> PiecewiseLinear | None:
-    """x above a threshold, else a value: continuous only if they are equal."""
+    """x above a threshold, else a constant value: a rule exists only if they are equal, so that it is continuous."""
     low, value = call.argument(1, "threshold"), call.argument(2, "value")
     return between(call.expanded(low), None, call.size, call.like) if low == value else None
 
 
 def _clamp(low: tuple[int, str] | None, high: tuple[int, str] | None, defaults: tuple[Any, Any] = (None, None)) -> Rule:
-    def rule(call: OperatorCall) -> PiecewiseLinear | None:
+    """A clamp whose ends are the arguments at these places and of these names; None for an end that it lacks."""
+
+    def rule_of(call: OperatorCall) -> PiecewiseLinear | None:
         ends = [
             None if where is None else call.argument(*where, default)
             for where, default in zip((low, high), defaults, strict=True)
@@ -157,80 +168,86 @@ def _clamp(low: tuple[int, str] | None, high: tuple[int, str] | None, defaults: 
             return None
         return between(bottom, top, call.size, call.like)
 
-    return _one(rule)
+    return _one_input(rule_of)
 
 
-def _pool(call: OperatorCall) -> Largest:
+def _max_pool(call: OperatorCall) -> Largest:
     """Max-pooling over the last dimensions, as many as its kernel has."""
     shape, out = shape_of(call.args[0]), shape_of(call.node)
     kernel = list(call.argument(1, "kernel_size"))
-    many = len(kernel)
+    ndim = len(kernel)
     stride = list(call.argument(2, "stride", [])) or kernel
-    padding = list(call.argument(3, "padding", [])) or [0] * many
-    dilation = list(call.argument(4, "dilation", [])) or [1] * many
-    every = (list(x) * many if len(x) == 1 else list(x) for x in (kernel, stride, padding, dilation))
-    windows = pooling_windows(shape[:-many].numel(), shape[-many:], out[-many:], *every)
+    padding = list(call.argument(3, "padding", [])) or [0] * ndim
+    dilation = list(call.argument(4, "dilation", [])) or [1] * ndim
+    options = (list(x) * ndim if len(x) == 1 else list(x) for x in (kernel, stride, padding, dilation))
+    windows = pooling_windows(shape[:-ndim].numel(), shape[-ndim:], out[-ndim:], *options)
     return Largest(windows.to(call.like.device), with_zero=False)
 
 
-def _adaptive_pool(call: OperatorCall) -> Largest:
+def _adaptive_max_pool(call: OperatorCall) -> Largest:
     shape, out = shape_of(call.args[0]), shape_of(call.node)
-    many = len(call.argument(1, "output_size"))
-    windows = adaptive_windows(shape[:-many].numel(), shape[-many:], out[-many:])
+    ndim = len(call.argument(1, "output_size"))
+    windows = adaptive_windows(shape[:-ndim].numel(), shape[-ndim:], out[-ndim:])
     return Largest(windows.to(call.like.device), with_zero=False)
 
 
-def _reduction(sign: int) -> Rule:
-    def rule(call: OperatorCall) -> Largest | None:
+def _extreme_over_dims(sign: int) -> Rule:
+    """The largest number over some dimensions of a tensor, or the smallest for the sign −1."""
+
+    def rule_of(call: OperatorCall) -> Largest | None:
         shape = shape_of(call.args[0])
-        chosen = call.argument(1, "dim", [])
-        dims = [chosen] if isinstance(chosen, int) else list(chosen)
+        dim = call.argument(1, "dim", [])
+        dims = [dim] if isinstance(dim, int) else list(dim)
         dims = [dim % len(shape) for dim in dims] or list(range(len(shape)))
         return Largest(reduction_windows(shape, dims).to(call.like.device), with_zero=False, sign=sign)
 
-    return _one(rule)
+    return _one_input(rule_of)
 
 
-def _of_two(sign: int) -> Rule:
-    """The larger (smaller) of two tensors; with a constant, a shifted ReLU."""
+def _extreme_of_two(sign: int) -> Rule:
+    """The larger of two tensors number by number, or the smaller for the sign −1; with a constant, a shifted ReLU."""
 
-    def treat(call: OperatorCall) -> RuledCall | None:
+    def ruled(call: OperatorCall) -> RuledCall | None:
         first, second = call.args[:2]
         if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
             noisy, constant = (first, second) if isinstance(first, fx.Node) else (second, first)
-            alone = OperatorCall(call.node, (noisy,), call.like)
+            clamp = OperatorCall(call.node, (noisy,), call.like)
             if shape_of(noisy) != shape_of(call.node):
                 return None
-            end = alone.expanded(constant)
+            end = clamp.expanded(constant)
             low, high = (end, None) if sign > 0 else (None, end)
-            return RuledCall(between(low, high, alone.size, call.like), (noisy,))
-        places = [place.expand(shape_of(call.node)).reshape(-1) for place in _places_of_two(first, second)]
-        windows = torch.stack(places, -1).to(call.like.device)
+            return RuledCall(between(low, high, clamp.size, call.like), (noisy,))
+        windows = _windows_of_two(call, first, second)
         return RuledCall(Largest(windows, with_zero=False, sign=sign), (first, second))
 
-    return treat
+    return ruled
+
+
+def _windows_of_two(call: OperatorCall, first: Node, second: Node) -> Tensor:
+    """Windows (n, 2) of units that look at one number of each of two tensors that broadcast."""
+    places = [place.expand(shape_of(call.node)).reshape(-1) for place in _places_of_two(first, second)]
+    return torch.stack(places, -1).to(call.like.device)
 
 
 def _places_of_two(first: Node, second: Node) -> tuple[Tensor, Tensor]:
-    """Where the numbers of two tensors are when they are flattened and put end to end, in their shapes."""
+    """The places that the numbers of two tensors have in their common input (see `RuledCall`), in their shapes."""
     before = shape_of(first).numel()
     places = torch.arange(before), torch.arange(before, before + shape_of(second).numel())
     return places[0].reshape(shape_of(first)), places[1].reshape(shape_of(second))
 
 
 def _product(call: OperatorCall) -> RuledCall | None:
-    """Of two noisy tensors."""
+    """The product of two noisy tensors, number by number; the square if they are the same tensor."""
     first, second = call.args[:2]
     if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
         return None
     if first is second:
         return RuledCall(_square(call), (first,))
-    places = [place.expand(shape_of(call.node)).reshape(-1) for place in _places_of_two(first, second)]
-    return RuledCall(SumOfProducts(torch.stack(places, -1).to(call.like.device)), (first, second))
+    return RuledCall(SumOfProducts(_windows_of_two(call, first, second)), (first, second))
 
 
 def _matrix_product(call: OperatorCall) -> RuledCall | None:
-    """Of two noisy tensors, with vectors or leading dimensions as `torch.matmul` has them."""
+    """The matrix product of two noisy tensors, with vectors or leading dimensions as in `torch.matmul`."""
     first, second = call.args[:2]
     if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
         return None
@@ -238,7 +255,7 @@ def _matrix_product(call: OperatorCall) -> RuledCall | None:
 
 
 def _added_matrix_product(call: OperatorCall) -> RuledCall | None:
-    """addmm of two noisy matrices to a constant."""
+    """A constant plus the product of two noisy matrices (`addmm`)."""
     offset, first, second = call.args[:3]
     if isinstance(offset, fx.Node) or not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
         return None
@@ -248,6 +265,7 @@ def _added_matrix_product(call: OperatorCall) -> RuledCall | None:
 
 
 def _sums_of_products(call: OperatorCall, first: Node, second: Node, offset: Tensor | None) -> RuledCall | None:
+    """A matrix product as sums of products; None where its windows would not fit."""
     left, right = _places_of_two(first, second)
     left = left if left.dim() > 1 else left.unsqueeze(0)
     right = right if right.dim() > 1 else right.unsqueeze(-1)
@@ -259,7 +277,7 @@ def _sums_of_products(call: OperatorCall, first: Node, second: Node, offset: Ten
 
 
 def _fits(call: OperatorCall, units: int, width: int) -> bool:
-    """Whether a matrix for every window is no more than is kept at a time."""
+    """Whether the covariances of all windows, (units, width, width), fit into a piece of work."""
     return units * width * width * call.like.element_size() <= piece_bytes("matrices", call.like.device)
 
 
@@ -268,7 +286,7 @@ def _square(call: OperatorCall) -> Squared:
 
 
 def _power(call: OperatorCall) -> Nonlinearity | None:
-    """x to a constant power: of any x where that is a whole number, else of positive x."""
+    """x to a constant power: smooth for every x if the exponent is a whole number ≥ 0, else on one side of 0."""
     exponent = call.argument(1, "exponent")
     if not isinstance(exponent, int | float):
         return None
@@ -290,17 +308,17 @@ def _log_sum_exp(call: OperatorCall) -> LogSumExp | None:
 
 
 def _vector_norm(call: OperatorCall) -> PowerSum | None:
-    """The length of few numbers: that of more is written out when the network is recorded."""
+    """The norm of few numbers; that of more is written out in simpler operators when the network is recorded."""
     shape, power = shape_of(call.args[0]), call.argument(1, "ord", 2)
     dims = call.argument(2, "dim") or range(len(shape))
     windows = reduction_windows(shape, [dim % len(shape) for dim in dims]).to(call.like.device)
-    good = isinstance(power, int | float) and 1 <= power < math.inf and _fits(call, *windows.shape)
-    return PowerSum(windows, float(power)) if good else None
+    has_rule = isinstance(power, int | float) and 1 <= power < math.inf and _fits(call, *windows.shape)
+    return PowerSum(windows, float(power)) if has_rule else None
 
 
 def _layer_norm(call: OperatorCall) -> NormalisedRows | None:
-    shape, many = shape_of(call.args[0]), len(call.argument(1, "normalized_shape"))
-    rows = torch.arange(call.size).reshape(-1, shape[len(shape) - many :].numel())
+    shape, ndim = shape_of(call.args[0]), len(call.argument(1, "normalized_shape"))
+    rows = torch.arange(call.size).reshape(-1, shape[len(shape) - ndim :].numel())
     return _normalised(call, rows, call.argument(2, "weight"), call.argument(3, "bias"), call.argument(4, "eps"))
 
 
@@ -311,7 +329,7 @@ def _group_norm(call: OperatorCall) -> NormalisedRows | None:
 
 
 def _batch_norm_of_input(call: OperatorCall) -> NormalisedRows | None:
-    """Batch normalisation with statistics of its input: instance normalisation, of channels of one image."""
+    """Batch normalisation by the statistics of its input: for one image that normalises each channel."""
     training, eps = (5, 7) if family(call.node.target) is aten.native_batch_norm else (3, 5)
     if not call.argument(training, "training"):
         return None
@@ -322,102 +340,102 @@ def _batch_norm_of_input(call: OperatorCall) -> NormalisedRows | None:
 
 
 def _by_channel(call: OperatorCall, value: Tensor | None) -> Tensor | None:
+    """One number for each channel, in a shape that broadcasts with the input."""
     return None if value is None else value.reshape(1, -1, *[1] * (len(shape_of(call.args[0])) - 2))
 
 
 def _normalised(call: OperatorCall, rows: Tensor, weight: Any, bias: Any, eps: float) -> NormalisedRows | None:
-    """Of few numbers each: more are written out when the network is recorded."""
+    """Normalised rows of few numbers; longer ones are written out in simpler operators when a network is recorded."""
     scale, shift = call.expanded(1.0 if weight is None else weight), call.expanded(0.0 if bias is None else bias)
     fits = _fits(call, rows.numel(), rows.shape[1])
     return NormalisedRows(rows.to(call.like.device), float(eps), scale, shift) if fits else None
 
 
 def _one_signed(call: OperatorCall) -> OneSigned:
-    """A smooth function of each number that is defined on one side of 0."""
-    function = partial(_first_argument, call.node.target, call.args[1:], dict(call.node.kwargs))
+    """A smooth function of each number that is defined on one side of 0, with constants as further arguments."""
+    function = partial(_as_function, call.node.target, call.args[1:], dict(call.node.kwargs))
     return OneSigned(function, without_batch(shape_of(call.args[0])), call.like)
 
 
 def _smooth(call: OperatorCall) -> Elementwise | None:
-    """A smooth function of each number, its further arguments being constants."""
+    """A smooth function of each number, with constants as further arguments."""
     if shape_of(call.args[0]) != shape_of(call.node):
         return None
-    function = partial(_first_argument, call.node.target, call.args[1:], dict(call.node.kwargs))
+    function = partial(_as_function, call.node.target, call.args[1:], dict(call.node.kwargs))
     return Elementwise(function, without_batch(shape_of(call.args[0])), call.like)
 
 
 def without_batch(shape: torch.Size) -> tuple[int, ...]:
-    """The shape of one image's numbers: a first dimension of 1 is that of images; another, of patches say, is not."""
+    """The shape of one image's numbers: without a first dimension of 1, which counts images."""
     return tuple(shape[1:]) if shape[0] == 1 else tuple(shape)
 
 
-def _first_argument(target: Any, rest: tuple[Any, ...], named: Mapping[str, Any], x: Tensor) -> Tensor:
+def _as_function(target: Any, rest: tuple[Any, ...], named: Mapping[str, Any], x: Tensor) -> Tensor:
+    """An operator as a function of its first argument, which comes last so that the others can be bound."""
     value: Tensor = target(x, *rest, **named)
     return value
 
 
 RULES: dict[Any, Rule] = {
-    aten.relu: _one(lambda call: relu(call.size, call.like)),
-    aten.leaky_relu: _one(_leaky),
-    aten._prelu_kernel: _one(_leaky),
-    aten.prelu: _one(_leaky),
-    aten.abs: _one(_absolute),
-    aten.threshold: _one(_threshold),
+    aten.relu: _one_input(lambda call: relu(call.size, call.like)),
+    aten.leaky_relu: _one_input(_leaky),
+    aten._prelu_kernel: _one_input(_leaky),
+    aten.prelu: _one_input(_leaky),
+    aten.abs: _one_input(_absolute),
+    aten.threshold: _one_input(_threshold),
     aten.hardtanh: _clamp((1, "min_val"), (2, "max_val"), (-1.0, 1.0)),
     aten.relu6: _clamp((9, "low"), (9, "high"), (0.0, 6.0)),
     aten.clamp: _clamp((1, "min"), (2, "max")),
     aten.clamp_min: _clamp((1, "min"), None),
     aten.clamp_max: _clamp(None, (1, "max")),
-    aten.max_pool1d: _one(_pool),
-    aten.max_pool2d: _one(_pool),
-    aten.max_pool3d: _one(_pool),
-    aten.max_pool2d_with_indices: _one(_pool),
-    aten.max_pool3d_with_indices: _one(_pool),
-    aten.adaptive_max_pool2d: _one(_adaptive_pool),
-    aten.adaptive_max_pool3d: _one(_adaptive_pool),
-    aten.amax: _reduction(1),
-    aten.amin: _reduction(-1),
-    aten.max: _reduction(1),
-    aten.min: _reduction(-1),
-    aten.maximum: _of_two(1),
-    aten.minimum: _of_two(-1),
+    aten.max_pool1d: _one_input(_max_pool),
+    aten.max_pool2d: _one_input(_max_pool),
+    aten.max_pool3d: _one_input(_max_pool),
+    aten.max_pool2d_with_indices: _one_input(_max_pool),
+    aten.max_pool3d_with_indices: _one_input(_max_pool),
+    aten.adaptive_max_pool2d: _one_input(_adaptive_max_pool),
+    aten.adaptive_max_pool3d: _one_input(_adaptive_max_pool),
+    aten.amax: _extreme_over_dims(1),
+    aten.amin: _extreme_over_dims(-1),
+    aten.max: _extreme_over_dims(1),
+    aten.min: _extreme_over_dims(-1),
+    aten.maximum: _extreme_of_two(1),
+    aten.minimum: _extreme_of_two(-1),
     **dict.fromkeys(
         (
             aten.tanh, aten.sigmoid, aten.silu, aten.gelu, aten.elu, aten.softplus, aten.celu, aten.mish,
             aten.hardswish, aten.hardsigmoid, aten.erf, aten.sin, aten.cos, aten.exp, aten.exp2, aten.expm1, aten.erfc,
             aten.atan, aten.sinh, aten.cosh, aten.asinh,
         ),
-        _one(_smooth),
+        _one_input(_smooth),
     ),
-    **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.reciprocal, aten.log, aten.log2, aten.log10), _one(_one_signed)),
+    **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.reciprocal, aten.log, aten.log2, aten.log10), _one_input(_one_signed)),
     aten.mul: _product,
-    aten.square: _one(_square),
-    aten.pow: _one(_power),
+    aten.square: _one_input(_square),
+    aten.pow: _one_input(_power),
     **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.dot, aten.matmul), _matrix_product),
     aten.addmm: _added_matrix_product,
-    aten._softmax: _one(_softmax),
-    aten._safe_softmax: _one(_softmax),
-    aten.logsumexp: _one(_log_sum_exp),
-    aten.linalg_vector_norm: _one(_vector_norm),
-    aten.native_layer_norm: _one(_layer_norm),
-    aten.native_group_norm: _one(_group_norm),
-    aten.native_batch_norm: _one(_batch_norm_of_input),
-    aten._native_batch_norm_legit: _one(_batch_norm_of_input),
+    aten._softmax: _one_input(_softmax),
+    aten._safe_softmax: _one_input(_softmax),
+    aten.logsumexp: _one_input(_log_sum_exp),
+    aten.linalg_vector_norm: _one_input(_vector_norm),
+    aten.native_layer_norm: _one_input(_layer_norm),
+    aten.native_group_norm: _one_input(_group_norm),
+    aten.native_batch_norm: _one_input(_batch_norm_of_input),
+    aten._native_batch_norm_legit: _one_input(_batch_norm_of_input),
 }  # fmt: skip
-"""By operator, all overloads alike. A rule may decline a call with None."""
+"""By operator, for all of its overloads. The value is None for a call without a rule."""
 
 
-def _lp_pool(many: int, module: Any, example: Tensor) -> PowerSum:
-    """An Lp pool over the last dimensions."""
+def _lp_pool(ndim: int, module: Any, example: Tensor) -> PowerSum:
+    """An Lp pool over the last `ndim` dimensions."""
     shape, out = example.shape, module(example.detach()).shape
-    kernel, stride = (_every(x, many) for x in (module.kernel_size, module.stride or module.kernel_size))
-    none, ones = [0] * many, [1] * many
-    windows = pooling_windows(shape[:-many].numel(), shape[-many:], out[-many:], kernel, stride, none, ones)
+    kernel, stride = (
+        [x] * ndim if isinstance(x, int) else list(x) for x in (module.kernel_size, module.stride or module.kernel_size)
+    )
+    padding, dilation = [0] * ndim, [1] * ndim
+    windows = pooling_windows(shape[:-ndim].numel(), shape[-ndim:], out[-ndim:], kernel, stride, padding, dilation)
     return PowerSum(windows.to(example.device), float(module.norm_type))
-
-
-def _every(value: Any, many: int) -> list[int]:
-    return [value] * many if isinstance(value, int) else list(value)
 
 
 LIBRARY_LAYERS: dict[type[nn.Module], LayerRule] = {
@@ -425,14 +443,14 @@ LIBRARY_LAYERS: dict[type[nn.Module], LayerRule] = {
     nn.LPPool2d: partial(_lp_pool, 2),
     nn.LPPool3d: partial(_lp_pool, 3),
 }
-"""By kind of module, exactly: torch's own that are several operators which together are one function."""
+"""The library's rules for modules of torch, by exact class: several operators that together are one function."""
 
 LAYER_RULES: dict[type[nn.Module], LayerRule] = {}
-"""By kind of module: rules that users have registered."""
+"""The rules that users have registered, by class of module."""
 
 
 def elementwise(module: nn.Module, example: Tensor) -> Elementwise:
-    """The rule for a layer that treats each number by itself: expectations by quadrature."""
+    """The rule for a layer that applies a function to each number by itself; expectations come from quadrature."""
     return Elementwise(module, tuple(example.shape[1:]), example)
 
 
@@ -442,12 +460,13 @@ def affine(module: nn.Module, example: Tensor) -> None:
 
 
 def register_rule(layer: type[nn.Module], rule: LayerRule) -> None:
-    """Have the calls of a kind of module treated by a rule of your own, in "layerwise", "sketch" and all the rest.
+    """Register your own rule for a class of modules; "layerwise", "sketch" and all other methods use it.
 
     Args:
         layer: the module's class; its forward takes one tensor and returns one.
-        rule: called with the module and an example of its input, (1, ...), gives a `Nonlinearity`: `elementwise` for a
-            function of each number by itself, or your own; or None, as `affine` does, for a layer that is affine.
+        rule: a function of the module and an example of its input, (1, ...), which returns a `Nonlinearity`:
+            `elementwise` for a function of each number by itself, or your own; or None for an affine layer, as
+            `affine` does.
 
     >>> class Wave(nn.Module):
     ...     def forward(self, x):
@@ -465,21 +484,22 @@ def register_rule(layer: type[nn.Module], rule: LayerRule) -> None:
 
 
 def layer_rule(module: nn.Module) -> LayerRule | None:
-    """The rule that was registered for a module's class, or for the nearest of its bases; else the library's own."""
-    own = next((LAYER_RULES[kind] for kind in type(module).__mro__ if kind in LAYER_RULES), None)
-    return own or LIBRARY_LAYERS.get(type(module))
+    """The rule registered for a module's class or for the nearest of its base classes; else the library's own."""
+    registered = next((LAYER_RULES[kind] for kind in type(module).__mro__ if kind in LAYER_RULES), None)
+    return registered or LIBRARY_LAYERS.get(type(module))
 
 
 def known_rules() -> str:
-    """All kinds of layers that have a rule, for messages."""
-    nonlinear = sorted({_plain(kind) for kind in RULES})
-    own = sorted(layer.__name__ for layer in LAYER_RULES)
-    return ", ".join(nonlinear + own)
+    """The names of all operators and registered modules that have a rule, for messages."""
+    operators = sorted({_plain_name(operator) for operator in RULES})
+    registered = sorted(layer.__name__ for layer in LAYER_RULES)
+    return ", ".join(operators + registered)
 
 
 def operator_name(node: Node) -> str:
-    return _plain(family(node.target))
+    """The name of a node's operator, for messages."""
+    return _plain_name(family(node.target))
 
 
-def _plain(kind: Any) -> str:
-    return str(getattr(kind, "__name__", kind)).strip("_")
+def _plain_name(operator: Any) -> str:
+    return str(getattr(operator, "__name__", operator)).strip("_")

@@ -1,8 +1,9 @@
-"""Samples of what the units of a layer look at, and the nonlinear covariance of scores that they show.
+"""What the samples of a sketch say about a layer: covariances of its windows, and nonlinear covariances of scores.
 
-The quadratic part of a covariance is estimated from pairs of samples, of which there are many more than samples: with M
-the matrix of a quadratic form, ½ tr(M S M S) from two sample covariances that know nothing of each other (a U-statistic
-of fourth moments).
+Curved units give the scores quadratic parts ½ zᵀM z with covariances ½ tr(M_i S M_j S). These are estimated with two
+independent sample covariances in the place of S, one from the first samples and one from the last: unbiased, a
+U-statistic of fourth moments. All that is needed are the forms zᵀM z' between samples of the two sets, and there are
+many more such pairs than samples.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from torch import Tensor
 from netmoments.memory import elements_together
 
 LEAST_SAMPLES = 4
-"""Fewer cannot be divided into two sets of two, each with a sample covariance of its own."""
+"""The fewest samples that can be divided into two sets of two, each with a sample covariance."""
 
 
 class SampledUnits(NamedTuple):
-    """What samples (N, K, p) of the input of a layer show."""
+    """What samples (N, K, p) of a layer's input show."""
 
     values: Tensor
-    """Of the units, (N, K, n)."""
+    """f of the units at the samples, (N, K, n)."""
     covariance: Tensor
-    """S of what each unit looks at, (N, n, w, w)."""
+    """The sample covariance S of each window, (N, n, w, w)."""
     samples: Tensor
-    """The same samples, in memory as they are best looked at again: place by place where there are windows."""
+    """The same samples in the memory layout that is best for reading windows again."""
 
 
 class UnitMoments(NamedTuple):
@@ -43,28 +44,28 @@ class UnitMoments(NamedTuple):
 
 
 class QuadraticForms(NamedTuple):
-    """The quadratic forms zᵀM_i z', M_i = Σ_u a_iu H_u, of r scores at K samples of N images."""
+    """The quadratic forms zᵀM_i z', M_i = Σ_u a_iu H_u, of r scores at pairs of the K samples of each of N images."""
 
     own: Tensor
-    """At a sample and itself, (N, r, K), samples about their mean."""
+    """Both z and z' the same sample less the mean of all, (N, r, K)."""
     across: Tensor
-    """At some of the first samples and as many of the last, (N, r, k, k), about any point: the means of rows and
-    columns are not used."""
+    """z one of the first k samples and z' one of the last k, (N, r, k, k). They may be taken about any point: the means
+    of rows and columns are subtracted later."""
 
 
 @cache
 def paired(count: int) -> int:
-    """How many of K samples, from the first and the last, are paired with each other: the work goes with the square."""
+    """k, how many of the first K samples are paired with as many of the last: the work grows with its square."""
     return max(count // 2 if count < 8 else 3 * count // 8, 1)
 
 
 def curved_units(
     windows: Tensor, curvature: Tensor, covariance: Tensor, samples: Tensor
 ) -> Callable[[Tensor], QuadraticForms] | None:
-    """The quadratic forms of a layer as a function of scores' weights (N, r, n) on its units; None if none is curved.
+    """A function from scores' weights (N, r, n) on a layer's units to their quadratic forms; None if no unit is curved.
 
-    From windows (n, w), H and S, (N, n, w, w), and samples (N, K, p) of the layer's input. A unit counts as curved if
-    Σ|H_ij| s_i s_j, which bounds √(tr HSHS), is above √eps of the image's largest one.
+    It needs windows (n, w), H and S, (N, n, w, w), and samples (N, K, p) of the layer's input. A unit counts as curved
+    if Σ|H_ij| s_i s_j, which bounds √(tr HSHS), is above √eps of the largest one in its image.
     """
     s = covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     size = (curvature.abs() * s.unsqueeze(-1) * s.unsqueeze(-2)).sum((-2, -1))
@@ -72,54 +73,55 @@ def curved_units(
     units = curved.any(0).nonzero().squeeze(-1)
     if not len(units):
         return None
-    own = (curvature * curved[..., None, None]).index_select(1, units)
-    places = windows[units]
-    forms = _forms_of_single_inputs if windows.shape[1] == 1 else _forms_of_windows
+    kept_curvature = (curvature * curved[..., None, None]).index_select(1, units)
+    kept_windows = windows[units]
+    add_forms = _add_forms_of_single_inputs if windows.shape[1] == 1 else _add_forms_of_windows
 
     def quadratics(weights: Tensor) -> QuadraticForms:
         """Σ_u a_iu z_uᵀ H_u z_u' for weights a on all units of the layer."""
         images, count = samples.shape[:2]
-        few, scores = paired(count), weights.shape[1]
-        total = QuadraticForms(weights.new_zeros(images, scores, count), weights.new_zeros(images, scores, few, few))
-        forms(places, own, samples, weights.index_select(-1, units), total)
+        k, scores = paired(count), weights.shape[1]
+        total = QuadraticForms(weights.new_zeros(images, scores, count), weights.new_zeros(images, scores, k, k))
+        add_forms(kept_windows, kept_curvature, samples, weights.index_select(-1, units), total)
         return total
 
     return quadratics
 
 
-def _forms_of_single_inputs(
-    places: Tensor, curvature: Tensor, samples: Tensor, weights: Tensor, total: QuadraticForms
+def _add_forms_of_single_inputs(
+    windows: Tensor, curvature: Tensor, samples: Tensor, weights: Tensor, total: QuadraticForms
 ) -> None:
-    """Adds z_kᵀ diag(a H) z_l: a product of matrices for each score."""
+    """Add zᵀ diag(a H) z' to the totals, by one product of matrices for each score."""
     images, count = samples.shape[:2]
-    few = paired(count)
-    for some in units_in_parts(samples, images * count, len(places)):
-        picked = samples.flatten(0, 1).index_select(1, places[some].squeeze(-1)).unflatten(0, (images, count))
+    k = paired(count)
+    for units in units_in_parts(samples, images * count, len(windows)):
+        picked = samples.flatten(0, 1).index_select(1, windows[units].squeeze(-1)).unflatten(0, (images, count))
         z = picked - picked.mean(1, keepdim=True)
-        curved = curvature[:, some].flatten(1).unsqueeze(1) * z
-        total.own.add_(weights[..., some] @ (z * curved).mT)
-        for across, own in zip(total.across.unbind(1), weights[..., some].unbind(1), strict=True):
-            across.add_((z[:, :few] * own.unsqueeze(1)) @ curved[:, -few:].mT)
+        curved = curvature[:, units].flatten(1).unsqueeze(1) * z
+        total.own.add_(weights[..., units] @ (z * curved).mT)
+        for across, of_score in zip(total.across.unbind(1), weights[..., units].unbind(1), strict=True):
+            across.add_((z[:, :k] * of_score.unsqueeze(1)) @ curved[:, -k:].mT)
 
 
-def _forms_of_windows(
-    places: Tensor, curvature: Tensor, samples: Tensor, weights: Tensor, total: QuadraticForms
+def _add_forms_of_windows(
+    windows: Tensor, curvature: Tensor, samples: Tensor, weights: Tensor, total: QuadraticForms
 ) -> None:
-    """Adds the forms of every unit between first and last samples, (N, some, k·k), summed for all scores."""
-    count, width = samples.shape[1], places.shape[1]
-    few = paired(count)
+    """Add Σ_u a_u zᵀH_u z' to the totals: first the form of each unit, (N, units, k·k), then sums for all scores."""
+    count, width = samples.shape[1], windows.shape[1]
+    k = paired(count)
     across = total.across.view(*weights.shape[:2], -1)
-    for some, sampled in windows_in_parts(places, laid_out(samples.mT), max(width * count, few * few)):
+    for units, sampled in windows_in_parts(windows, laid_out(samples.mT), max(width * count, k * k)):
         z = sampled - sampled.mean(-1, keepdim=True)
-        curved = curvature[:, some] @ z
-        total.own.add_(weights[..., some] @ (z * curved).sum(2))
-        across.add_(weights[..., some] @ (z[..., :few].mT @ curved[..., -few:]).flatten(2))
+        curved = curvature[:, units] @ z
+        total.own.add_(weights[..., units] @ (z * curved).sum(2))
+        across.add_(weights[..., units] @ (z[..., :k].mT @ curved[..., -k:]).flatten(2))
 
 
 def nonlinear_covariance(remainders: Tensor, forms: QuadraticForms | None) -> Tensor:
-    """Cov of r scores, (N, r, r), without their linear parts: what remains of K samples of them, (N, r, K), is known.
+    """The covariance of r scores less their linear parts, (N, r, r), from remainders at K samples, (N, r, K).
 
-    The quadratic part by `quadratic_covariance`; the remainders without their ½ zᵀMz as the samples have them.
+    A remainder is a score less its linear part. Its quadratic part ½ zᵀMz is covered by `quadratic_covariance`, what is
+    left by a sample covariance.
     """
     if forms is None or remainders.shape[-1] < LEAST_SAMPLES:
         return sample_covariance(remainders)
@@ -129,9 +131,9 @@ def nonlinear_covariance(remainders: Tensor, forms: QuadraticForms | None) -> Te
 def quadratic_covariance(across: Tensor) -> Tensor:
     """½ tr(M_i S M_j S), (N, r, r), the covariance of ½ zᵀM_i z for Gaussian z, unbiased given M.
 
-    One S is that of the first samples, the other that of the last, each about their own mean: from the forms zᵀM_i z'
-    between the two, (N, r, a, b), less the means of their rows and columns, ½ Σ W_i W_j / ((a − 1)(b − 1)). This never
-    has a negative eigenvalue.
+    One S is that of the first samples, the other that of the last. With W_i the forms zᵀM_i z' between the two sets,
+    (N, r, a, b), less the means of their rows and columns, it is ½ Σ W_i W_j / ((a − 1)(b − 1)), which never has a
+    negative eigenvalue.
     """
     first, second = across.shape[-2:]
     forms = across - across.mean(-1, keepdim=True)
@@ -149,45 +151,51 @@ def variances(samples: Tensor) -> Tensor:
     """Σ_k (z_k − z̄)² / (K − 1) of samples (N, K, p): (N, p)."""
     images, count, places = samples.shape
     squares = []
-    for some in units_in_parts(samples, images * count, places):
-        here = samples[..., some]
-        squares.append((here - here.mean(1, keepdim=True)).square().sum(1))
+    for part in units_in_parts(samples, images * count, places):
+        z = samples[..., part]
+        squares.append((z - z.mean(1, keepdim=True)).square().sum(1))
     return joined(squares, -1) / (count - 1)
 
 
 def laid_out(transposed: Tensor) -> Tensor:
-    """A transposed (N, p, K) with its last dimension in one piece; of one image as a matrix, which is copied faster."""
+    """A transposed tensor (N, p, K) made contiguous; one image is copied as a matrix, which is faster."""
     return transposed[0].contiguous().unsqueeze(0) if len(transposed) == 1 else transposed.contiguous()
 
 
-def windows_in_parts(windows: Tensor, columns: Tensor, each: int) -> Iterator[tuple[slice, Tensor]]:
-    """Some windows (m, w) at a time, and what columns (N, p, K) have at their places, (N, some, w, K): 0 at place −1.
+def windows_in_parts(windows: Tensor, columns: Tensor, numbers_each: int) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of windows (m, w), each with the inputs of its windows, (N, ·, w, K), from columns (N, p, K).
 
-    So many that `each` numbers of every one of them stay in a cache.
+    The input at place −1 is 0. As many go together as stay in a cache with `numbers_each` numbers per window and image.
     """
-    whole = bool((windows >= 0).all())
-    for part in units_in_parts(columns, len(columns) * each, len(windows)):
-        some = windows[part]
-        found = columns.index_select(1, some.clamp(min=0).reshape(-1)).unflatten(1, some.shape)
-        yield part, found if whole else found * (some >= 0).unsqueeze(-1)
+    full = bool((windows >= 0).all())
+    for part in units_in_parts(columns, len(columns) * numbers_each, len(windows)):
+        places = windows[part]
+        inputs = columns.index_select(1, places.clamp(min=0).reshape(-1)).unflatten(1, places.shape)
+        yield part, inputs if full else inputs * (places >= 0).unsqueeze(-1)
 
 
-def units_in_parts(like: Tensor, each: int, count: int) -> Iterator[slice]:
-    """`count` units, so many at a time that `each` numbers of every one of them stay in a cache."""
-    together = elements_together("cache", like, each)
+def units_in_parts(like: Tensor, numbers_each: int, count: int) -> Iterator[slice]:
+    """Slices of `count` units, as many together as stay in a cache with `numbers_each` numbers per unit."""
+    together = elements_together("cache", like, numbers_each)
     for start in range(0, count, together):
         yield slice(start, min(start + together, count))
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Put together; one alone is not copied."""
+    """`torch.cat`, without a copy if there is only one part."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
 
 
 @cache
-def normal_points(dimension: int, count: int) -> Tensor:
-    """A fixed set of standard normal points, (count, dimension): scrambled Sobol, antithetic, second moments exact."""
-    engine = torch.quasirandom.SobolEngine(dimension, scramble=True, seed=0)
+def normal_points(dimension: int, count: int, number: int = 0) -> Tensor:
+    """One of the fixed sets of quasi-random normal points, (count, dimension): scrambled Sobol, antithetic.
+
+    They are transformed to have exact second moments, unless there are fewer than four points for each dimension. In
+    no dimensions there is one point, (1, 0).
+    """
+    if dimension == 0:
+        return torch.zeros(1, 0, dtype=torch.float64)
+    engine = torch.quasirandom.SobolEngine(dimension, scramble=True, seed=number)
     half = torch.special.ndtri(engine.draw(count // 2, dtype=torch.float64).clamp(1e-12, 1 - 1e-12))
     normal = torch.cat([half, -half])
     if dimension >= count // 4:

@@ -1,19 +1,20 @@
-"""Triton kernels for a sketch: what samples of a layer show, the moments of its units, and their quadratic forms.
+"""Triton kernels for a layer of a sketch: values at samples, covariances of windows, moments, quadratic forms.
 
-Samples are (images, K, p) and stay where they are; a window's inputs are looked up by their places. The plain versions
+Samples (images, K, p) are not copied into windows; a window's inputs are looked up by their places. The plain versions
 in `piecewise_linear`, `maximum_lines` and `sampled` define what these kernels compute. Without Triton this module can
-be imported and not used."""
+be imported, but not used.
+"""
 
 from __future__ import annotations
 
 from netmoments.relu.triton.kernels import INTERPRETED, constexpr, density, jit, standardized, tl
 
-FAR = constexpr(40.0)  # deviations, beyond which nothing happens
+FAR = constexpr(40.0)  # standard deviations at which integrals are cut off
 
 
 @jit
 def gate_and_bell(shifted, s):
-    """Φ(h) and φ(h) at h = m/s, which is ±40 or 0 where there is no noise to speak of."""
+    """Φ(h) and φ(h) at h = m/s, cut to ±40; at s = 0 that is ±40, or 0 for m = 0."""
     noisy = tl.abs(shifted) < FAR * s
     certain = tl.where(shifted > 0, FAR, tl.where(shifted < 0, -FAR, 0.0))
     h = tl.where(noisy, shifted / tl.where(noisy, s, 1.0), certain)
@@ -25,8 +26,10 @@ def single_inputs_kernel(
     samples, mean, offset, slope, bends, kinks, values, expected, gain, curvature,
     units, COUNT: constexpr, TWO: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """f(z) = offset + slope·z + bend relu(z − kink), with a second kink if TWO: its values at all samples, and E f,
-    E f′ and E f″ for a Gaussian with the given mean and the samples' variance."""
+    """Units f(z) = offset + slope·z + bend relu(z − kink), with a second kink if TWO.
+
+    Computes f at all samples, and E f, E f′ and E f″ under a Gaussian with the given mean and the samples' variance.
+    """
     image = tl.program_id(1).to(tl.int64)
     unit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = unit < units
@@ -68,7 +71,7 @@ def single_inputs_kernel(
 
 @jit
 def excess_moments(x, bell):
-    """`marginal.excess_moments` in float64: of n = 0, …, 4."""
+    """`marginal.excess_moments` in float64, for n = 0, …, 4."""
     far = tl.maximum(x, 3.0)
     ratio = 0.5 * (tl.sqrt(far * far + 164) - far)
     for n in range(36):
@@ -101,8 +104,10 @@ def power_moments_kernel(
     row, units, mean_by_image, mean_by_unit, variance_by_image, variance_by_unit,
     KINKS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """`piecewise_linear.PiecewiseLinear.power_moments` in float64, kinks in their order: f(m), then the moments, in the
-    order of `PowerMoments`, in rows of images × units numbers."""
+    """`piecewise_linear.PiecewiseLinear.power_moments` in float64, for sorted kinks.
+
+    `found` gets f(m) and then the moments in the order of `PowerMoments`, each as a row of images × units numbers.
+    """
     image = tl.program_id(1).to(tl.int64)
     unit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = unit < units
@@ -118,7 +123,7 @@ def power_moments_kernel(
         centre += bend * tl.maximum(away, 0.0)
         through += tl.where(away <= 0, 0.0, bend)
     through *= s
-    # of the line through f(m): E f², E f⁴, E f′, E f²f′, E f′², E f′³; the others are 0
+    # moments of the line through f(m): E f², E f⁴, E f′, E f²f′, E f′², E f′³; all others are 0
     one, three = tl.zeros_like(m), tl.zeros_like(m)
     two = through * through
     four = 3 * two * two
@@ -201,8 +206,11 @@ def window_samples_kernel(
     columns, places, values, covariance, inputs, units, sign,
     COUNT: constexpr, WIDTH: constexpr, WITH_ZERO: constexpr, WIDE: constexpr, EVERY: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """The largest of every window (the smallest, for sign −1; and 0 if WITH_ZERO) at all samples, and the samples'
-    covariance of what a window looks at: a program a window, `columns` (images, inputs, COUNT), `values` likewise."""
+    """The largest input of each window at all samples, and the sample covariance of its inputs; one program per window.
+
+    For sign −1 it is the smallest; WITH_ZERO makes 0 compete. `columns` are samples (images, inputs, COUNT), `values`
+    (images, units, COUNT).
+    """
     image, number, every = tl.program_id(1).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, EVERY)
     unit = image * units + tl.program_id(0)
     place = tl.load(places + tl.program_id(0) * WIDTH + number, mask=number < WIDTH, other=-1)
@@ -222,7 +230,7 @@ def window_samples_kernel(
 
 @jit
 def line_moments(t, DEGREES: constexpr):
-    """F(t) = P(τ < t), and P(|τ'| < |t|) with a degree of freedom more, for the densities ½χ_w(|τ|).
+    """F(t) = P(τ < t) for the density ½χ_w(|τ|), and P(|τ'| < |t|) for a τ' with one degree of freedom more.
 
     By C_w(x) = C_{w−2}(x) − x^{w−2} exp(−x²/2) / (2^{w/2−1} Γ(w/2)), from C_1 = erf(x/√2) and C_2 = 1 − exp(−x²/2).
     """
@@ -249,9 +257,10 @@ def line_moments(t, DEGREES: constexpr):
 
 @jit
 def number_at(pointer, wanted):
-    """`tl.load`, 0 where nothing is wanted, in a form that Triton's compiler does not look into.
+    """`tl.load` with a mask, 0 where it is false, as inline assembly.
 
-    Its search for the best layout of loads and stores takes a minute where a kernel has hundreds of them.
+    Triton's compiler does not look into it. Its search for the best layout of loads and stores would take a minute for
+    a kernel with hundreds of them.
     """
     if INTERPRETED:
         return tl.load(pointer, mask=wanted, other=0)
@@ -269,7 +278,7 @@ def number_at(pointer, wanted):
 
 @jit
 def put(pointer, value, wanted):
-    """`tl.store`, likewise."""
+    """`tl.store` with a mask, as inline assembly, for the same reason."""
     if INTERPRETED:
         tl.store(pointer, value, mask=wanted)
     elif pointer.dtype.element_ty == tl.float64:
@@ -286,9 +295,9 @@ def put(pointer, value, wanted):
 
 @jit
 def inputs_of(mean, places, variances, inside, sign, WIDTH: constexpr, SHARE: constexpr):
-    """Means of the inputs of some windows, and which there are, each a tuple; and what is added to the variances.
+    """The means of a window's inputs and which of them are present, as tuples, and what is added to the variances.
 
-    An input that a window does not have lies where none comes.
+    A missing input gets a mean too low ever to lead.
     """
     reach = number_at(variances, inside) * 0
     trace, number = reach, reach
@@ -311,7 +320,7 @@ def inputs_of(mean, places, variances, inside, sign, WIDTH: constexpr, SHARE: co
 
 @jit
 def cholesky(covariance, inside, floor, WIDTH: constexpr):
-    """R, RRᵀ = S + floor, as a tuple: R₀₀, R₁₀, R₁₁, R₂₀, …"""
+    """R with RRᵀ = S + floor·I, as a tuple: R₀₀, R₁₀, R₁₁, R₂₀, …"""
     root = ()
     for i in tl.static_range(WIDTH):
         for j in tl.static_range(i + 1):
@@ -328,7 +337,7 @@ def cholesky(covariance, inside, floor, WIDTH: constexpr):
 
 @jit
 def slopes_along(root, direction, present, WIDTH: constexpr):
-    """Rv, 0 for inputs that are not there."""
+    """Rv, with 0 for missing inputs."""
     slopes = ()
     for i in tl.static_range(WIDTH):
         value = root[i * (i + 1) // 2] * direction[0]
@@ -340,7 +349,7 @@ def slopes_along(root, direction, present, WIDTH: constexpr):
 
 @jit
 def turn_of(i: constexpr, start, slope, least, COUNT: constexpr):
-    """From where to where line number i, start + slope·t, is the highest of all; parallel lines cross far away."""
+    """The t between which line i, start + slope·t, is the highest of all; parallel lines cross far away."""
     first = least * 0 - FAR
     last = least * 0 + FAR
     for j in tl.static_range(COUNT):
@@ -357,7 +366,7 @@ def turn_of(i: constexpr, start, slope, least, COUNT: constexpr):
 
 @jit
 def several(value, COUNT: constexpr):
-    """A tuple of so many."""
+    """A tuple that holds a value COUNT times."""
     found = ()
     for _ in tl.static_range(COUNT):
         found = found + (value,)
@@ -366,7 +375,7 @@ def several(value, COUNT: constexpr):
 
 @jit
 def divided(tilted, root, WIDTH: constexpr):
-    """X with X R = L, row by row, as L is."""
+    """X with X R = L, where X and L are tuples, row by row."""
     found = ()
     for i in tl.static_range(WIDTH):
         row = ()
@@ -384,8 +393,11 @@ def largest_kernel(
     mean, places, covariance, directions, expected, gain, curvature, inputs, units, sets, lines, sign,
     WIDTH: constexpr, WITH_ZERO: constexpr, SHARE: constexpr, AVERAGE: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """E f, E ∇f and E ∇²f of the largest of a window's inputs, as `maximum_lines.expected_largest` does: a window a
-    thread. `directions` are (lines, WIDTH, sets), SHARE is of the variances and AVERAGE E χ_w."""
+    """E f, E ∇f and E ∇²f of the largest input of a window, as in `maximum_lines.expected_largest`.
+
+    Each thread takes one window. `directions` are (lines, WIDTH, sets); SHARE is the part of the mean variance that is
+    added to the variances, AVERAGE is E χ_w.
+    """
     image, unit = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = unit < units
     at = image * units + unit
@@ -440,7 +452,7 @@ def largest_kernel(
 
 @jit
 def transposing_kernel(source, target, rows, columns, SIDE: constexpr):
-    """(images, rows, columns) to (images, columns, rows)."""
+    """Copy (images, rows, columns) to (images, columns, rows)."""
     image = tl.program_id(1).to(tl.int64) * rows * columns
     across = (columns + SIDE - 1) // SIDE
     row = (tl.program_id(0) // across * SIDE + tl.arange(0, SIDE)).to(tl.int64)
@@ -455,8 +467,10 @@ def curved_windows_kernel(
     columns, places, curvature, own, curved, inputs, units,
     COUNT: constexpr, WIDTH: constexpr, FEW: constexpr, WIDE: constexpr, EVERY: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """z_uᵀH_u z_u of every window u at all samples, (images, units, COUNT), and H_u z_u at the last FEW, (images,
-    units · WIDTH, FEW), for samples about their mean: a program a window."""
+    """z_uᵀH_u z_u of each window u at all samples, (images, units, COUNT), and H_u z_u at the last FEW samples.
+
+    The latter are (images, units · WIDTH, FEW). Samples are taken about their mean; each program takes one window.
+    """
     image, number, every = tl.program_id(1).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, EVERY)
     unit = image * units + tl.program_id(0)
     known = number < WIDTH
@@ -478,7 +492,7 @@ def squares_kernel(
     samples, curvature, weights, own, units, scores, steps,
     COUNT: constexpr, EVERY: constexpr, ROWS: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """Σ_u a_u H_u z_u² over units with one input, for 16 scores at a time and all samples, in parts to be summed."""
+    """Σ_u a_u H_u z_u² over units with one input, at all samples, for 16 scores at a time, in parts to be summed."""
     part, image = tl.program_id(0), tl.program_id(1).to(tl.int64)
     score = tl.program_id(2) * 16 + tl.arange(0, 16)
     every = tl.arange(0, EVERY).to(tl.int64)
@@ -504,12 +518,11 @@ def forms_kernel(
     COUNT: constexpr, WIDTH: constexpr, FEW: constexpr, SOME: constexpr, SCORES: constexpr, ROWS: constexpr,
     PRECISION: constexpr,
 ):  # fmt: skip
-    """Σ_u a_u z_uᵀ H_u z'_u over units u between the first FEW samples z and the last ones z', for SCORES scores, in
-    parts to be summed: (parts, images, scores, FEW, FEW). Samples are about the first of them, which makes a difference
-    only to the means of rows and columns.
+    """Σ_u a_u z_uᵀ H_u z'_u over units u, for SCORES scores, z being the first FEW samples and z' the last FEW.
 
-    Rows are the inputs of all units, one after the other. `curved` is H z' of each, (images, units · WIDTH, FEW), or,
-    where each unit looks at its own input only and places are None, H.
+    The results are parts to be summed later, (parts, images, scores, FEW, FEW). Samples are taken about the first one,
+    which changes only the means of rows and columns. The rows of a step are the inputs of all units, one after the
+    other. `curved` is H z', (images, units · WIDTH, FEW); or H, where each unit has one input and `places` is None.
     """
     group, part, image = tl.program_id(0) * SCORES, tl.program_id(1), tl.program_id(2).to(tl.int64)
     some = tl.arange(0, SOME).to(tl.int64)

@@ -1,7 +1,8 @@
-"""A layer of a sketch on a GPU, in a few launches and without waiting for it: the kernels of `sketch_kernels`.
+"""A layer of a sketch on a GPU: launches of the kernels of `sketch_kernels`, for which the host never waits.
 
-No unit is picked out first, as the plain versions do to save work: that would need the host to look. They stand in
-where Triton is missing or a derivative is wanted."""
+The plain versions, which are used where Triton is missing or a derivative is wanted, save work by first picking out the
+units that need it. The kernels work on all units, since picking would make the host wait.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +20,33 @@ from netmoments.rules.maximum_lines import average_radius, direction_sets, frame
 from netmoments.rules.sampled import QuadraticForms, UnitMoments, paired
 
 MOST_SAMPLES = 128
+"""The most samples of an image with which the kernels are used."""
 WIDEST = 9
-"""Inputs of a window at most: what is known of a window is in a thread's registers."""
+"""The most inputs of a window: all that is known of a window stays in a thread's registers."""
 PROGRAMS = 4224
-"""Sums over units are split into so many at least, to fill a GPU."""
+"""Sums over units are split among at least so many programs, to fill a GPU."""
 BLOCK, WINDOWS, ROWS, SIDE = 256, 64, 32, 64
-"""Units with one input, windows, inputs of units that a program takes together; side of a tile to be transposed."""
+"""Units with one input, windows, and inputs of units that one program takes; the side of a tile that is transposed."""
 MOMENTS = 19
-"""Numbers of `PowerMoments`."""
+"""How many numbers `PowerMoments` has for each unit."""
 SCORES = 5
-"""Scores whose forms are summed together, at most."""
+"""The most scores whose forms one program sums."""
 PRECISION = {torch.float32: "tf32x3", torch.float64: "ieee"}
-"""Of products of matrices: float32 is split in three, which leaves its precision."""
+"""How products of matrices are computed: float32 as three products in TF32, which keeps its precision."""
 
 
 def available(samples: Tensor, *others: Tensor) -> bool:
-    """Whether a layer with samples (N, K, ·) can go by the kernels: a GPU, few samples, no derivative wanted."""
+    """Whether the kernels can take samples (N, K, ·): few of them, on a GPU, with no derivative wanted."""
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (samples, *others))
     return not differentiated and samples.shape[1] <= MOST_SAMPLES and kernels_available(samples)
 
 
 @dataclass(frozen=True, eq=False)
 class _SingleInputs:
-    """Units that look at their own input each."""
+    """The quadratic forms of units with one input each, as a function of scores' weights."""
 
     samples: Tensor
-    """(N, K, n)."""
+    """Samples of the layer's input, (N, K, n)."""
     curvature: Tensor
     """(N, n, 1, 1)."""
 
@@ -69,17 +71,17 @@ class _SingleInputs:
 
 @dataclass(frozen=True, eq=False)
 class _WindowInputs:
-    """Units that look at windows."""
+    """The quadratic forms of units with windows, as a function of scores' weights."""
 
     places: Tensor
-    """What each looks at, (n, w), −1 for none."""
+    """The windows, (n, w), −1 for no input."""
     columns: Tensor
     """Samples of the layer's input, (N, p, K)."""
     curvature: Tensor
     """(N, n, w, w)."""
 
     def __call__(self, weights: Tensor) -> QuadraticForms:
-        """The same for units with windows."""
+        """Σ_u a_iu z_uᵀ H_u z_u' for weights a on all units of the layer, (N, r, n)."""
         with torch.cuda.device_of(weights):
             return self._forms(weights.contiguous())
 
@@ -98,7 +100,7 @@ class _WindowInputs:
 
 
 def _across(samples: Tensor, places: Tensor | None, curved: Tensor, weights: Tensor) -> Tensor:
-    """The forms between first and last samples, (N, r, k, k); samples (N, K, p) may be transposed in memory."""
+    """The forms between first and last samples, (N, r, k, k), of samples (N, K, p) of any strides."""
     images, count, _ = samples.shape
     scores, units = weights.shape[1:]
     width, few = 1 if places is None else places.shape[1], paired(count)
@@ -114,22 +116,22 @@ def _across(samples: Tensor, places: Tensor | None, curved: Tensor, weights: Ten
 
 
 def _split(count: int, times: int) -> tuple[int, int]:
-    """How many of `count` steps each program takes so that there are programs enough, and how many these are."""
-    each = max(1, count * times // PROGRAMS)
-    return each, -(-count // each)
+    """How many of `count` steps a program takes, and how many programs that makes: times `times`, about `PROGRAMS`."""
+    steps = max(1, count * times // PROGRAMS)
+    return steps, -(-count // steps)
 
 
 def _power(number: int, least: int = 16) -> int:
-    """The next power of two; products of matrices smaller than 16 × 16 are not to be had."""
+    """The next power of two, 16 at least: Triton multiplies no smaller matrices."""
     return max(least, 1 << (number - 1).bit_length())
 
 
 def single_inputs(
     parts: tuple[Tensor, Tensor, Tensor, Tensor], mean: Tensor, samples: Tensor
 ) -> tuple[Tensor, UnitMoments, _SingleInputs]:
-    """Units f(z) = offset + slope·z + Σ bend relu(z − kink) with up to two kinks; `parts` are these four.
+    """A layer of units f(z) = offset + slope·z + Σ bend relu(z − kink) with up to two kinks; `parts` are these four.
 
-    The values (N, K, n) at samples (N, K, n), the moments of the units, and what their quadratic forms need.
+    Returns the values (N, K, n) at samples (N, K, n), the moments of the units, and their quadratic forms.
     """
     mean, samples = mean.contiguous(), samples.contiguous()
     images, count, units = samples.shape
@@ -145,22 +147,25 @@ def single_inputs(
 
 
 def power_moments(parts: tuple[Tensor, Tensor, Tensor, Tensor], mean: Tensor, variance: Tensor) -> PowerMoments:
-    """Of the same units, kinks in their order, for means and variances (N, n)."""
+    """The power moments of such units with up to `MOST_KINKS` sorted kinks, from means and variances (N, n)."""
     images, units = mean.shape
-    found = mean.new_empty(MOMENTS, images, units)
+    moments = mean.new_empty(MOMENTS, images, units)
     with torch.cuda.device_of(mean):
         kernels.power_moments_kernel[(-(-units // BLOCK), images)](
-            mean, variance, *(x.contiguous() for x in parts), found,
+            mean, variance, *(x.contiguous() for x in parts), moments,
             images * units, units, *mean.stride(), *variance.stride(), KINKS=len(parts[3]), BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
-    centre, *rest = found.unbind()
+    centre, *rest = moments.unbind()
     return PowerMoments(centre, tuple(rest[:7]), tuple(rest[7:12]), tuple(rest[12:17]), rest[17])
 
 
 def largest_of_windows(
     windows: Tensor, sign: int, with_zero: bool, mean: Tensor, samples: Tensor
 ) -> tuple[Tensor, UnitMoments, _WindowInputs]:
-    """The largest (or, with sign −1, smallest) input of windows (n, w), and of 0 if `with_zero`: the same three."""
+    """A layer of the largest (with sign −1, the smallest) input of windows (n, w), and of 0 if `with_zero`.
+
+    Returns the values (N, K, n), the moments of the units, and their quadratic forms.
+    """
     mean, samples = mean.contiguous(), samples.contiguous()
     images, count, inputs = samples.shape
     units, width = windows.shape
@@ -185,7 +190,7 @@ def largest_of_windows(
 
 
 def _transposed(matrices: Tensor) -> Tensor:
-    """(N, a, b) as (N, b, a), in one piece."""
+    """(N, a, b) as a contiguous (N, b, a)."""
     images, rows, columns = matrices.shape
     target = matrices.new_empty(images, columns, rows)
     grid = (-(-columns // SIDE) * -(-rows // SIDE), images)
@@ -196,6 +201,6 @@ def _transposed(matrices: Tensor) -> Tensor:
 
 @cache
 def _directions(width: int, frames: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`direction_sets` where they are needed, made once."""
+    """`direction_sets` of a dtype on a device, made once."""
     with torch.inference_mode(False):
         return direction_sets(width, frames).to(device, dtype).contiguous()

@@ -1,4 +1,4 @@
-"""Sweeps over datasets as numbered items of work: computed anywhere in any order, kept on the disk, resumed."""
+"""Sweeps over datasets in numbered items that are computed anywhere in any order, kept on disk, and resumed."""
 
 from netmoments.sweep.item import Columns, Engine, Sweep
 from netmoments.sweep.local import LocalEngine

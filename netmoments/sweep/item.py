@@ -1,4 +1,4 @@
-"""What a sweep is: numbered pieces of work, each of which can be computed anywhere and in any order."""
+"""What a sweep is: numbered items of work that can be computed anywhere and in any order, and engines that do so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Columns = Mapping[str, np.ndarray]
 
 
 class Sweep(Protocol):
-    """Work over a dataset in items 0, 1, …; it can be pickled, so that any process can do any item."""
+    """Work over a dataset, divided into items 0, 1, …; it can be pickled, so that any process can compute any item."""
 
     @property
     def name(self) -> str:
@@ -24,7 +24,7 @@ class Sweep(Protocol):
 
     @property
     def unit(self) -> str:
-        """What is counted, such as `images`."""
+        """What items consist of, such as `images`."""
 
     @property
     def configuration(self) -> Mapping[str, Any]:
@@ -35,11 +35,11 @@ class Sweep(Protocol):
         """How many units each item holds."""
 
     def prepare(self, device: str) -> Callable[[int], Columns]:
-        """What computes an item from its number; made once in each process, with whatever is heavy in it."""
+        """The function that computes an item from its number; it is made once in each process, to load data there."""
 
 
 Finished = tuple[int, Columns, float]
-"""An item, its rows, and the seconds of work."""
+"""The number of an item, its rows, and the seconds of work."""
 
 
 class Engine(Protocol):
@@ -47,42 +47,42 @@ class Engine(Protocol):
 
     @property
     def device_type(self) -> str:
-        """cpu or cuda: results of one are not mixed with results of the other."""
+        """cpu or cuda, whose results are not mixed."""
 
     def results(self, sweep: Sweep, items: Sequence[int]) -> Generator[Finished, None, None]:
-        """The items in any order, as they finish. Closing it early stops the work and its processes."""
+        """Compute items, and yield them as they finish, in any order. Closing it early stops the work and processes."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on its way to another process, with its traceback as a note."""
+    """An exception as a value that can be sent to another process, with its traceback as a note."""
 
     pickled: bytes
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        where = "in a worker process:\n" + "".join(traceback.format_exception(error))
+        note = "in a worker process:\n" + "".join(traceback.format_exception(error))
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:  # whatever an exception's own pickling raises
             error = RuntimeError(f"{type(error).__name__}: {error}")
-        error.add_note(where)
+        error.add_note(note)
         return cls(pickle.dumps(error))
 
 
 def compute_item(sweep: Sweep, compute: Callable[[int], Columns], item: int) -> Finished:
-    """One item, timed; an exception says which item it was."""
+    """Compute one item and time it; an exception names the item."""
     start = time.perf_counter()
     try:
         columns = compute(item)
     except Exception as error:
-        _name(error, f"item {item} of {sweep.name}")
+        _add_context(error, f"item {item} of {sweep.name}")
         raise
     return item, columns, time.perf_counter() - start
 
 
 def attempt(work: Callable[[], Finished]) -> Finished | Failure:
-    """For workers: an exception becomes a value that can be sent."""
+    """The result of `work()`, or its exception as a value, for workers that must send an answer."""
     try:
         return work()
     except Exception as error:
@@ -90,14 +90,14 @@ def attempt(work: Callable[[], Finished]) -> Finished | Failure:
 
 
 def unwrap(answer: Finished | Failure) -> Finished:
-    """For whoever gets a worker's answer: the value becomes the exception again."""
+    """The result in a worker's answer; the worker's exception is raised here."""
     if isinstance(answer, Failure):
         raise pickle.loads(answer.pickled)
     return answer
 
 
-def _name(error: Exception, work: str) -> None:
-    """Put the work before the message where the message is all there is; else in a note."""
+def _add_context(error: Exception, work: str) -> None:
+    """Put the work before the exception's message if that is its only argument, else in a note."""
     if len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (f"{work}: {error.args[0]}",)
     else:

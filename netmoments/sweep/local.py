@@ -1,4 +1,4 @@
-"""Items computed on this machine: in this process, or in one process for each device."""
+"""The engine that computes items on this machine: in this process, or in one process for each device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from netmoments.progress import silence
 from netmoments.sweep.item import Columns, Failure, Finished, Sweep, attempt, compute_item, unwrap
 
 TRIES = 3
+"""How often an item is begun whose process dies."""
 
 
 class LocalEngine:
-    """One device: the items one after the other, here. Several: a process for each of them.
+    """With one device, items are computed one after the other in this process; with several, in a process for each.
 
     An item whose process dies is given to a fresh one, up to three times in all. Each process has a pipe of its own, so
     that one that is killed cannot leave a lock behind that the others wait for.
@@ -70,7 +71,7 @@ def _in_processes(sweep: Sweep, items: Sequence[int], devices: Sequence[str]) ->
                     losses[item] += 1
                     code = workers.pop(connection).stop(patience=5.0)
                     if losses[item] == TRIES:
-                        raise ChildProcessError(_lost(sweep, item, worker.device, code))
+                        raise ChildProcessError(_lost_message(sweep, item, worker.device, code))
                     start(worker.device, item)
                     continue
                 worker.give(waiting.popleft() if waiting else None)
@@ -80,7 +81,7 @@ def _in_processes(sweep: Sweep, items: Sequence[int], devices: Sequence[str]) ->
             worker.stop()
 
 
-def _lost(sweep: Sweep, item: int, device: str, code: int | None) -> str:
+def _lost_message(sweep: Sweep, item: int, device: str, code: int | None) -> str:
     how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
     return (
         f"item {item} of {sweep.name}: its process on {device} was lost {TRIES} times, the last time {how} "
@@ -89,32 +90,33 @@ def _lost(sweep: Sweep, item: int, device: str, code: int | None) -> str:
 
 
 class _Worker:
-    """A process that computes the items it is given, one at a time."""
+    """A process that computes items on one device, one at a time; `item` is the one it is at work on."""
 
     def __init__(self, sweep: Sweep, device: str) -> None:
         context = get_context("spawn")
         self.device = device
         self.item: int | None = None
-        self.connection, theirs = context.Pipe()
-        self._process: SpawnProcess = context.Process(target=_serve, args=(theirs, sweep, device), daemon=True)
+        self.connection, its_connection = context.Pipe()
+        self._process: SpawnProcess = context.Process(target=_serve, args=(its_connection, sweep, device), daemon=True)
         self._process.start()
-        theirs.close()  # held by the worker alone: when it dies, our end says so
+        its_connection.close()  # only the worker holds that end now, so that our end notices when it dies
 
     def give(self, item: int | None) -> None:
+        """Have the process compute this item; None leaves it idle."""
         self.item = item
         if item is not None:
-            with suppress(OSError):  # it has died: the answer will say so
+            with suppress(OSError):  # the process has died, which `answer` will notice
                 self.connection.send(item)
 
     def answer(self) -> Finished | Failure | None:
-        """Nothing if the process has died."""
+        """Wait for the item's result; None if the process has died."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
             return None
 
     def stop(self, patience: float = 0.0) -> int | None:
-        """The exit code of the process, which is over after this."""
+        """End the process, after so many seconds at most in which it may end by itself, and return its exit code."""
         self.connection.close()
         self._process.join(patience)
         self._process.kill()
@@ -123,7 +125,7 @@ class _Worker:
 
 
 def _serve(connection: Connection, sweep: Sweep, device: str) -> None:
-    """The life of a worker, until its pipe is closed. Ctrl-C is its parent's to handle."""
+    """Answer items with their results until the pipe is closed. Ctrl-C is left to the parent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepared: list[Callable[[int], Columns]] = []
 

@@ -1,4 +1,4 @@
-"""Items computed on a Ray cluster, or on one that is started on this machine for the purpose."""
+"""The engine that computes items on a Ray cluster, an existing one or one that it starts on this machine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from uuid import uuid4
 from netmoments.sweep.item import Columns, Failure, Finished, Sweep, attempt, compute_item, unwrap
 
 RETRIES = 5
-AHEAD = 2  # tasks in flight for each one that can run
-PATIENCE = 10.0  # seconds for a cluster to answer
+"""How often Ray repeats a task whose worker is lost."""
+AHEAD = 2
+"""Tasks that are submitted for each one that can run at once."""
+PATIENCE = 10.0
+"""Seconds that a cluster has to answer."""
 _prepared: dict[str, Callable[[int], Columns]] = {}
+"""In a worker: the function of the current run that computes items, by the name of the run."""
 
 
 class RayEngine:
-    """`RayEngine("cuda")` gives each task a GPU, `RayEngine("cpu", threads=4)` that many cores.
+    """`RayEngine("cuda")` gives each task a GPU, `RayEngine("cpu", threads=4)` four cores.
 
-    Without an address it starts a Ray of its own and ends it afterwards; one that this process is connected to already
-    is used and left running. Items of lost workers are computed again by others.
+    Without an address it starts a cluster on this machine and ends it afterwards, unless this process is connected to
+    one already, which is then used and left running. Items of lost workers are computed again by others.
     """
 
     def __init__(self, device: str, address: str | None = None, threads: int = 1) -> None:
@@ -44,7 +48,7 @@ class RayEngine:
 
     def _results(self, ray: ModuleType, sweep: Sweep, items: Sequence[int]) -> Generator[Finished, None, None]:
         task = ray.remote(_compute).options(max_retries=RETRIES, **self._resources())
-        shared = [ray.put(sweep)]  # in a list Ray hands on the reference, and a worker fetches the sweep once
+        shared = [ray.put(sweep)]  # inside a list Ray passes the reference on, and a worker fetches the sweep itself
         start = partial(task.remote, uuid4().hex, shared, self.device_type, self._threads)
         waiting = iter(items)
         running: dict[Any, int] = {start(item): item for item in islice(waiting, AHEAD * self._slots(ray))}
@@ -59,17 +63,19 @@ class RayEngine:
                 ray.cancel(unfinished, force=True)
 
     def _resources(self) -> dict[str, int]:
+        """What Ray reserves for each task."""
         return {"num_gpus": 1, "num_cpus": 0} if self.device_type == "cuda" else {"num_cpus": self._threads}
 
     def _slots(self, ray: ModuleType) -> int:
         """How many tasks the cluster can run at once."""
-        there = ray.cluster_resources()
-        slots = int(there.get("GPU", 0)) if self.device_type == "cuda" else int(there.get("CPU", 0)) // self._threads
+        resources = ray.cluster_resources()
+        cores, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
+        slots = int(gpus) if self.device_type == "cuda" else int(cores) // self._threads
         if slots == 0:
             wanted = "a GPU" if self.device_type == "cuda" else f"{self._threads} cores"
             raise ValueError(
-                f"a task needs {wanted}, and the Ray cluster has {there.get('CPU', 0):g} cores and "
-                f"{there.get('GPU', 0):g} GPUs; give another device, fewer threads or another cluster"
+                f"a task needs {wanted}, and the Ray cluster has {cores:g} cores and {gpus:g} GPUs; "
+                f"give another device, fewer threads or another cluster"
             )
         return slots
 
@@ -93,7 +99,7 @@ class RayEngine:
 
 
 def _reach(address: str) -> None:
-    """That somebody listens at `host:port`; Ray itself tries for many minutes."""
+    """Require that something listens at `host:port`, since Ray itself would try for many minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), PATIENCE).close()
@@ -110,7 +116,7 @@ def _answer(ray: ModuleType, task: Any, work: str) -> Finished | Failure:
 
 
 def _compute(run: str, shared: list[Any], device: str, threads: int, item: int) -> Finished | Failure:
-    """In a worker: the sweep is prepared at the first item of a run, and forgotten at the first of another."""
+    """Compute an item in a worker, which prepares the sweep at the first item of a run and forgets those of others."""
 
     def work() -> Finished:
         import ray
@@ -126,7 +132,7 @@ def _compute(run: str, shared: list[Any], device: str, threads: int, item: int) 
 
 
 def _use_threads(threads: int) -> None:
-    """Sums of several threads are rounded in another order: the number is part of what gives the same bits."""
+    """Set torch's number of threads, on which the rounding of sums, and so every bit of a result, depends."""
     if find_spec("torch"):
         import torch
 

@@ -1,6 +1,6 @@
-"""Run a sweep to its end, or as far as it gets: what is finished is kept, and the next run goes on from there.
+"""Run a sweep to its end, or as far as it gets: finished items are kept, and the next run goes on from there.
 
-How far it is shows as a bar on a terminal; elsewhere as a line now and then, which a log can keep.
+Progress is shown as a bar on a terminal, and elsewhere as a line now and then, for logs.
 """
 
 from __future__ import annotations
@@ -21,32 +21,34 @@ from netmoments.sweep.item import Engine, Sweep
 from netmoments.sweep.store import Store
 
 INTERVAL = 30.0
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 class Watch:
-    """`with Watch("monte-carlo", "images", total, done) as watch: ... watch.advance(n)`, on stderr.
+    """Progress of a sweep on stderr: `with Watch("monte-carlo", "images", total, done) as watch: … watch.advance(n)`.
 
-    Silent for the first second. What was done before counts as done, but not in the rate. Bars of the work inside are
-    silent.
+    Nothing is shown in the first second. What earlier runs have done counts as done, but not in the rate. Bars of the
+    work inside are not shown.
     """
 
     def __init__(self, name: str, unit: str, total: int, done: int) -> None:
         self._name = name
         self._unit = unit
         self._total = total
-        self._before = self._done = done
+        self._done_before = self._done = done
         self._bar: Any = None
-        self._around = ExitStack()
+        self._silence = ExitStack()
 
     def __enter__(self) -> Self:
         self._start = time.monotonic()
         self._next_line = self._start + progress.PATIENCE
         if sys.stderr.isatty():
             self._open_bar()
-        self._around.enter_context(progress.silence())
+        self._silence.enter_context(progress.silence())
         return self
 
     def advance(self, count: int) -> None:
+        """Show that `count` more units are done."""
         self._done += count
         now = time.monotonic()
         if self._bar is not None:
@@ -56,15 +58,15 @@ class Watch:
             self._next_line = now + INTERVAL
 
     def line(self, now: float) -> str:
-        """`monte-carlo: 1,250 of 10,000 images, 21.3/s, 6m50s left`"""
+        """Progress in words: `monte-carlo: 1,250 of 10,000 images, 21.3/s, 6m50s left`."""
         text = f"{self._name}: {self._done:,} of {self._total:,} {self._unit}"
-        rate = (self._done - self._before) / max(now - self._start, 1e-9)
+        rate = (self._done - self._done_before) / max(now - self._start, 1e-9)
         if rate == 0:
             return text
         return f"{text}, {rate:.3g}/s, {_duration((self._total - self._done) / rate)} left"
 
     def _open_bar(self) -> None:
-        """Made now, shown when the first second has passed, even if no item is finished then."""
+        """Make a bar that appears when the first second has passed, even if no item is finished by then."""
         try:
             from rich import progress as rich
             from rich.console import Console
@@ -82,7 +84,7 @@ class Watch:
         self._timer.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._around.close()
+        self._silence.close()
         if self._bar is not None:
             self._timer.cancel()
             self._timer.join()
@@ -91,6 +93,7 @@ class Watch:
 
 
 def _duration(seconds: float) -> str:
+    """Seconds in words, such as 6m50s."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -98,19 +101,20 @@ def _duration(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
-MERGE_EVERY = 500  # items with a file of their own: few enough for any folder
+MERGE_EVERY = 500
+"""Items with a file of their own after which these are merged: few enough for any folder."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """All rows in the order of the items, with the column `item`, and the seconds of work in all runs together."""
+    """All rows of a sweep in the order of the items, with the column `item`, and the seconds of work in all runs."""
 
     columns: dict[str, np.ndarray]
     seconds: float
 
 
 class Unfinished(Exception):
-    """The time was over before the sweep was done."""
+    """The time was up before the sweep was done."""
 
     def __init__(self, name: str, done: int, total: int, unit: str, seconds: float) -> None:
         super().__init__(name, done, total, unit, seconds)
@@ -125,10 +129,10 @@ class Unfinished(Exception):
 
 
 def run_sweep(sweep: Sweep, out: Path, engine: Engine, *, seconds: float | None = None) -> Results:
-    """Compute what is missing in `<out>/<sweep.name>`, and give all of it.
+    """Compute the items that are missing in `<out>/<sweep.name>`, and return all results.
 
-    With `seconds`, raises `Unfinished` at the first item that finishes after that time with others still missing. On
-    this, on Ctrl-C and on errors, everything that is finished stays.
+    After so many `seconds`, if given, the first item that finishes while others are missing raises `Unfinished`. Then,
+    on Ctrl-C and on errors, everything that is finished is kept.
     """
     if not sweep.counts:
         raise ValueError(f"{sweep.name} has no items; give it at least one of its {sweep.unit}")
@@ -137,7 +141,7 @@ def run_sweep(sweep: Sweep, out: Path, engine: Engine, *, seconds: float | None 
             if len(store.finished) < len(sweep.counts):
                 _complete(sweep, store, engine, seconds)
         except BaseException:
-            with suppress(Exception):  # tidiness only, and the next run's merge would do it
+            with suppress(Exception):  # merging only tidies up, and the next run would do it
                 store.read()
                 store.merge()
             raise
@@ -146,6 +150,7 @@ def run_sweep(sweep: Sweep, out: Path, engine: Engine, *, seconds: float | None 
 
 
 def _complete(sweep: Sweep, store: Store, engine: Engine, seconds: float | None) -> None:
+    """Compute the missing items and add them to the store."""
     start = time.monotonic()
     counts, finished = sweep.counts, store.finished
     missing = [item for item in range(len(counts)) if item not in finished]
@@ -153,7 +158,7 @@ def _complete(sweep: Sweep, store: Store, engine: Engine, seconds: float | None)
     with Watch(sweep.name, sweep.unit, total, done) as watch, closing(engine.results(sweep, missing)) as results:
         for item, columns, took in results:
             store.add(item, columns, took)
-            if store.loose >= MERGE_EVERY:
+            if store.unmerged >= MERGE_EVERY:
                 store.merge()
             done += counts[item]
             watch.advance(counts[item])

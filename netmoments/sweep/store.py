@@ -1,13 +1,13 @@
-"""The folder of a sweep: finished items on the disk, whatever happens to the process that computes them.
+"""The folder of a sweep: finished items on disk, which survive whatever happens to the process that computes them.
 
-Each item is written whole to a file of its own, `item-000123.parquet`. Now and then these are merged into
-`part-0000.parquet` and so on: a part is written whole before the files of its items are deleted, so that each finished
-item is in one of them at every moment, and one that is in both counts once.
+Each item is first written whole to a file of its own, a shard, `item-000123.parquet`. Now and then the shards are
+merged into parts, `part-0000.parquet` and so on. A part is written whole before its shards are deleted, so that a
+finished item is in one of them at every moment, and an item that is in both counts once.
 
 A file holds the rows of one item or of several, with a column `item`. Its metadata is a note (the fingerprint of the
-configuration, and each item's number of rows, seconds of work and SHA-256 digest) and the digest of that note, so that
-one can see that a file is whole and belongs where it lies. A folder belongs to one configuration, which lies beside the
-files, and has one writer at a time.
+configuration, and each item's number of rows, seconds of work and SHA-256 digest) and the digest of that note, which
+show that a file is whole and belongs where it lies. A folder belongs to one configuration, which is kept in a file
+beside the others, and has one writer at a time.
 """
 
 from __future__ import annotations
@@ -33,12 +33,173 @@ from netmoments import __version__
 from netmoments.files import require_writable_folder, whole_file, write_text_whole
 from netmoments.sweep.item import Columns, Sweep
 
+PART_BYTES = 8 * 2**20
+"""Bytes of the rows in a part before compression; only a single item may have more."""
+
+
+class Store:
+    """The finished items of a sweep, in the folder `<out>/<name of the sweep>`.
+
+    Inside `with Store.open(out, sweep) as store:` this process alone writes to the folder.
+    """
+
+    @classmethod
+    @contextmanager
+    def open(cls, out: Path, sweep: Sweep, device_type: str = "cpu") -> Iterator[Self]:
+        """Open the folder, and check every byte that is there; an error names a file that cannot be used."""
+        if not re.fullmatch(r"\w[\w.-]*", sweep.name):
+            raise ValueError(f"a sweep's name is the name of its folder, such as monte-carlo: {sweep.name!r}")
+        folder = out / sweep.name
+        require_writable_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with only_writer(folder):
+            yield cls(folder, sweep, device_type)
+
+    def __init__(self, folder: Path, sweep: Sweep, device_type: str) -> None:
+        """Read the folder; to be called by `open` only, which holds the lock."""
+        self._folder = folder
+        self._name = sweep.name
+        self._count = len(sweep.counts)
+        self._configuration = full_configuration(sweep, device_type)
+        self._fingerprint = fingerprint(self._configuration)
+        self.read()
+
+    def read(self) -> None:
+        """Take stock of the folder.
+
+        After an interruption only this knows what is there: it may have come after a file got its name, and before this
+        object noted it.
+        """
+        self._schema: dict[str, str] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._unmerged: set[int] = set()
+        for left_over in self._folder.glob(".*.tmp"):
+            left_over.unlink()
+        parts, shards = self._numbered("part"), self._numbered("item")
+        _settle(self._folder, self._configuration, has_results=bool(parts or shards))
+        for path in parts.values():
+            self._read_part(path)
+        for item, path in shards.items():
+            self._read_shard(item, path)
+
+    @property
+    def finished(self) -> set[int]:
+        """The numbers of the finished items."""
+        return set(self._entries)
+
+    @property
+    def unmerged(self) -> int:
+        """How many items have a file of their own."""
+        return len(self._unmerged)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of work in the finished items, in all runs together."""
+        return sum(self._entries[item].seconds for item in sorted(self._entries))
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """The rows of all finished items, in the order of the items, with the column `item`."""
+        files = sorted({entry.path for entry in self._entries.values()})
+        items = [rows for path in files for rows in read_rows(path, self._fingerprint)]
+        return stack(sorted(items, key=lambda rows: rows.item))
+
+    def add(self, item: int, columns: Columns, seconds: float) -> None:
+        """Keep the rows of an item; they are on disk when this returns."""
+        whose = f"item {item} of {self._name}"
+        if item not in range(self._count) or item in self._entries:
+            raise ValueError(f"{whose} is not one of those still to do, of {self._count}")
+        require_rows(columns, whose)
+        rows = Rows(item, columns, seconds)
+        self._require_schema(rows, whose)
+        path = self._folder / f"item-{item:06d}.parquet"
+        write_rows(path, self._fingerprint, [rows])
+        self._entries[item] = _Entry(path, seconds, rows.digest)
+        self._unmerged.add(item)
+
+    def merge(self) -> None:
+        """Move items from files of their own into parts of at most about `PART_BYTES`, in order."""
+        batch: list[Rows] = []
+        for item in sorted(self._unmerged):
+            (rows,) = read_rows(self._entries[item].path, self._fingerprint)
+            if batch and sum(other.bytes for other in batch) + rows.bytes > PART_BYTES:
+                self._write_part(batch)
+                batch = []
+            batch.append(rows)
+        if batch:
+            self._write_part(batch)
+
+    def _write_part(self, batch: list[Rows]) -> None:
+        number = max(self._numbered("part"), default=-1) + 1
+        path = self._folder / f"part-{number:04d}.parquet"
+        write_rows(path, self._fingerprint, batch)
+        _flush_names(self._folder)
+        shards = [self._entries[rows.item].path for rows in batch]
+        self._entries.update({rows.item: _Entry(path, rows.seconds, rows.digest) for rows in batch})
+        self._unmerged.difference_update(rows.item for rows in batch)
+        for shard in shards:
+            shard.unlink()
+
+    def _numbered(self, kind: str) -> dict[int, Path]:
+        """The files `<kind>-<number>.parquet`, by number."""
+        by_number = {}
+        for path in sorted(self._folder.glob(f"{kind}-*.parquet")):
+            match = re.fullmatch(rf"{kind}-(\d+)\.parquet", path.name)
+            if match is None:
+                raise ValueError(f"{path} is not a name that a sweep gives; move it elsewhere")
+            by_number[int(match[1])] = path
+        return by_number
+
+    def _read_part(self, path: Path) -> None:
+        for rows in read_rows(path, self._fingerprint):
+            if rows.item in self._entries:
+                other = self._entries[rows.item].path
+                raise ValueError(f"item {rows.item} is in {other} and in {path}; remove one of them and run again")
+            self._note(rows, path)
+
+    def _read_shard(self, item: int, path: Path) -> None:
+        items = read_rows(path, self._fingerprint)
+        if [rows.item for rows in items] != [item]:
+            there = ", ".join(str(rows.item) for rows in items)
+            raise ValueError(f"{path} holds item {there}, not what its name says; {REMEDY}")
+        in_part = self._entries.get(item)
+        if in_part is None:
+            self._note(items[0], path)
+            self._unmerged.add(item)
+        elif in_part.digest == items[0].digest:
+            path.unlink()  # a merge was interrupted between writing the part and deleting this shard
+        else:
+            raise ValueError(
+                f"item {item} is in {in_part.path} and in {path}, with other rows; remove one and run again"
+            )
+
+    def _note(self, rows: Rows, path: Path) -> None:
+        """Note that an item is finished, and in which file."""
+        if rows.item not in range(self._count):
+            raise ValueError(f"{path} has an item {rows.item}, of {self._count} items from 0; {REMEDY}")
+        self._require_schema(rows, str(path))
+        self._entries[rows.item] = _Entry(path, rows.seconds, rows.digest)
+
+    def _require_schema(self, rows: Rows, whose: str) -> None:
+        """Require the columns of the first item that was seen."""
+        self._schema = self._schema or rows.schema
+        if rows.schema != self._schema:
+            raise ValueError(f"{whose} has the columns {rows.schema}, where other items have {self._schema}")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """The file of a finished item, its seconds of work, and the digest of its rows."""
+
+    path: Path
+    seconds: float
+    digest: str
+
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system gives back when the process ends in whatever way.
+    """Hold the folder's lock; a second writer gets a BlockingIOError.
 
-    A second writer is turned away with a BlockingIOError.
+    The system releases the lock when the process ends, in whatever way.
     """
     with (folder / ".lock").open("w") as file:
         try:
@@ -49,14 +210,26 @@ def only_writer(folder: Path) -> Iterator[None]:
         yield
 
 
+def _flush_names(folder: Path) -> None:
+    """Wait until the names of new files are on disk, so that the files they replace can be deleted."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 ITEM = "item"
+"""The column that says to which item a row belongs."""
 NOTE, NOTE_DIGEST = b"netmoments", b"netmoments.sha256"
+"""Keys in a file's metadata: of the note on its items, and of the SHA-256 digest of that note."""
 REMEDY = "remove it and run again, only its items are computed again"
+"""What to do with a file that cannot be used."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What one item yielded, and the seconds it took."""
+    """The rows of one item, and the seconds of work that they took."""
 
     item: int
     columns: Columns
@@ -78,8 +251,8 @@ class Rows:
         """SHA-256 of the names, types and values; the order of the columns does not matter."""
         sha = hashlib.sha256()
         for name, values in sorted(self.columns.items()):
-            text = values.dtype.kind == "U"
-            content = json.dumps(values.tolist()).encode() if text else np.ascontiguousarray(values).tobytes()
+            is_text = values.dtype.kind == "U"
+            content = json.dumps(values.tolist()).encode() if is_text else np.ascontiguousarray(values).tobytes()
             sha.update(json.dumps([name, _kind(values), len(content)]).encode() + content)
         return sha.hexdigest()
 
@@ -89,7 +262,7 @@ def _kind(values: np.ndarray) -> str:
 
 
 def require_rows(columns: Columns, whose: str) -> None:
-    """That these are rows as they are stored: named 1-D arrays of one length, of types that come back as they were."""
+    """Require rows that can be stored: named 1-D arrays of one length, of types that come back as they were."""
     if not columns:
         raise ValueError(f"{whose} yielded no columns; give at least one")
     for name, values in columns.items():
@@ -109,7 +282,7 @@ def require_rows(columns: Columns, whose: str) -> None:
 
 
 def write_rows(path: Path, fingerprint: str, items: Sequence[Rows]) -> None:
-    """A file of these items, whole or not at all."""
+    """Write a file of these items, whole or not at all."""
     pyarrow = _pyarrow()
     note = json.dumps(
         {
@@ -126,12 +299,12 @@ def write_rows(path: Path, fingerprint: str, items: Sequence[Rows]) -> None:
 
 
 def read_rows(path: Path, fingerprint: str) -> list[Rows]:
-    """The items of a file, every byte of their rows checked."""
+    """The items of a file, after every byte of their rows was checked."""
     content = path.read_bytes()
     pyarrow = _pyarrow()
     try:
         table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)).read(use_threads=False)
-        note = _note(table.schema.metadata or {})
+        note = _checked_note(table.schema.metadata or {})
         items = _split(table, note["items"])
     except Exception as error:  # Arrow raises many kinds on damaged bytes
         raise ValueError(f"{path} is damaged ({error}); {REMEDY}") from error
@@ -140,7 +313,7 @@ def read_rows(path: Path, fingerprint: str) -> list[Rows]:
     return items
 
 
-def _note(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
+def _checked_note(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
     note = metadata.get(NOTE, b"")
     if hashlib.sha256(note).hexdigest().encode() != metadata.get(NOTE_DIGEST):
         raise ValueError("its metadata is not what was written")
@@ -148,6 +321,7 @@ def _note(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
 
 
 def _split(table: Any, listed: Sequence[tuple[int, int, float, str]]) -> list[Rows]:
+    """The items in a table, given the number, the count of rows, the seconds and the digest of each."""
     columns = {name: _as_numpy(table.column(name)) for name in table.column_names}
     numbers = columns.pop(ITEM)
     if not np.array_equal(numbers, np.repeat([item for item, *_ in listed], [count for _, count, *_ in listed])):
@@ -163,14 +337,14 @@ def _split(table: Any, listed: Sequence[tuple[int, int, float, str]]) -> list[Ro
 
 
 def _as_numpy(column: Any) -> np.ndarray:
-    """Texts come back as wide as the longest of them; everything else as it was, bit for bit."""
+    """A column as an array: texts as wide as the longest of them, everything else bit for bit as it was."""
     if str(column.type) == "string":
         return np.array(column.to_pylist(), dtype=np.str_)
     return column.to_numpy()
 
 
 def stack(items: Sequence[Rows]) -> dict[str, np.ndarray]:
-    """The rows of several items below each other, with the column `item`."""
+    """The rows of several items in one table, with the column `item`."""
     numbers = np.repeat(np.array([rows.item for rows in items], np.int64), [len(rows) for rows in items])
     names = list(items[0].columns) if items else []
     return {ITEM: numbers, **{name: np.concatenate([rows.columns[name] for rows in items]) for name in names}}
@@ -185,16 +359,17 @@ def _pyarrow() -> ModuleType:
     return pyarrow
 
 
-FILE = "_configuration.json"  # readers of parquet folders pass over names that begin so
+FILE = "_configuration.json"
+"""The file of a folder's configuration; readers of Parquet folders skip names that begin with an underscore."""
 ADDED = ("device", "netmoments", "work items")
-"""What every configuration has besides the sweep's own."""
+"""Keys that are added to every sweep's own configuration."""
 
 
 def full_configuration(sweep: Sweep, device_type: str) -> dict[str, Any]:
-    """Everything that results in a folder belong to, as it comes back from JSON.
+    """Everything that the results in a folder depend on, in the form in which it comes back from JSON.
 
-    The sweep's own configuration, the kind of device and the version that compute it, and how the work is divided into
-    items: the number of an item means something for one division only.
+    This is the sweep's own configuration, the type of device, the version of netmoments, and how the work is divided
+    into items, since the number of an item has a meaning for one division only.
     """
     for key in ADDED:
         if key in sweep.configuration:
@@ -219,8 +394,8 @@ def _canonical(configuration: Any) -> str:
     return json.dumps(configuration, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def settle(folder: Path, configuration: Mapping[str, Any], has_results: bool) -> None:
-    """Write the configuration into a folder that has none, or see that the one there is the same."""
+def _settle(folder: Path, configuration: Mapping[str, Any], has_results: bool) -> None:
+    """Write the configuration into a folder that has none, or require that the one there is the same."""
     path = folder / FILE
     if path.exists():
         _compare(path, configuration)
@@ -231,7 +406,7 @@ def settle(folder: Path, configuration: Mapping[str, Any], has_results: bool) ->
 
 
 def require_same(out: Path, sweeps: Iterable[Sweep], device_type: str) -> None:
-    """That the folders there are of these sweeps belong to them: said of all at once, before any is computed."""
+    """Require that existing folders of these sweeps have their configurations; one error names all that do not."""
     problems = []
     for sweep in sweeps:
         path = out / sweep.name / FILE
@@ -264,163 +439,3 @@ def _shown(configuration: Mapping[str, Any], key: str) -> str:
         return "nothing"
     text = json.dumps(configuration[key], sort_keys=True)
     return text if len(text) <= 200 else f"{text[:180]}… ({fingerprint(configuration[key])[:8]})"
-
-
-PART_BYTES = 8 * 2**20
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """Where a finished item lies, and what it took."""
-
-    path: Path
-    seconds: float
-    digest: str
-
-
-class Store:
-    """`with Store.open(out, sweep) as store:`, and this process alone writes to `<out>/<name of the sweep>`."""
-
-    @classmethod
-    @contextmanager
-    def open(cls, out: Path, sweep: Sweep, device_type: str = "cpu") -> Iterator[Self]:
-        """Checks everything that is there, byte for byte; what cannot be used is an error that names the file."""
-        if not re.fullmatch(r"\w[\w.-]*", sweep.name):
-            raise ValueError(f"a sweep's name is the name of its folder, such as monte-carlo: {sweep.name!r}")
-        folder = out / sweep.name
-        require_writable_folder(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        with only_writer(folder):
-            yield cls(folder, sweep, device_type)
-
-    def __init__(self, folder: Path, sweep: Sweep, device_type: str) -> None:
-        """For `open`, which holds the lock."""
-        self._folder = folder
-        self._name = sweep.name
-        self._count = len(sweep.counts)
-        self._configuration = full_configuration(sweep, device_type)
-        self._fingerprint = fingerprint(self._configuration)
-        self.read()
-
-    def read(self) -> None:
-        """Take stock of the folder. After an interruption only this says what is there: it may have come between the
-        moment a file got its name and the moment this object heard of it."""
-        self._schema: dict[str, str] = {}
-        self._entries: dict[int, _Entry] = {}
-        self._loose: set[int] = set()
-        for left_over in self._folder.glob(".*.tmp"):
-            left_over.unlink()
-        parts, shards = self._numbered("part"), self._numbered("item")
-        settle(self._folder, self._configuration, has_results=bool(parts or shards))
-        for path in parts.values():
-            self._take_part(path)
-        for item, path in shards.items():
-            self._take_shard(item, path)
-
-    @property
-    def finished(self) -> set[int]:
-        return set(self._entries)
-
-    @property
-    def loose(self) -> int:
-        """How many items have a file of their own."""
-        return len(self._loose)
-
-    @property
-    def seconds(self) -> float:
-        """Of work in the finished items, whoever did them and when."""
-        return sum(self._entries[item].seconds for item in sorted(self._entries))
-
-    def columns(self) -> dict[str, np.ndarray]:
-        """The rows of all finished items, in the order of the items, and the column `item`."""
-        files = sorted({entry.path for entry in self._entries.values()})
-        items = [rows for path in files for rows in read_rows(path, self._fingerprint)]
-        return stack(sorted(items, key=lambda rows: rows.item))
-
-    def add(self, item: int, columns: Columns, seconds: float) -> None:
-        """Keep what an item yielded; it is on the disk when this returns."""
-        whose = f"item {item} of {self._name}"
-        if item not in range(self._count) or item in self._entries:
-            raise ValueError(f"{whose} is not one of those still to do, of {self._count}")
-        require_rows(columns, whose)
-        rows = Rows(item, columns, seconds)
-        self._require_schema(rows, whose)
-        path = self._folder / f"item-{item:06d}.parquet"
-        write_rows(path, self._fingerprint, [rows])
-        self._entries[item] = _Entry(path, seconds, rows.digest)
-        self._loose.add(item)
-
-    def merge(self) -> None:
-        """Items with a file of their own go into parts of about `PART_BYTES` at most, in order."""
-        batch: list[Rows] = []
-        for item in sorted(self._loose):
-            (rows,) = read_rows(self._entries[item].path, self._fingerprint)
-            if batch and sum(other.bytes for other in batch) + rows.bytes > PART_BYTES:
-                self._write_part(batch)
-                batch = []
-            batch.append(rows)
-        if batch:
-            self._write_part(batch)
-
-    def _write_part(self, batch: list[Rows]) -> None:
-        number = max(self._numbered("part"), default=-1) + 1
-        path = self._folder / f"part-{number:04d}.parquet"
-        write_rows(path, self._fingerprint, batch)
-        _flush_names(self._folder)
-        shards = [self._entries[rows.item].path for rows in batch]
-        self._entries.update({rows.item: _Entry(path, rows.seconds, rows.digest) for rows in batch})
-        self._loose.difference_update(rows.item for rows in batch)
-        for shard in shards:
-            shard.unlink()
-
-    def _numbered(self, kind: str) -> dict[int, Path]:
-        """The files `<kind>-<number>.parquet`, by number."""
-        found = {}
-        for path in sorted(self._folder.glob(f"{kind}-*.parquet")):
-            match = re.fullmatch(rf"{kind}-(\d+)\.parquet", path.name)
-            if match is None:
-                raise ValueError(f"{path} is not a name that a sweep gives; move it elsewhere")
-            found[int(match[1])] = path
-        return found
-
-    def _take_part(self, path: Path) -> None:
-        for rows in read_rows(path, self._fingerprint):
-            if rows.item in self._entries:
-                other = self._entries[rows.item].path
-                raise ValueError(f"item {rows.item} is in {other} and in {path}; remove one of them and run again")
-            self._take(rows, path)
-
-    def _take_shard(self, item: int, path: Path) -> None:
-        read = read_rows(path, self._fingerprint)
-        if [rows.item for rows in read] != [item]:
-            there = ", ".join(str(rows.item) for rows in read)
-            raise ValueError(f"{path} holds item {there}, not what its name says; {REMEDY}")
-        part = self._entries.get(item)
-        if part is None:
-            self._take(read[0], path)
-            self._loose.add(item)
-        elif part.digest == read[0].digest:
-            path.unlink()  # a merge was interrupted between writing the part and deleting this
-        else:
-            raise ValueError(f"item {item} is in {part.path} and in {path}, with other rows; remove one and run again")
-
-    def _take(self, rows: Rows, path: Path) -> None:
-        if rows.item not in range(self._count):
-            raise ValueError(f"{path} has an item {rows.item}, of {self._count} items from 0; {REMEDY}")
-        self._require_schema(rows, str(path))
-        self._entries[rows.item] = _Entry(path, rows.seconds, rows.digest)
-
-    def _require_schema(self, rows: Rows, whose: str) -> None:
-        """The first item seen says which columns there are."""
-        self._schema = self._schema or rows.schema
-        if rows.schema != self._schema:
-            raise ValueError(f"{whose} has the columns {rows.schema}, where other items have {self._schema}")
-
-
-def _flush_names(folder: Path) -> None:
-    """That a file's new name is on the disk, before the files it replaces are deleted."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -38,17 +38,18 @@ def test_slopes_of_margins_are_finite_differences(generator, around):
     exact = (here.gradients() * direction.unsqueeze(2)).sum(-1)
     torch.testing.assert_close(exact, numeric, rtol=1e-7, atol=1e-8)  # third derivatives · step² ~ 1e-10 · 20 units
     multipliers = torch.rand(3, 2, 3, generator=generator, dtype=torch.float64)
-    pulled = (here.gradients() * multipliers.unsqueeze(-1)).sum(2)
-    torch.testing.assert_close(here.pulled(multipliers), pulled, rtol=1e-12, atol=1e-13)
+    weighted = (here.gradients() * multipliers.unsqueeze(-1)).sum(2)
+    torch.testing.assert_close(here.weighted_gradient(multipliers), weighted, rtol=1e-12, atol=1e-13)
     numeric = (margins.at(shift, sigma + step) - margins.at(shift, sigma - step)) / (2 * step)
-    torch.testing.assert_close(here.by_sigma(multipliers), (numeric * multipliers).sum(-1), rtol=1e-6, atol=1e-8)
+    exact, numeric = here.weighted_sigma_slope(multipliers), (numeric * multipliers).sum(-1)
+    torch.testing.assert_close(exact, numeric, rtol=1e-6, atol=1e-8)
 
 
 def test_deviations_of_margins_have_their_linear_part(generator):
     network, images = affine_relu_affine(generator), random_images(generator)
     margins, larger, smaller = margins_of(network, images)
     followed = torch.arange(4).expand(len(images), -1)
-    formula = Formula(images, followed, network, margins.networks)
+    formula = Formula(images, followed, network, margins.scores)
     shift = 0.1 * torch.randn(len(images), 2, SIZE, generator=generator, dtype=torch.float64)
     for sigma in (torch.full((len(images),), level, dtype=torch.float64) for level in (1e-4, 0.5)):
         whole = formula.deviations(margins, sigma, shift)

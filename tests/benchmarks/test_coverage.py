@@ -1,4 +1,4 @@
-"""Coverage in a file that grows: what is there is not computed again, and the table says what is known."""
+"""Coverage with a file that keeps results: these are not computed again, and the table says what is known."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ENDLESS, OVER = Clock(time.monotonic() + 1e6), Clock(time.monotonic() - 1.0)
 
 def test_what_is_kept_is_not_computed_again(tmp_path):
     path = tmp_path / "store.jsonl"
-    assert Store(path).found("one", lambda: {"value": 1}, ENDLESS)["value"] == 1
+    assert Store(path).once("one", lambda: {"value": 1}, ENDLESS)["value"] == 1
     with path.open("a") as file:
         file.write('{"work": "two", "val')  # killed while it wrote
     again = Store(path)
-    assert again.found("one", pytest.fail, OVER)["value"] == 1
+    assert again.once("one", pytest.fail, OVER)["value"] == 1
     with pytest.raises(TimeIsOver):
-        again.found("two", pytest.fail, OVER)
+        again.once("two", pytest.fail, OVER)
 
 
 def test_a_truth_is_sampled_piece_by_piece(tmp_path, monkeypatch):
@@ -42,7 +42,7 @@ def test_a_truth_is_sampled_piece_by_piece(tmp_path, monkeypatch):
 
 def test_seeds_take_turns_and_a_table_is_printed(tmp_path, capsys):
     case = linear_case(0.5)
-    cases = [Truth(name, tail(2), 0.0, lambda seed: case.found(seed)) for name in ("first", "second")]
+    cases = [Truth(name, tail(2), 0.0, lambda seed: case.estimate(seed)) for name in ("first", "second")]
     store = Store(tmp_path / "store.jsonl")
     found = answers(store, cases, 3, ENDLESS)
     assert [len(found[truth.name]) for truth in cases] == [2, 1]
@@ -71,7 +71,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
 
 
 def test_truths_come_from_a_file(tmp_path, monkeypatch, capsys):
-    """Φ(−1/0.5), as 10⁶ samples tell; those of other networks are passed over."""
+    """Φ(−1/0.5), as if known from 10⁶ samples; truths of other networks are passed over."""
     monkeypatch.setattr(coverage, "Subjects", OneSubject)
     one = {"network": "linear", "image": 0, "sigma": 0.5, "p": tail(2), "samples": 10**6}
     (tmp_path / "truths.json").write_text(json.dumps([one, {**one, "network": "other", "p": 0.5}]))

@@ -1,4 +1,4 @@
-"""The measurements of flips: what is known exactly, σ that is looked for, and the tables."""
+"""Measurements of flips: networks whose flips are known, the search for σ, and the tables."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ def test_tables(words, shown, monkeypatch, capsys, tmp_path):
 
 
 def test_an_error_is_printed_and_its_seed_left_out(capsys):
-    def found(seed: int) -> nm.FlipProbability:
+    def estimate(seed: int) -> nm.FlipProbability:
         if seed == 0:
             raise ZeroDivisionError("of nothing")
-        return linear_case(1.0).found(seed)
+        return linear_case(1.0).estimate(seed)
 
-    assert list(flips.answers(found, 2)) == [1]
+    assert list(flips.answers(estimate, 2)) == [1]
     assert "seed 0: ZeroDivisionError: of nothing" in capsys.readouterr().out
 
 
@@ -129,7 +129,7 @@ def test_an_error_is_printed_and_its_seed_left_out(capsys):
 def test_pools_that_once_overflowed_hold_the_truth(shape, probability, seed):
     """Surrogates that bend down far away made ratios of densities infinite, and estimates wrong by up to 300."""
     (truth,) = flips.known_truths([shape], [probability])
-    found = truth.found(seed)
+    found = truth.estimate(seed)
     assert float(found.interval[0]) <= truth.probability <= float(found.interval[1])
     assert float(found.probability) == pytest.approx(probability, rel=0.3)
     assert bool(found.met)

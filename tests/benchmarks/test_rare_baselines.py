@@ -1,4 +1,4 @@
-"""Rare flips as the field estimates them, on linear classifiers whose flips are known."""
+"""Other methods for rare flips, on linear classifiers whose flips are known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUANTILES = {1e-3: 3.0902323062, 1e-4: 3.7190164855, 1e-6: 4.7534243088}
 
 
 def linear_margin(distance: float, sigma: float = 0.5, size: int = 20) -> WhiteMargin:
-    """Two classes whose scores are equal so many standard deviations of the noise from the image."""
+    """Two classes whose boundary is so many standard deviations of the noise away from the image."""
     network = nn.Linear(size, 2, bias=False).double()
     network.weight.data = torch.randn(2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     normal = (network.weight[0] - network.weight[1]).detach()
@@ -34,7 +34,7 @@ def linear_margin(distance: float, sigma: float = 0.5, size: int = 20) -> WhiteM
 
 
 def averaged_ratio(found: list[RareEstimate], truth: float) -> tuple[float, float]:
-    """The mean over estimates by the truth, and its standard error as they state it."""
+    """The mean of estimates over the truth, and its standard error by the errors that they state."""
     error = math.sqrt(sum(one.relative_error**2 for one in found)) / len(found)
     return sum(one.probability for one in found) / len(found) / truth, error
 

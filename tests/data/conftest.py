@@ -1,4 +1,4 @@
-"""Where datasets are looked for: nowhere but where a test says."""
+"""Datasets are found only where a test puts them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def save_picture(path: Path, mode: str = "RGB", size: tuple[int, int] = (6, 4), 
 
 
 def claiming_npz(path: Path, **shapes: tuple[int, ...]) -> Path:
-    """An .npz file of uint8 arrays with these shapes, by what their headers say, each of 16 bytes."""
+    """An .npz file of uint8 arrays whose headers claim these shapes, and which have 16 bytes each."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         for name, shape in shapes.items():
             header = io.BytesIO()

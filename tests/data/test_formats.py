@@ -297,7 +297,7 @@ def soon() -> Iterator[None]:
 
 
 def make_odd(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something that is no regular file."""
+    """Make something at this path that is no regular file."""
     if kind == "FIFO":
         os.mkfifo(path)
     elif kind == "socket":
@@ -330,7 +330,7 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path, monkeypatch, kind):
 
 
 def test_a_gzip_file_is_followed_to_the_size_it_declares(tmp_path, monkeypatch):
-    """A small file that goes on for gigabytes behind a header of a few bytes."""
+    """A small gzip file that unpacks to 64 MiB more than its IDX header declares."""
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     header = idx_bytes(np.zeros((2, 28, 28), np.uint8))
     path = tmp_path / "a-idx3-ubyte.gz"
@@ -413,7 +413,7 @@ def test_members_of_an_npz_that_are_odd(tmp_path):
 
 
 def test_pictures_that_become_too_large(tmp_path, monkeypatch):
-    """A line of pixels, brought to a square."""
+    """A line of pixels that would be huge before it is cropped to a square."""
     save_picture(tmp_path / "line.png", size=(20_000, 1))
     save_picture(tmp_path / "good.png")
     loaded = load(tmp_path, size=100)

@@ -1,4 +1,4 @@
-"""Images with labels and names: taken together, validated, resized, compared."""
+"""Images with labels and names: selected, validated, resized, compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one door to images: names, paths, splits and sizes."""
+"""`load`: names, paths, splits and sizes."""
 
 from __future__ import annotations
 

@@ -1,15 +1,18 @@
-"""Classifiers whose flip probability is known."""
+"""Classifiers whose flip probability is known, and their margins."""
 
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from netmoments.flips.margins import Clock, NoisyMargins
+from netmoments.flips.margins import Clock, NoisyMargins, Work, run_together
 from netmoments.gaussian import Gaussian
 from netmoments.network.model import NetworkModel
+
+Result = TypeVar("Result")
 
 
 def tail(x: float) -> float:
@@ -24,7 +27,7 @@ def linear(size: int = 12, classes: int = 2, seed: int = 0) -> nn.Linear:
 
 
 def at_distance(network: nn.Linear, distance: float) -> Tensor:
-    """A point that is so many standard deviations of N(0, I) noise away from where the two classes change."""
+    """A point so many standard deviations of N(0, I) noise away from the boundary between the two classes."""
     normal = (network.weight[0] - network.weight[1]).detach()
     return distance * normal / normal.norm()
 
@@ -79,3 +82,9 @@ def margins_of(network: nn.Module, noise: Gaussian, label: int = 0, seed: int = 
     flat = noise.flattened()
     model = NetworkModel.of_any(network, flat.mean, "flip_probability")
     return NoisyMargins(model, flat, label, torch.Generator().manual_seed(seed), Clock())
+
+
+def run_alone(work: Work[Result]) -> Result:
+    """The result of the work on one input."""
+    ((_, result),) = run_together([work], 1)
+    return result

@@ -6,7 +6,7 @@ from torch import nn
 
 import netmoments as nm
 from netmoments.flips.flip_probability import FlipGoal, require_positive
-from netmoments.flips.margins import own_seed
+from netmoments.flips.margins import seed_of_input
 from netmoments.flips.search import START
 from tests.flips.classifiers import Corner, Rounded, at_distance, linear, tail
 
@@ -21,7 +21,7 @@ def test_linear_classifiers_from_one_half_to_1e_15(distance):
     assert bool(found.met)
     assert bool(found.agreed)
     assert int(found.rival) == 1
-    if not 0.005 < truth < 0.05:  # there samples decide
+    if not 0.005 < truth < 0.05:  # in between, the first samples decide
         assert found.route == ["importance" if truth < 0.005 else "frequencies"]
     assert int(found.runs) < 4000
 
@@ -66,13 +66,13 @@ def test_a_batch_has_its_shape_and_every_entry_its_own_answer():
 
 
 def test_one_rare_flip_among_the_first_samples_does_not_make_it_common():
-    """Of 1 in 4,300 one is among the first 32 samples now and then: counting them would take tens of thousands."""
+    """Of flips of 1 in 4,300 one is among the first 32 samples now and then; counting would take tens of thousands."""
     network = linear()
     mean = at_distance(network, 3.5)
     normal = (network.weight[0] - network.weight[1]).detach()
 
     def first_flips(seed: int) -> bool:
-        generator = torch.Generator().manual_seed(own_seed(seed, "flips", mean))
+        generator = torch.Generator().manual_seed(seed_of_input(seed, "flips", mean))
         return bool(((mean + torch.randn(START, 12, generator=generator)) @ normal < 0).any())
 
     seed = next(filter(first_flips, range(2000)))
@@ -87,9 +87,9 @@ def test_an_input_has_the_same_answer_alone_and_among_others():
     mean = torch.stack([at_distance(network, d) for d in (4.0, 1.0, -2.0)]).double()
     every = nm.flip_probability(network, nm.Gaussian(mean, std=1.0))
     for place in range(3):
-        alone = nm.flip_probability(network, nm.Gaussian(mean[place], std=1.0))
-        assert float(alone.probability) == pytest.approx(float(every.probability[place]), rel=1e-9)
-        assert int(alone.runs) == int(every.runs[place])
+        apart = nm.flip_probability(network, nm.Gaussian(mean[place], std=1.0))
+        assert float(apart.probability) == pytest.approx(float(every.probability[place]), rel=1e-9)
+        assert int(apart.runs) == int(every.runs[place])
 
 
 def test_the_same_seed_gives_the_same_answer():
@@ -100,7 +100,7 @@ def test_the_same_seed_gives_the_same_answer():
 
 
 def test_intervals_cover():
-    """Of 16 seeds 95 % cover: fewer than 12 would be a chance of 1e-4."""
+    """Of 16 intervals 95 % should cover; fewer than 12 have a chance of 1e-4."""
     network = Corner(3.0, 3.3).eval()
     truth, covered = Corner.probability(3.0, 3.3), 0
     for seed in range(16):
@@ -170,9 +170,9 @@ def test_seconds_are_a_limit():
     ],
 )
 def test_what_is_refused(changed, error, words):
-    given = {"network": linear(), "noise": nm.Gaussian(torch.zeros(12), std=1.0), **changed}
+    arguments = {"network": linear(), "noise": nm.Gaussian(torch.zeros(12), std=1.0), **changed}
     with pytest.raises(error, match=words):
-        nm.flip_probability(**given)
+        nm.flip_probability(**arguments)
 
 
 def test_a_random_network_is_refused():
@@ -202,7 +202,7 @@ def test_numbers_above_zero():
 
 @pytest.mark.parametrize("distance", [36.0, 37.0, 39.0, 500.0])
 def test_flips_that_are_too_rare_for_float64(distance):
-    """Nothing is NaN, no run is spent on them that an absolute error does not ask for."""
+    """Nothing is NaN, and no runs are spent on them but those that an absolute error asks for."""
     network = linear()
     noise = nm.Gaussian(at_distance(network, distance), std=1.0)
     found = nm.flip_probability(network, noise, absolute_error=0.003)

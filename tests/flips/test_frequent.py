@@ -10,25 +10,23 @@ from netmoments.flips.frequent import (
     Pilot,
     by_frequencies,
     by_guided_frequencies,
-    guided,
-    nothing_found,
+    guided_counting,
     plain_estimate,
     plain_wins,
 )
-from netmoments.flips.margins import alone
 from netmoments.flips.result import Target
 from netmoments.flips.search import Search
-from tests.flips.classifiers import Corner, Rounded, at_distance, linear, margins_of, tail
+from tests.flips.classifiers import Corner, Rounded, at_distance, linear, margins_of, run_alone, tail
 
 NONE_BEFORE = (0, torch.zeros(2, dtype=torch.float64))
 
 
 def guided_estimate(network, noise, target, seed=0):
     margins = margins_of(network, noise, seed=seed)
-    search = alone(Search.from_noise(margins, margins.generator))
+    search = run_alone(Search.from_noise(margins, margins.generator))
     search.refit()
-    plain = plain_estimate(int((search.plain < 0).sum()), len(search.plain))
-    return alone(by_guided_frequencies(margins, search, plain, target, 100_000, margins.generator)), margins
+    plain = plain_estimate(int((search.plain_margins < 0).sum()), len(search.plain_margins))
+    return run_alone(by_guided_frequencies(margins, search, plain, target, 100_000, margins.generator)), margins
 
 
 @pytest.mark.parametrize("distance", [-1.5, 0.0, 0.7, 1.5])
@@ -51,9 +49,9 @@ def test_a_network_of_two_layers():
     assert margins.runs <= 0.5 * truth * (1 - truth) * (1.96 / 0.01) ** 2
 
 
-def test_plain_frequencies_until_it_is_enough():
+def test_plain_frequencies_until_the_target_is_met():
     margins = margins_of(Rounded(1.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    found = alone(by_frequencies(margins, Target(0.1), 100_000, NONE_BEFORE))
+    found = run_alone(by_frequencies(margins, Target(0.1), 100_000, NONE_BEFORE))
     assert found.met
     low, high = found.interval
     assert low < tail(1) < high
@@ -62,7 +60,7 @@ def test_plain_frequencies_until_it_is_enough():
 
 def test_what_is_never_seen_is_bounded():
     margins = margins_of(Rounded(20.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    found = alone(nothing_found(margins, Target(0.1), 3000, NONE_BEFORE))
+    found = run_alone(by_frequencies(margins, Target(0.1), 3000, NONE_BEFORE))
     assert found.estimate.probability == 0
     assert found.interval == (0.0, 0.001)
     assert not found.met
@@ -70,26 +68,26 @@ def test_what_is_never_seen_is_bounded():
 
 def test_winners_are_counted():
     margins = margins_of(Rounded(0.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    wins = alone(plain_wins(margins, 1000))
+    wins = run_alone(plain_wins(margins, 1000))
     assert wins[0] == 0
     assert abs(float(wins[1]) / 1000 - 0.5) < 5 * 0.5 / math.sqrt(1000)
 
 
 def counting_of(margins):
-    search = alone(Search.from_noise(margins, margins.generator))
+    search = run_alone(Search.from_noise(margins, margins.generator))
     search.refit()
-    pilot = alone(Pilot.of(margins, PILOT))
-    return guided(margins, search, Target(1e-9, absolute=0.01), margins.generator, pilot)
+    pilot = run_alone(Pilot.of(margins, PILOT))
+    return guided_counting(margins, search, Target(1e-9, absolute=0.01), margins.generator, pilot)
 
 
-def counting(flips, failing, ratio):
-    """Runs of plain noise with these flips, of which a guide with this density says this."""
+def counting(flips, chances, ratio):
+    """Counting after plain samples with these flips, at which a guide has these h and ρ."""
     network = linear()
     margins = margins_of(network, nm.Gaussian(at_distance(network, 1.0), std=1.0))
     work = counting_of(margins)
-    work.flips, work.failing = [flips], [torch.stack([torch.zeros_like(failing), failing], 1)]
-    work.failing_as_seen = [failing.square()]
-    work.ratios, work.origin = [torch.stack([torch.ones_like(ratio), ratio], 1)], [torch.zeros(len(flips)).long()]
+    work.flips, work.flip_chances = [flips], [torch.stack([torch.zeros_like(chances), chances], 1)]
+    work.calibrated_flip_chances = [chances.square()]
+    work.ratios, work.origins = [torch.stack([torch.ones_like(ratio), ratio], 1)], [torch.zeros(len(flips)).long()]
     return work
 
 
@@ -107,10 +105,10 @@ def test_a_guide_is_used_as_far_as_it_knows_where_flips_are():
 def test_plain_samples_come_first_while_they_are_missing():
     zeros = torch.zeros(20, dtype=torch.float64)
     work = counting(zeros, zeros, torch.ones_like(zeros))
-    assert work.shown == 150  # 3/2/n ≤ 0.01
+    assert work.least_plain == 150  # 3/2/n ≤ 0.01
     assert work.divided(100) == [75, 25]
     assert work.divided(1000)[0] >= 130
-    assert work.unseen == pytest.approx(3 / 2 / 1.959964 / 20)
+    assert work.unseen_error == pytest.approx(3 / 2 / 1.959964 / 20)
     assert work.plain_flips == (0, 20)
 
 
@@ -119,10 +117,10 @@ def test_both_controls_have_the_means_they_say():
     margins = margins_of(Corner(1.0, 1.2).eval(), nm.Gaussian(torch.zeros(6), std=1.0))
     work = counting_of(margins)
     white = margins.normal(20_000)
-    work.add(white, alone(margins.of(white)), 0)
+    work.add(white, run_alone(margins.at(white)), 0)
     controls = work.controls()
     assert controls.values.shape == (20_000, 2)
     for place in range(2):
         values = controls.values[:, place]
         error = math.hypot(float(values.std()) / math.sqrt(len(values)), controls.errors[place])
-        assert abs(float(values.mean()) - controls.known[place]) < 5 * error
+        assert abs(float(values.mean()) - controls.means[place]) < 5 * error

@@ -7,7 +7,7 @@ from netmoments.flips.guide import (
     PlainNoise,
     Tilts,
     guide,
-    joint_failing,
+    joint_flip_chance,
     saddlepoint,
     stratified_choice,
     tilted_means,
@@ -29,25 +29,25 @@ def surrogate(constant=4.0, spread=0.3, rival=1, seed=0, curved=0.2):
 
 def test_tilted_gaussians_have_the_density_they_say():
     """E_θ of exp(θq + K) over points of the tilted Gaussian is 1, and the mean of q there what is said."""
-    own = surrogate()
+    quadratic = surrogate()
     thetas = torch.tensor([0.5, 1.0], dtype=torch.float64)
-    tilts = Tilts.at(own, thetas)
+    tilts = Tilts.at(quadratic, thetas)
     for place in range(2):
         normal = torch.randn(200_000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(place))
         z = tilts.moved(torch.full((200_000,), place), normal)
-        margin = own.at(z)
+        margin = quadratic.at(z)
         back = (-tilts.log_ratios(margin)[:, place]).exp()
         assert abs(float(back.mean()) - 1) < 5 * float(back.std()) / math.sqrt(len(back))
         error = 5 * float(margin.std()) / math.sqrt(len(margin))
-        assert abs(float(margin.mean()) - float(tilted_means(own, thetas)[place])) < error
+        assert abs(float(margin.mean()) - float(tilted_means(quadratic, thetas)[place])) < error
 
 
 @pytest.mark.parametrize("constant", [4.0, 0.5, -2.0])
 def test_at_the_saddlepoint_the_surrogate_has_mean_zero(constant):
-    own = surrogate(constant)
-    theta = saddlepoint(own)
+    quadratic = surrogate(constant)
+    theta = saddlepoint(quadratic)
     assert math.copysign(1, theta) == math.copysign(1, constant)
-    assert abs(float(tilted_means(own, torch.tensor([theta], dtype=torch.float64)))) < 1e-6
+    assert abs(float(tilted_means(quadratic, torch.tensor([theta], dtype=torch.float64)))) < 1e-6
 
 
 def test_a_flat_surrogate_has_a_saddlepoint_all_the_same():
@@ -57,31 +57,31 @@ def test_a_flat_surrogate_has_a_saddlepoint_all_the_same():
 
 def test_expected_flips_of_a_linear_surrogate():
     """q = a + z with z ~ N(0, 1) and spread s: E Φ(−q/s) = Φ(−a/√(1 + s²))."""
-    own = guide((surrogate(4.0, curved=0.0),), torch.Generator().manual_seed(0))
-    assert abs(own.expected - tail(4 / math.sqrt(1.09))) < 5 * own.expected_error
-    assert own.expected_error < 0.03 * own.expected
-    assert own.shares == (1.0,)
+    made = guide((surrogate(4.0, curved=0.0),), torch.Generator().manual_seed(0))
+    assert abs(made.expected - tail(4 / math.sqrt(1.09))) < 5 * made.expected_error
+    assert made.expected_error < 0.03 * made.expected
+    assert made.shares == (1.0,)
 
 
 def test_samples_have_the_density_they_say():
     """E_ρ[h/ρ] = E h, and E_ρ[1/ρ] is near 1 where plain samples can say so."""
     generator = torch.Generator().manual_seed(0)
     both = (surrogate(2.0), surrogate(2.5, rival=2, seed=1))
-    own = guide(both, generator)
-    white = own.draw(torch.randn(20_000, SIZE, generator=generator), generator)
-    terms = own.failing(white) / own.ratio(white)
-    error = math.hypot(float(terms.std()) / math.sqrt(len(terms)), own.expected_error)
-    assert abs(float(terms.mean()) - own.expected) < 5 * error
+    made = guide(both, generator)
+    white = made.draw(torch.randn(20_000, SIZE, generator=generator), generator)
+    terms = made.flip_chance(white) / made.ratio(white)
+    error = math.hypot(float(terms.std()) / math.sqrt(len(terms)), made.expected_error)
+    assert abs(float(terms.mean()) - made.expected) < 5 * error
     plain = torch.randn(100_000, SIZE, generator=generator)
-    seen = own.failing(plain)
-    error = math.hypot(float(seen.std()) / math.sqrt(len(seen)), own.expected_error)
-    assert abs(float(seen.mean()) - own.expected) < 5 * error
-    assert abs(float(own.ratio(plain).mean()) - 1) < 0.05
+    seen = made.flip_chance(plain)
+    error = math.hypot(float(seen.std()) / math.sqrt(len(seen)), made.expected_error)
+    assert abs(float(seen.mean()) - made.expected) < 5 * error
+    assert abs(float(made.ratio(plain).mean()) - 1) < 0.05
 
 
 def test_joint_failing_is_accurate_where_it_is_small():
     margins = torch.tensor([[8.0, 40.0], [8.0, 8.0]], dtype=torch.float64)
-    found = joint_failing(margins, torch.ones(2, dtype=torch.float64))
+    found = joint_flip_chance(margins, torch.ones(2, dtype=torch.float64))
     assert float(found[0]) == pytest.approx(tail(8), rel=1e-9)
     assert float(found[1]) == pytest.approx(2 * tail(8), rel=1e-9)
 
@@ -100,13 +100,13 @@ def test_even_nets_know_how_often_flips_are_expected():
     """Φ(−a/√(1 + s²)) for a linear surrogate; for two, with curvature, as 400,000 plain points have it."""
     generator = torch.Generator().manual_seed(0)
     one = guide((surrogate(1.0, curved=0.0),), generator, 4000)
-    sharp = one.sharpened(generator)
+    sharp = one.averaged_over_nets(generator)
     assert one.common
     assert abs(sharp.expected - tail(1 / math.sqrt(1.09))) < 5 * sharp.expected_error
     assert sharp.expected_error < 0.2 * one.expected_error
     two = guide((surrogate(1.0), surrogate(0.5, rival=2, seed=1)), generator, 4000)
-    seen = two.failing(torch.randn(400_000, SIZE, generator=generator))
-    sharp = two.sharpened(generator)
+    seen = two.flip_chance(torch.randn(400_000, SIZE, generator=generator))
+    sharp = two.averaged_over_nets(generator)
     error = math.hypot(float(seen.std()) / math.sqrt(len(seen)), sharp.expected_error)
     assert abs(sharp.expected - float(seen.mean())) < 5 * error
 
@@ -121,60 +121,61 @@ def test_plain_noise_is_itself():
     normal = torch.randn(4, 3)
     assert PlainNoise().draw(normal, torch.Generator()) is normal
     assert PlainNoise().ratio(normal).tolist() == [1.0] * 4
-    assert PlainNoise().failing(normal).tolist() == [0.0] * 4
+    assert PlainNoise().flip_chance(normal).tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("above", [0.0, 0.4])
-def test_surrogates_as_plain_samples_have_seen_them(above):
-    """Margins that are above a linear surrogate q = 1 + z by a known mean and deviation: h = Φ(−(q + m)/d), whose mean
-    is Φ(−(1 + m)/√(1 + d²)) to the rounding of the directions, 1e-6; samples have the density they say.
+def test_surrogates_are_calibrated_by_plain_samples(above):
+    """Margins that are above a linear surrogate q = 1 + z with mean m and deviation d: h = Φ(−(q + m)/d).
+
+    Its mean is Φ(−(1 + m)/√(1 + d²)) to the rounding of the directions, 1e-6. Samples have the density they say.
     """
     generator = torch.Generator().manual_seed(0)
-    own = guide((surrogate(1.0, curved=0.0),), generator)
+    fitted = guide((surrogate(1.0, curved=0.0),), generator)
     white = torch.randn(4000, SIZE, generator=generator)
     rest = torch.randn(4000, generator=generator, dtype=torch.float64)
     rest = above + 0.7 * (rest - rest.mean()) / rest.std()
-    smallest = own.margins(own.coordinates(white)).amin(1) + rest
-    seen = own.as_seen(white, smallest).sharpened(generator)
-    assert seen.seen == pytest.approx((above, 0.7), abs=1e-6)
+    smallest = fitted.margins(fitted.coordinates(white)).amin(1) + rest
+    calibrated = fitted.calibrated(white, smallest).averaged_over_nets(generator)
+    assert calibrated.calibration == pytest.approx((above, 0.7), abs=1e-6)
     truth = tail((1 + above) / math.sqrt(1 + 0.7**2))
-    assert abs(seen.expected_seen[0] - truth) < 5 * seen.expected_seen[1] + 1e-6
-    assert seen.expected == pytest.approx(tail(1 / math.sqrt(1.09)), abs=5 * seen.expected_error + 1e-6)
+    assert abs(calibrated.calibrated_expected[0] - truth) < 5 * calibrated.calibrated_expected[1] + 1e-6
+    assert calibrated.expected == pytest.approx(tail(1 / math.sqrt(1.09)), abs=5 * calibrated.expected_error + 1e-6)
     plain = torch.randn(100_000, SIZE, generator=generator)
-    ratio = seen.ratio(plain)
+    ratio = calibrated.ratio(plain)
     assert abs(float(ratio.mean()) - 1) < 0.03
-    drawn = seen.draw(torch.randn(20_000, SIZE, generator=generator), generator)
-    terms = seen.failing_as_seen(drawn) / seen.ratio(drawn)
+    drawn = calibrated.draw(torch.randn(20_000, SIZE, generator=generator), generator)
+    terms = calibrated.calibrated_flip_chance(drawn) / calibrated.ratio(drawn)
     assert abs(float(terms.mean()) - truth) < 5 * float(terms.std()) / math.sqrt(len(terms))
 
 
-def test_what_plain_samples_see_is_no_more_than_margins_vary_and_no_less_than_the_best_leaves():
+def test_a_calibrated_deviation_is_within_its_limits():
     generator = torch.Generator().manual_seed(0)
-    own = guide((surrogate(1.0, curved=0.0),), generator, 4000)
+    made = guide((surrogate(1.0, curved=0.0),), generator, 4000)
     white = torch.randn(64, SIZE, generator=generator)
-    exact = own.margins(own.coordinates(white)).amin(1)
-    assert own.as_seen(white, exact).seen == pytest.approx((0.0, own.spreads[0][1]), abs=1e-12)
+    exact = made.margins(made.coordinates(white)).amin(1)
+    assert made.calibrated(white, exact).calibration == pytest.approx((0.0, made.spreads[0][1]), abs=1e-12)
     other = 0.1 * torch.randn(64, generator=generator, dtype=torch.float64)
-    assert own.as_seen(white, other).seen[1] == pytest.approx(max(float(other.std()), own.spreads[0][1]))
+    assert made.calibrated(white, other).calibration[1] == pytest.approx(max(float(other.std()), made.spreads[0][1]))
 
 
 def test_a_guide_that_is_sure_of_everything_still_has_a_density():
-    """Margins that are so far above surrogates that none of the pool would flip, or all."""
+    """Margins are so far above or below the surrogates that no point of the pool would flip, or every one."""
     generator = torch.Generator().manual_seed(0)
-    own = guide((surrogate(1.0, curved=0.0),), generator, 4000)
+    made = guide((surrogate(1.0, curved=0.0),), generator, 4000)
     white = torch.randn(64, SIZE, generator=generator)
     for far in (-200.0, 200.0):
-        sure = own.as_seen(white, own.margins(own.coordinates(white)).amin(1) + far)
+        sure = made.calibrated(white, made.margins(made.coordinates(white)).amin(1) + far)
         assert bool((sure.ratio(white) > 0).all())
         assert bool(torch.isfinite(sure.ratio(white)).all())
-        assert float(sure.chance.sum()) == pytest.approx(1)
+        assert float(sure.chances.sum()) == pytest.approx(1)
 
 
-def test_a_surrogate_that_leaves_more_than_can_be_afforded_is_beyond():
+def test_a_surrogate_with_a_large_spread_is_unaffordable():
     """θ is about 4 where margins of spread 1 are 4 away: θs is 0.4 for a spread of 0.1, and 3.2 for one of 0.8."""
-    for spread, beyond in ((0.1, False), (0.8, True)):
+    for spread, unaffordable in ((0.1, False), (0.8, True)):
         made = guide((surrogate(spread=spread, curved=0.0),), torch.Generator().manual_seed(0), 2000)
-        assert made.beyond is beyond
+        assert made.unaffordable is unaffordable
 
 
 def test_a_pool_that_is_filled_anew_has_other_points_of_the_same_density():
@@ -186,6 +187,6 @@ def test_a_pool_that_is_filled_anew_has_other_points_of_the_same_density():
     assert not torch.equal(again.pool, made.pool)
     white = again.draw(torch.randn(4000, SIZE, generator=generator), generator)
     torch.testing.assert_close(again.ratio(white), made.ratio(white))
-    terms = made.failing(white) / made.ratio(white)
+    terms = made.flip_chance(white) / made.ratio(white)
     error = math.hypot(float(terms.std()) / math.sqrt(4000), math.sqrt(2) * made.expected_error)
     assert abs(float(terms.mean()) - made.expected) < 5 * error

@@ -6,24 +6,23 @@ import torch
 import netmoments as nm
 from netmoments.flips.importance import (
     MIXTURE,
-    USED_UP,
+    POOL_SAMPLES,
     Controls,
-    Estimating,
+    Estimation,
     by_importance,
     controlled,
-    known_well,
+    with_exact_levels,
     with_shrinking_share,
 )
-from netmoments.flips.margins import alone
 from netmoments.flips.result import FlipEstimate, Target
 from netmoments.flips.search import Search
-from tests.flips.classifiers import Ball, Corner, at_distance, linear, margins_of, tail
+from tests.flips.classifiers import Ball, Corner, at_distance, linear, margins_of, run_alone, tail
 
 
 def estimate(network, noise, seed=0, target=None):
     margins = margins_of(network, noise, seed=seed)
-    search = alone(Search.from_noise(margins, margins.generator))
-    return alone(by_importance(margins, search, target or Target(0.1), 200_000, margins.generator)), margins
+    search = run_alone(Search.from_noise(margins, margins.generator))
+    return run_alone(by_importance(margins, search, target or Target(0.1), 200_000, margins.generator)), margins
 
 
 @pytest.mark.parametrize("distance", [3.0, 5.0, 7.9])
@@ -82,7 +81,7 @@ def test_a_control_with_a_known_mean_changes_nothing_but_the_variance():
         assert found.error < 0.85 * plain.error
 
 
-def test_the_error_of_what_is_known_of_a_control_counts():
+def test_the_error_of_the_mean_of_a_control_counts():
     """A slope of about 1 on a control whose mean is known to ±0.1."""
     generator = torch.Generator().manual_seed(0)
     chance = torch.rand(20_000, generator=generator, dtype=torch.float64)
@@ -93,17 +92,17 @@ def test_the_error_of_what_is_known_of_a_control_counts():
 
 @pytest.mark.parametrize("known", [0.01, 0.05, 0.2])
 def test_the_largest_sample_is_measured_by_the_estimate_whatever_was_expected(known):
-    """What is left of one run over their number, whether surrogates expect more flips than there are, or fewer."""
+    """The largest residual over the number of runs, whether surrogates expect more flips than there are, or fewer."""
     generator = torch.Generator().manual_seed(0)
     flips = (torch.rand(2000, generator=generator) < 0.05).double()
     found = controlled(
         flips, torch.ones_like(flips), Controls(torch.full_like(flips, known).unsqueeze(1), (known,), (0.0,))
     )
-    assert found.largest * found.probability == pytest.approx((1 - float(flips.mean())) / 2000)
+    assert found.largest_share * found.probability == pytest.approx((1 - float(flips.mean())) / 2000)
 
 
 def test_the_error_of_a_pool_is_part_of_the_error_where_flips_are_rare():
-    """ρ has the level of its pool: what that may be off is in every sample alike, and samples do not show it."""
+    """The level of ρ is that of its pool: its error is in every sample alike, and samples do not show it."""
     generator = torch.Generator().manual_seed(0)
     flips = (torch.rand(20_000, generator=generator) < 0.5).double()
     ratios = torch.full_like(flips, 1e4)
@@ -117,40 +116,40 @@ def test_more_pools_where_more_is_asked():
     """Pools of 8,000 points have levels to about 3 %: enough for 10 %, not for 1 %."""
     network = linear()
     margins = margins_of(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
-    search = alone(Search.from_noise(margins, margins.generator))
+    search = run_alone(Search.from_noise(margins, margins.generator))
     search.refit()
     assert search.guide is not None
-    assert known_well(search.guide, Target(0.1), margins.generator) is search.guide
-    found = known_well(search.guide, Target(0.01), margins.generator)
+    assert with_exact_levels(search.guide, Target(0.1), margins.generator) is search.guide
+    found = with_exact_levels(search.guide, Target(0.01), margins.generator)
     assert found.expected_error < search.guide.expected_error / 5
     assert abs(found.expected / tail(4) - 1) < 0.01 + 5 * found.expected_error / found.expected
 
 
 def test_what_the_largest_sample_adds_falls_faster_than_the_rest():
-    """The careful error is s² + (share·p)²: with x times the runs, s²/x + (share·p)²/x² is what was wanted."""
-    now = FlipEstimate(1e-6, 2e-7, 1000, largest=0.3)
+    """The careful error squared is s² + (share·p)²: with x times the runs, s²/x + (share·p)²/x² is what was wanted."""
+    now = FlipEstimate(1e-6, 2e-7, 1000, largest_share=0.3)
     times = (now.careful_error / 1e-7) ** 2
     x = with_shrinking_share(times, now)
     assert x < times
-    assert now.error**2 / x + (now.largest * now.probability / x) ** 2 == pytest.approx(1e-14)
+    assert now.error**2 / x + (now.largest_share * now.probability / x) ** 2 == pytest.approx(1e-14)
     assert with_shrinking_share(4.0, FlipEstimate(1e-6, 2e-7, 1000)) == pytest.approx(4.0)
     assert with_shrinking_share(1.0, now) == pytest.approx(1.0)
     assert with_shrinking_share(0.5, now) < 1
 
 
 def test_no_pool_has_more_samples_than_it_has_points_for():
-    """Hundreds of thousands of samples of one pool's points have its error, which they do not show."""
+    """The error of a pool is in all samples of its points, and however many they are, they do not show it."""
     network = linear()
     margins = margins_of(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
-    search = alone(Search.from_noise(margins, margins.generator))
+    search = run_alone(Search.from_noise(margins, margins.generator))
     search.refit()
     assert search.guide is not None
-    work = Estimating(margins, (search.guide,) * 3, MIXTURE, margins.generator)
-    first = work.source(0, USED_UP)
+    estimation = Estimation(margins, (search.guide,) * 3, MIXTURE, margins.generator)
+    first = estimation.source(0, POOL_SAMPLES)
     assert first is search.guide
-    second = work.source(0, 1)
+    second = estimation.source(0, 1)
     assert not torch.equal(second.pool, first.pool)
-    assert work.source(0, 1) is second
-    assert work.source(1, 1) is search.guide
-    alone(work.run(USED_UP))
-    assert abs(work.estimate().probability - tail(4)) < 5 * work.estimate().careful_error
+    assert estimation.source(0, 1) is second
+    assert estimation.source(1, 1) is search.guide
+    run_alone(estimation.run(POOL_SAMPLES))
+    assert abs(estimation.estimate().probability - tail(4)) < 5 * estimation.estimate().careful_error

@@ -7,14 +7,13 @@ from netmoments.flips.margins import (
     Clock,
     NoisyMargins,
     OutOfTime,
-    alone,
     are_probabilities,
     batches,
     inputs_together,
-    own_seed,
-    together,
+    run_together,
+    seed_of_input,
 )
-from tests.flips.classifiers import at_distance, linear, margins_of
+from tests.flips.classifiers import at_distance, linear, margins_of, run_alone
 
 SIZE = 5
 MEAN = torch.arange(1.0, 1.0 + SIZE)
@@ -35,12 +34,12 @@ def test_margins_and_gradients_of_a_linear_network(noise):
     margins = margins_of(network, noise)
     white = margins.normal(7)
     rivals = torch.tensor([1, 2, 1, 2, -1, -1, -1])
-    found, gradients = alone(margins.with_gradients(white, rivals))
+    found, gradients = run_alone(margins.with_gradients(white, rivals))
     x = margins.inputs(white)
     scores = network(x).detach().double()
     torch.testing.assert_close(found[:, 1:], scores[:, :1] - scores[:, 1:], rtol=1e-5, atol=1e-5)
     assert bool((found[:, 0] == torch.inf).all())
-    torch.testing.assert_close(alone(margins.of(white)), found, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run_alone(margins.at(white)), found, rtol=1e-5, atol=1e-5)
     root = noise.covariance.root()
     chosen = torch.where(rivals < 0, found.argmin(1), rivals)
     wanted = (network.weight[0] - network.weight[chosen]) @ root
@@ -59,9 +58,9 @@ def test_samples_have_the_covariance_of_the_noise():
 
 def test_runs_are_counted_and_a_gradient_counts_two_more():
     margins = margins_of(linear(SIZE), NOISES["isotropic"])
-    alone(margins.of(margins.normal(10)))
+    run_alone(margins.at(margins.normal(10)))
     assert margins.runs == 10
-    alone(margins.with_gradients(margins.normal(4), torch.full((4,), -1)))
+    run_alone(margins.with_gradients(margins.normal(4), torch.full((4,), -1)))
     assert margins.runs == 22
 
 
@@ -72,7 +71,7 @@ def test_outputs_that_are_no_numbers_are_refused():
 
     margins = margins_of(Root().eval(), nm.Gaussian(torch.full((SIZE,), 1.0), std=1.0))
     with pytest.raises(ValueError, match=r"NaN or infinite outputs.*less noise"):
-        alone(margins.of(margins.normal(200)))
+        run_alone(margins.at(margins.normal(200)))
 
 
 def test_time_is_over():
@@ -81,7 +80,7 @@ def test_time_is_over():
     model = nm.NetworkModel(network, flat.mean)
     margins = NoisyMargins(model, flat, 0, torch.Generator().manual_seed(0), Clock(seconds=1e-9))
     with pytest.raises(OutOfTime):
-        alone(margins.of(margins.normal(2)))
+        run_alone(margins.at(margins.normal(2)))
 
 
 def test_probabilities_are_compared_by_their_logarithms():
@@ -90,12 +89,12 @@ def test_probabilities_are_compared_by_their_logarithms():
     softmax = torch.nn.Sequential(network, torch.nn.Softmax(1)).eval()
     noise = nm.Gaussian(at_distance(network, 3.0), std=1.0)
     plain, ended = margins_of(network, noise), margins_of(softmax, noise)
-    assert alone(ended.probabilities())
-    assert not alone(plain.probabilities())
+    assert run_alone(ended.returns_probabilities())
+    assert not run_alone(plain.returns_probabilities())
     white = plain.normal(20)
-    torch.testing.assert_close(alone(ended.of(white)), alone(plain.of(white)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(run_alone(ended.at(white)), run_alone(plain.at(white)), rtol=1e-4, atol=1e-4)
     rivals = torch.full((20,), -1)
-    found = (alone(margins.with_gradients(white, rivals)) for margins in (ended, plain))
+    found = (run_alone(margins.with_gradients(white, rivals)) for margins in (ended, plain))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
@@ -104,10 +103,10 @@ def test_scores_that_sum_to_1_at_the_mean_only_are_no_probabilities():
     network = linear(2, classes=2)
     network.weight.data = torch.eye(2)
     margins = margins_of(network, nm.Gaussian(torch.tensor([1.0, 0.0]), std=0.1))
-    assert not alone(margins.probabilities())
+    assert not run_alone(margins.returns_probabilities())
 
 
-def test_what_is_taken_for_probabilities():
+def test_probabilities_are_not_negative_and_sum_to_1():
     assert are_probabilities(torch.tensor([[0.2, 0.8], [1.0, 0.0]]))
     assert not are_probabilities(torch.tensor([[0.2, 0.9]]))
     assert not are_probabilities(torch.tensor([[-0.5, 1.5]]))
@@ -115,7 +114,7 @@ def test_what_is_taken_for_probabilities():
 
 def scores_of(margins, sizes):
     async def work():
-        found = [await margins.of(margins.normal(size)) for size in sizes]
+        found = [await margins.at(margins.normal(size)) for size in sizes]
         await margins.with_gradients(margins.normal(3), torch.full((3,), -1))
         return torch.cat(found)
 
@@ -123,54 +122,54 @@ def scores_of(margins, sizes):
 
 
 def test_many_inputs_go_through_the_network_together(monkeypatch):
-    """Three inputs that ask for other numbers of runs: each gets its own margins, from few runs of the network."""
+    """Three inputs ask for different numbers of runs: each gets its own margins, from few batches of the network."""
     network, noise = linear(SIZE, classes=3), NOISES["dense"]
     sizes = [(4, 9), (7,), (1, 2, 3)]
-    apart = [alone(scores_of(margins_of(network, noise, label, seed=label), sizes[label])) for label in range(3)]
+    apart = [run_alone(scores_of(margins_of(network, noise, label, seed=label), sizes[label])) for label in range(3)]
     every = [margins_of(network, noise, label, seed=label) for label in range(3)]
     for margins in every[1:]:
-        margins.fast = every[0].fast  # as of one model
+        margins.fast = every[0].fast  # as if of one model
     seen, values = [], type(every[0].fast).values
-    monkeypatch.setattr(type(every[0].fast), "values", lambda own, x: seen.append(len(x)) or values(own, x))
-    found = dict(together((scores_of(margins, sizes[label]) for label, margins in enumerate(every)), 3))
+    monkeypatch.setattr(type(every[0].fast), "values", lambda fast, x: seen.append(len(x)) or values(fast, x))
+    found = dict(run_together((scores_of(margins, sizes[label]) for label, margins in enumerate(every)), 3))
     for label in range(3):
         torch.testing.assert_close(found[label], apart[label], rtol=1e-5, atol=1e-5)
         assert every[label].runs == sum(sizes[label]) + 9
     assert seen == [3 * 8, 4 + 7 + 1, 9 + 2, 3]
 
 
-def test_no_more_go_on_at_a_time_than_allowed():
+def test_no_more_inputs_at_a_time_than_allowed():
     begun = []
 
     async def work(margins):
         begun.append(margins)
-        await margins.of(margins.normal(2))
+        await margins.at(margins.normal(2))
         return len(begun)
 
     margins = [margins_of(linear(SIZE), NOISES["isotropic"]) for _ in range(5)]
-    assert sorted(count for _, count in together(map(work, margins), 2)) == [2, 2, 4, 4, 5]
+    assert sorted(count for _, count in run_together(map(work, margins), 2)) == [2, 2, 4, 4, 5]
 
 
-def test_one_that_fails_ends_the_others():
+def test_work_that_fails_ends_the_others():
     closed = []
 
     async def work(margins, fails):
         try:
-            await margins.of(margins.normal(2))
+            await margins.at(margins.normal(2))
             if fails:
                 raise ZeroDivisionError
-            await margins.of(margins.normal(2))
+            await margins.at(margins.normal(2))
         finally:
             closed.append(fails)
 
     margins = [margins_of(linear(SIZE), NOISES["isotropic"]) for _ in range(2)]
     with pytest.raises(ZeroDivisionError):
-        list(together([work(margins[0], False), work(margins[1], True)], 2))
+        list(run_together([work(margins[0], False), work(margins[1], True)], 2))
     assert sorted(closed) == [False, True]
 
 
 def test_rows_of_several_make_full_batches():
-    found = [[(part.place, part.rows.start, part.rows.stop) for part in parts] for parts in batches([3, 0, 5, 1], 4)]
+    found = [[(part.request, part.rows.start, part.rows.stop) for part in parts] for parts in batches([3, 0, 5, 1], 4)]
     assert found == [[(0, 0, 3), (2, 0, 1)], [(2, 1, 5)], [(3, 0, 1)]]
 
 
@@ -180,8 +179,8 @@ def test_as_many_inputs_as_fill_a_batch_and_memory():
 
 
 def test_an_input_has_its_own_seed_wherever_it_is():
-    assert own_seed(0, "flips", MEAN) == own_seed(0, "flips", MEAN.clone()) != own_seed(1, "flips", MEAN)
-    assert own_seed(0, "flips", MEAN) != own_seed(0, "flips", MEAN + 1)
+    assert seed_of_input(0, "flips", MEAN) == seed_of_input(0, "flips", MEAN.clone()) != seed_of_input(1, "flips", MEAN)
+    assert seed_of_input(0, "flips", MEAN) != seed_of_input(0, "flips", MEAN + 1)
 
 
 class TwoOutputs(nn.Module):

@@ -1,4 +1,4 @@
-"""What an estimate is, when it is enough, when two agree; and how it is shown."""
+"""Estimates: their errors and intervals, when they are enough, when two agree, and how results are printed."""
 
 import math
 from dataclasses import replace
@@ -8,8 +8,8 @@ import torch
 
 import netmoments as nm
 from netmoments.flips.result import (
+    EntryResult,
     FlipEstimate,
-    Found,
     Target,
     agree,
     described,
@@ -64,8 +64,8 @@ def test_classes_are_printed():
         runs=torch.tensor([100]), met=torch.tensor([True]), seconds=0.1,
     )  # fmt: skip
     assert "0: 0.7 (0.7 to 0.7)" in str(classes)
-    alone = replace(classes, probability=classes.probability[0], interval=classes.interval[0])
-    assert "0: 0.7 (0.7 to 0.7)" in str(alone)
+    unbatched = replace(classes, probability=classes.probability[0], interval=classes.interval[0])
+    assert "0: 0.7 (0.7 to 0.7)" in str(unbatched)
     assert classes.winner.tolist() == [0]
     assert "2 classes" in repr(classes)
 
@@ -75,12 +75,12 @@ def test_values_are_stacked():
 
 
 def test_what_is_enough():
-    assert Target(0.1).needed(1e-6, 1e-7) == pytest.approx(1)
-    assert Target(0.1).needed(1e-6, 2e-7) == pytest.approx(4)
-    assert Target(0.1, absolute=0.01).needed(1e-6, 0.01 / 1.959964) == pytest.approx(1)
-    assert Target(0.1, absolute=0.01).needed(1e-6, 1.0, half_width=0.02) == pytest.approx(4)
-    assert Target(0.1, absolute=0.01).needed(0.5, 0.025, half_width=0.05) == pytest.approx(0.25)
-    assert Target(0.1).needed(0.0, 0.0) > 1e6
+    assert Target(0.1).times_needed(1e-6, 1e-7) == pytest.approx(1)
+    assert Target(0.1).times_needed(1e-6, 2e-7) == pytest.approx(4)
+    assert Target(0.1, absolute=0.01).times_needed(1e-6, 0.01 / 1.959964) == pytest.approx(1)
+    assert Target(0.1, absolute=0.01).times_needed(1e-6, 1.0, half_width=0.02) == pytest.approx(4)
+    assert Target(0.1, absolute=0.01).times_needed(0.5, 0.025, half_width=0.05) == pytest.approx(0.25)
+    assert Target(0.1).times_needed(0.0, 0.0) > 1e6
 
 
 @pytest.mark.parametrize(("freedom", "wanted"), [(4, 2.776), (10, 2.228), (30, 2.042), (1e9, 1.960)])
@@ -101,8 +101,8 @@ def test_an_interval_is_positive_and_below_one():
     assert interval(FlipEstimate(0.0, 0.01, 100))[0] == 0
 
 
-def test_the_largest_sample_counts_as_doubt():
-    assert FlipEstimate(1.0, 0.3, 10, largest=0.4).careful_error == pytest.approx(0.5)
+def test_the_largest_sample_adds_to_the_error():
+    assert FlipEstimate(1.0, 0.3, 10, largest_share=0.4).careful_error == pytest.approx(0.5)
 
 
 def test_two_estimates_agree_or_not():
@@ -113,9 +113,9 @@ def test_two_estimates_agree_or_not():
 
 def test_where_they_disagree_the_interval_holds_both():
     one, two = FlipEstimate(1e-6, 1e-7, 10), FlipEstimate(4e-6, 1e-7, 10)
-    low, high = Found(one, two, False, "importance", torch.zeros(2), False).interval
+    low, high = EntryResult(one, two, False, "importance", torch.zeros(2), False).interval
     assert low < 1e-6 < 4e-6 < high
-    low, high = Found(one, two, True, "importance", torch.zeros(2), True).interval
+    low, high = EntryResult(one, two, True, "importance", torch.zeros(2), True).interval
     assert high < 4e-6
 
 

@@ -5,28 +5,27 @@ import torch
 from torch import nn
 
 import netmoments as nm
-from netmoments.flips.margins import alone
-from netmoments.flips.search import SEEDS, START, Search, likely_rivals, nearest_on_plane
-from tests.flips.classifiers import Ball, Corner, Rounded, at_distance, linear, margins_of, tail
+from netmoments.flips.search import RIVAL_START, START, Search, likely_rivals, nearest_on_plane
+from tests.flips.classifiers import Ball, Corner, Rounded, at_distance, linear, margins_of, run_alone, tail
 
 
 def test_a_linear_margin_is_known_after_the_start():
     network = linear()
     margins = margins_of(network, nm.Gaussian(at_distance(network, 5.0), std=1.0))
     for start in (Search.from_noise, Search.from_pulled):
-        search = alone(start(margins, margins.generator))
+        search = run_alone(start(margins, margins.generator))
         search.refit()
         assert search.guide is not None
         assert abs(math.log(search.guide.expected / tail(5))) < 0.1
         assert search.guide.surrogates[0].rival == 1
 
 
-def test_rounds_add_gradients_and_know_two_ways_to_flip():
+def test_rounds_add_gradients():
     margins = margins_of(Corner(4.0, 4.2).eval(), nm.Gaussian(torch.zeros(6), std=1.0))
-    search = alone(Search.from_noise(margins, margins.generator))
+    search = run_alone(Search.from_noise(margins, margins.generator))
     for _ in range(4):
         before = search.gradients
-        alone(search.advance())
+        run_alone(search.advance())
         assert search.gradients > before
     assert search.guide is not None
     assert margins.runs == 3 * search.gradients
@@ -35,24 +34,21 @@ def test_rounds_add_gradients_and_know_two_ways_to_flip():
 def test_joined_searches_know_what_both_found():
     network = linear()
     margins = margins_of(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
-    one, two = (
-        alone(Search.from_noise(margins, margins.generator)),
-        alone(Search.from_pulled(margins, margins.generator)),
-    )
+    one, two = (run_alone(start(margins, margins.generator)) for start in (Search.from_noise, Search.from_pulled))
     assert len(Search.joined(one, two).evidence) == len(one.evidence) + len(two.evidence)
     assert len(one.evidence) == START
 
 
-def test_a_rival_is_seeded_once():
+def test_a_rival_is_looked_at_once():
     network = linear(classes=4)
     margins = margins_of(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
-    search = alone(Search.from_noise(margins, margins.generator))
+    search = run_alone(Search.from_noise(margins, margins.generator))
     for rival in (1, 2, 3):
-        alone(search.seed(rival))
+        run_alone(search.look_at_rival(rival))
         before = len(search.evidence)
-        alone(search.seed(rival))
+        run_alone(search.look_at_rival(rival))
         assert len(search.evidence) == before
-        assert int((search.evidence.rivals == rival).sum()) >= SEEDS
+        assert int((search.evidence.rivals == rival).sum()) >= RIVAL_START
 
 
 def test_a_network_that_never_moves_has_no_guide():
@@ -60,8 +56,8 @@ def test_a_network_that_never_moves_has_no_guide():
     network.weight.data.zero_()
     network.bias.data = torch.tensor([1.0, 0.0])
     margins = margins_of(network.eval(), nm.Gaussian(torch.zeros(4), std=1.0))
-    search = alone(Search.from_noise(margins, margins.generator))
-    alone(search.advance())
+    search = run_alone(Search.from_noise(margins, margins.generator))
+    run_alone(search.advance())
     assert search.guide is None
 
 
@@ -73,18 +69,18 @@ def test_likely_rivals_are_the_nearest():
 
 
 def test_a_round_has_room_for_many_surrogates():
-    """Eleven rivals that are looked at one by one: every gradient of a round is somebody's, and some are common."""
+    """Eleven rivals with surrogates of their own: a round has at least as many gradients as with one."""
     network = linear(12, 12)
     network.weight.data = torch.eye(12)
     margins = margins_of(network, nm.Gaussian(4.0 * torch.eye(12)[0], std=1.0))
-    search = alone(Search.from_noise(margins, margins.generator))
+    search = run_alone(Search.from_noise(margins, margins.generator))
     for rival in range(1, 12):
-        alone(search.seed(rival))
+        run_alone(search.look_at_rival(rival))
     search.refit()
     assert search.guide is not None
     before = len(search.evidence)
     assert len(search.guide.surrogates) >= 9
-    alone(search.round())
+    run_alone(search.add_round())
     assert len(search.evidence) - before >= 48
 
 
@@ -107,7 +103,7 @@ COVARIANCES = {
 
 
 def flips(network, mean, found):
-    """Whether the network, run for each input alone, answers as was said."""
+    """Whether the network, run for each input alone, changes its answers to the rivals that were found."""
     changed = torch.stack([network(x.unsqueeze(0))[0].argmax() for x in mean + found.noise])
     return bool((changed == found.rival).all() and (found.rival != found.label).all())
 
@@ -172,10 +168,10 @@ def test_nearest_flips_of_a_batch_are_those_of_each_alone():
     found = nm.nearest_flip(network, nm.Gaussian(mean, std=0.2, event_ndim=1))
     assert found.noise.shape == mean.shape
     for place in ((0, 0), (0, 2), (1, 1)):
-        alone_ = nm.nearest_flip(network, nm.Gaussian(mean[place], std=0.2))
-        torch.testing.assert_close(alone_.distance, found.distance[place], rtol=1e-9, atol=0)
-        torch.testing.assert_close(alone_.noise, found.noise[place], rtol=1e-7, atol=1e-9)
-        assert int(alone_.rival) == int(found.rival[place])
+        apart = nm.nearest_flip(network, nm.Gaussian(mean[place], std=0.2))
+        torch.testing.assert_close(apart.distance, found.distance[place], rtol=1e-9, atol=0)
+        torch.testing.assert_close(apart.noise, found.noise[place], rtol=1e-7, atol=1e-9)
+        assert int(apart.rival) == int(found.rival[place])
     assert flips(network, mean.flatten(0, 1), nm.nearest_flip(network, nm.Gaussian(mean.flatten(0, 1), std=0.2)))
 
 

@@ -1,4 +1,4 @@
-"""Samples of many inputs together: shares with intervals, scores with errors, and no more than is needed."""
+"""Surveys of many inputs: shares with intervals, scores with errors, and no more samples than are needed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def found():
 def test_shares_are_as_exact_as_asked(found):
     means, survey = found
     truth = torch.from_numpy(stats.norm.cdf(means[:, 0] / math.sqrt(2)))
-    share = survey.share(torch.zeros(4, dtype=torch.int64))
+    share = survey.wins[:, 0] / survey.samples
     error = (truth * (1 - truth) / survey.samples).sqrt()
     assert bool(((share - truth).abs() <= 5 * error + 1e-9).all())
     bounds = shares_interval(survey.wins[:, 0], survey.samples)
@@ -67,12 +67,12 @@ def test_scores_have_their_moments_and_errors(found):
 def test_an_input_is_sampled_alike_alone_and_among_others(found):
     means, survey = found
     model = NetworkModel.of_any(linear([[1.0, 0.0], [0.0, 1.0]]), means, "test")
-    for some in ([2], [3, 0]):
-        labels, followed = torch.zeros(len(some), dtype=torch.int64), torch.tensor([[0, 1]]).expand(len(some), -1)
-        apart = surveyed(model, nm.Gaussian(means[some], std=1.0), labels, followed, GOAL, seed=3)
-        assert torch.equal(apart.wins, survey.wins[some])
-        torch.testing.assert_close(apart.mean, survey.mean[some], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(apart.deviation, survey.deviation[some], rtol=1e-10, atol=0)
+    for part in ([2], [3, 0]):
+        labels, followed = torch.zeros(len(part), dtype=torch.int64), torch.tensor([[0, 1]]).expand(len(part), -1)
+        apart = surveyed(model, nm.Gaussian(means[part], std=1.0), labels, followed, GOAL, seed=3)
+        assert torch.equal(apart.wins, survey.wins[part])
+        torch.testing.assert_close(apart.mean, survey.mean[part], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(apart.deviation, survey.deviation[part], rtol=1e-10, atol=0)
 
 
 def test_a_clock_ends_it_after_the_first_round():
@@ -108,7 +108,7 @@ def test_how_many_samples_are_missing():
     assert needed[3] == 10_000
 
 
-def test_the_error_of_a_mean_of_shares_is_never_nothing():
+def test_the_error_of_a_mean_of_shares_is_never_0():
     nothing = expected_share_error(torch.zeros(10, dtype=torch.int64), torch.full((10,), 50))
     assert 0 < nothing < 0.01
     half = expected_share_error(torch.full((100,), 50), torch.full((100,), 100))

@@ -1,4 +1,4 @@
-"""When two linearizations are the same."""
+"""Compare two linearizations."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ def test_a_bank_knows_its_nearest_point_and_how_far_it_is(bank):
     assert bank.relu == "block2.relu1"
     x = inputs("residual", 6, seed=10).reshape(2, 3, 2, 6, 6)
     index, distance = bank.nearest(x)
-    apart = torch.cdist(x.reshape(6, -1), bank.points.flatten(1))
-    assert torch.equal(index, apart.argmin(1).reshape(2, 3))
-    assert_close(distance, apart.min(1).values.reshape(2, 3), rtol=1e-12)
+    distances = torch.cdist(x.reshape(6, -1), bank.points.flatten(1))
+    assert torch.equal(index, distances.argmin(1).reshape(2, 3))
+    assert_close(distance, distances.min(1).values.reshape(2, 3), rtol=1e-12)
     index, distance = bank.nearest(bank.points[2])
     assert (int(index), float(distance)) == (2, 0.0)
 
@@ -47,8 +47,8 @@ def test_a_bank_answers_with_the_linearization_at_the_nearest_point(bank):
     for i, number in enumerate([3, 1, 1]):
         expected = nm.two_stage(net, points[number], "block2.relu1").covariance(nm.Gaussian(near[i], std=0.2))
         assert_close(found.covariance[i], expected, atol=1e-13)
-    some = nm.output_moments(net, noise, nm.TwoStage(bank=bank), [2, 0])
-    assert_close(some.covariance, found.covariance[:, [2, 0]][:, :, [2, 0]], atol=1e-14)
+    chosen = nm.output_moments(net, noise, nm.TwoStage(bank=bank), [2, 0])
+    assert_close(chosen.covariance, found.covariance[:, [2, 0]][:, :, [2, 0]], atol=1e-14)
     at_points = nm.Gaussian(points, std=0.2)
     by_bank, linearized = (
         nm.output_moments(net, at_points, method) for method in (nm.TwoStage(bank=bank), nm.TwoStage("block2.relu1"))
@@ -81,7 +81,7 @@ def test_a_bank_is_saved_and_loaded_to_the_bit(name, dtype, tmp_path):
 
 
 def test_banks_of_clusters(generator):
-    """Four clusters far apart: the centres are their means, the farthest members what brute force says."""
+    """Four clusters far apart: the centres are their means, the farthest members those that brute force finds."""
     net = network("shared")
     corners = 20 * torch.eye(6, dtype=torch.float64)[:4]
     x = (corners[:, None] + torch.randn(4, 15, 6, dtype=torch.float64, generator=generator)).reshape(60, 6)
@@ -97,8 +97,8 @@ def test_banks_of_clusters(generator):
     started = k_means_centres(x, 4, initial=means)
     assert_close(started, means, atol=1e-10)
     assert torch.equal(k_means_centres(x, 4, seed=3), k_means_centres(x, 4, seed=3))
-    nobody = torch.cat([means, 1e3 * torch.ones(1, 6, dtype=torch.float64)])
-    assert torch.equal(members_farthest_from(nobody, x)[4], nobody[4])
+    with_empty = torch.cat([means, 1e3 * torch.ones(1, 6, dtype=torch.float64)])
+    assert torch.equal(members_farthest_from(with_empty, x)[4], with_empty[4])
 
 
 def other_bank() -> nm.LinearizationBank:

@@ -58,7 +58,7 @@ def test_rows_that_do_not_fit_are_streamed(network, image, generator, layer, mon
     stored = nm.two_stage(network, image, layer, outputs=[3, 0])
     maps = nm.two_stage_maps(network, image, layer, outputs=[3, 0], memory_budget=390_000)
     maps = dataclasses.replace(maps, limit=1)
-    monkeypatch.setattr("netmoments.linearize.matrix_free.pairs_form", None)  # the way that keeps the rows
+    monkeypatch.setattr("netmoments.linearize.matrix_free.pairs_form", None)  # what is used if the rows fit
     for name in ("isotropic", "dense"):
         assert_same_moments(maps, stored, noises(image, generator)[name])
 

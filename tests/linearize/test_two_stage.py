@@ -86,11 +86,11 @@ def test_forward_and_reverse_mode_agree_in_chunks_of_any_size(name):
         assert reverse is not None
         for chunk in (5, 1000):
             assert_close(by_forward_mode(cut.stem, x, None, chunk), reverse, atol=1e-13, what=relu.name)
-        some = torch.tensor([[0, 2], [1, 0], [2, 1]])
-        picked = reverse.gather(1, some.unsqueeze(2).expand(-1, -1, reverse.shape[2]))
-        assert_close(by_forward_mode(cut.stem, x, some, 7), picked, atol=1e-13)
-        (one,) = by_reverse_mode(z, (leaf,), some, 1)
-        assert_close(one, picked, atol=1e-13)
+        few = torch.tensor([[0, 2], [1, 0], [2, 1]])
+        expected = reverse.gather(1, few.unsqueeze(2).expand(-1, -1, reverse.shape[2]))
+        assert_close(by_forward_mode(cut.stem, x, few, 7), expected, atol=1e-13)
+        (few_reverse,) = by_reverse_mode(z, (leaf,), few, 1)
+        assert_close(few_reverse, expected, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", FACTORIES)
@@ -166,10 +166,10 @@ def test_the_memory_budget_changes_nothing(layer):
 
 
 def test_groups_with_other_numbers_of_live_units_and_without_a_path_around():
-    """Groups are joined with zero rows and columns: only what a point's own network computes is the same."""
+    """Groups are joined with zero rows and columns: matrices differ, but not what each point's network computes."""
 
     class Gated(nn.Module):
-        """relu(x) of the coordinates, thrown away by a second ReLU where they are small; and x itself for one input."""
+        """Coordinates behind two ReLUs, the second of which drops small ones; and the first coordinate by itself."""
 
         def forward(self, x: Tensor) -> Tensor:
             kept = functional.relu(functional.relu(x) - 0.5)
@@ -193,11 +193,11 @@ def test_groups_with_other_numbers_of_live_units_and_without_a_path_around():
 
 def test_chosen_outputs_are_the_rows_of_all():
     net, x = network("residual"), inputs("residual", 3)
-    everything = nm.two_stage(net, x, 1)
-    assert_same_network(nm.two_stage(net, x, 1, outputs=[2, 0]), everything.outputs(torch.tensor([2, 0])))
-    assert_same_network(nm.two_stage(net, x, 1, outputs=[-1, 0]), everything.outputs(torch.tensor([2, 0])))
+    all_outputs = nm.two_stage(net, x, 1)
+    assert_same_network(nm.two_stage(net, x, 1, outputs=[2, 0]), all_outputs.outputs(torch.tensor([2, 0])))
+    assert_same_network(nm.two_stage(net, x, 1, outputs=[-1, 0]), all_outputs.outputs(torch.tensor([2, 0])))
     rows = torch.tensor([[0], [2], [1]])
-    assert_same_network(nm.two_stage(net, x, 1, outputs=rows), everything.outputs(rows))
+    assert_same_network(nm.two_stage(net, x, 1, outputs=rows), all_outputs.outputs(rows))
 
 
 BUDGETS = {
@@ -220,7 +220,7 @@ def test_too_small_a_budget_is_refused_with_the_estimate(case):
 
 
 class Pooled(nn.Module):
-    """Convolution, ReLU, max-pool, linear: of four units at most one matters."""
+    """Convolution, ReLU, max-pool, linear: of the four units in a window at most one matters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,15 +252,15 @@ def test_units_behind_a_max_pool_are_dropped():
 
 
 def test_rows_of_a_behind_dead_columns_are_never_computed(monkeypatch):
-    asked = []
+    shapes = []
 
     def noting(outputs, inputs, rows, chunk):
-        asked.append(tuple(rows.shape))
+        shapes.append(tuple(rows.shape))
         return by_reverse_mode(outputs, inputs, rows, chunk)
 
     monkeypatch.setattr(module, "by_reverse_mode", noting)
     g = nm.two_stage(seeded(Pooled), torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(5)).double())
-    assert asked == [(1, 2), (1, g.A.shape[-2])]
+    assert shapes == [(1, 2), (1, g.A.shape[-2])]
 
 
 def test_a_relu_that_does_not_matter_and_an_output_that_is_constant():
@@ -277,24 +277,24 @@ def test_a_relu_that_does_not_matter_and_an_output_that_is_constant():
     assert_close(nm.output_moments(Constant().eval(), noise, "linear").variance, [0.0, 0.0], atol=0)
 
 
-# what is left as it was
+# network, input and surroundings are left as they were
 
 
 def test_the_network_and_the_input_are_untouched():
     net = network("mutating", torch.float32)
     net.last.bias.requires_grad_(False)
-    needs = [parameter.requires_grad for parameter in net.parameters()]
+    requires_grad = [parameter.requires_grad for parameter in net.parameters()]
     before = copy.deepcopy(net.state_dict())
     x = inputs("mutating", 2, torch.float32).requires_grad_()
-    kept, random = x.detach().clone(), torch.get_rng_state()
+    x_before, random = x.detach().clone(), torch.get_rng_state()
     for layer in (0, 1):
         g = nm.two_stage(net, x, layer)
         assert not any(getattr(g, part).requires_grad for part in PARTS[:4])
     nm.output_moments(net, nm.Gaussian(x, std=0.1), "linear")
-    assert torch.equal(x, kept)
+    assert torch.equal(x, x_before)
     assert x.grad is None
     assert torch.equal(random, torch.get_rng_state())
-    assert [parameter.requires_grad for parameter in net.parameters()] == needs
+    assert [parameter.requires_grad for parameter in net.parameters()] == requires_grad
     assert all(parameter.grad is None for parameter in net.parameters())
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert not any(m.training or m._forward_hooks or m._forward_pre_hooks for m in net.modules())
@@ -367,7 +367,7 @@ def test_one_block_with_a_skip_connection_is_exact():
 
 
 def test_a_residual_network_sampled_and_its_linearization_agree_for_little_noise():
-    """The two-stage linearization of a residual network is right to first order: at σ → 0 its moments are the true."""
+    """The two-stage linearization is right to first order, so its moments are the true ones as σ → 0."""
     net, x = seeded(Residual), inputs("residual", 1)[0]
     noise = nm.Gaussian(x, std=1e-4)
     sampled = nm.monte_carlo(net, noise, 20_000)
@@ -444,7 +444,7 @@ def test_a_tangent_is_the_jacobian_at_the_point():
 
 
 class ExitsEarly(nn.Module):
-    """Each row by its own scores: what torch's `vmap` cannot follow."""
+    """How each row is computed depends on its values, which torch's `vmap` cannot follow."""
 
     def __init__(self):
         super().__init__()

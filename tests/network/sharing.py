@@ -1,6 +1,6 @@
-"""Networks whose modules or tensors are shared or kept in unusual places, each with an equal one of plain modules.
+"""Networks that share modules or tensors or keep them in unusual places, each with an equal one of plain modules.
 
-All are in float64 and eval mode, for vectors of 3, with 2 scores. `Untouched` says what must be as before.
+All are in float64 and eval mode, for vectors of 3, with 2 scores. `Untouched` checks that a network stays as it was.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.networks import seeded
 
 
 class Held(nn.Module):
-    """First, a layer that is called through whatever `keep` makes of it, ReLU, last."""
+    """`first`, `layer`, which is called through whatever `keep` makes of it, and `last`, with ReLUs between them."""
 
     def __init__(self, keep: Callable[[nn.Module, nn.Module], Any]) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def normed() -> nn.Module:
 
 
 def hooked() -> nn.Module:
-    """A hook that changes the output of a layer, one that changes its input, and one that writes something down."""
+    """Three hooks: one changes the output of a layer, one its input, and one records an output."""
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     seen: list[Tensor] = []
     net[0].register_forward_hook(lambda module, args, output: 2 * output)
@@ -164,7 +164,7 @@ SHARING: dict[str, Callable[[], nn.Module]] = {
 
 
 def shared(name: str) -> nn.Module:
-    """A network of the table, always the same; its biases are raised, so that few of its few units are dead."""
+    """A network of `SHARING`, always with the same weights; its biases are raised, so that few units are dead."""
     net = seeded(SHARING[name])
     for parameter in {key: value for key, value in net.named_parameters() if key.endswith("bias")}.values():
         parameter.data += 0.3
@@ -211,7 +211,7 @@ def unshared(name: str) -> nn.Module:
 
 
 class Untouched:
-    """A block after which a network, and the global state, must be bit for bit what they were before it.
+    """A block that must leave a network and the global state bit for bit as they were.
 
     Every parameter gets a gradient first, so that there is one to be lost.
     """
@@ -239,7 +239,7 @@ class Untouched:
             assert np.array_equal(value, self._global[name]), f"{name} has changed"
 
     def _found(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What can be compared by ==, with every object by its identity; and the values of tensors."""
+        """The structure of the network, with objects by their identity, and the values of its tensors."""
         structure: dict[str, Any] = {"keys": list(self.network.state_dict()), "modules": []}
         for name, module in self.network.named_modules(remove_duplicate=False):
             structure["modules"].append((name, id(module), type(module), module.training))
@@ -269,7 +269,7 @@ class Untouched:
 
 
 def _identity(value: Any) -> Any:
-    """An attribute as something that is equal only to itself: containers by what they hold, numbers by value."""
+    """What tells an attribute from any other: the identity of objects, also in containers, and the value of numbers."""
     if isinstance(value, dict):
         return [(key, id(item)) for key, item in value.items()]
     if isinstance(value, list | tuple):

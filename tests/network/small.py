@@ -28,7 +28,7 @@ def wrapped(function: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 class Returning(nn.Module):
-    """Returns a function of relu(x); what it returns is the matter."""
+    """Returns any function of relu(x), for tests of what a network may return."""
 
     def __init__(self, function: Callable[[Tensor], object]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Operators written out give what they give, and are recorded as the operators they are made of."""
+"""Compound operators that are written out give the same results, and are recorded as elementary ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class Function(nn.Module):
-    """A function of rows of numbers in some shape, with a linear layer after it."""
+    """A function of inputs in some shape, as rows of numbers."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_batch_normalisation_with_learned_statistics_is_one_operator():
 
 
 def test_steps_of_recurrent_layers_as_a_gpu_does_them():
-    """What torch calls there without cuDNN, against its cells."""
+    """The fused operators that torch calls there without cuDNN, against torch's own cells."""
     generator = torch.Generator().manual_seed(0)
     x, h, c = (torch.randn(1, n, dtype=torch.float64, generator=generator) for n in (5, 4, 4))
     for cell, operator, states in (
@@ -120,7 +120,7 @@ def test_steps_of_recurrent_layers_as_a_gpu_does_them():
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_recorded_step_by_step(layer):
-    """In float32 too, for which a CPU has one kernel for a whole LSTM; what the user had set is as before."""
+    """Also in float32, for which a CPU has one kernel for a whole LSTM; the user's setting is restored."""
     network = seeded(lambda: nn.Sequential(layer(3, 4, batch_first=True, bidirectional=True), First(), nn.Flatten()))
     network, before = network.float(), torch._C._get_mkldnn_enabled()
     graph = traced_graph(network, torch.zeros(1, 6, 3), "test")

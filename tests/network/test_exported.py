@@ -1,6 +1,6 @@
-"""Exported programs: the names of their modules, cut, linearized and propagated as the module they came from.
+"""Exported programs give what the modules they came from give, and a stranger's archive runs no code.
 
-And archives of strangers: honest ones load, crafted ones run nothing, and every refusal says why.
+Honest archives load, crafted ones are refused, and every refusal says why.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def test_sizes_that_honest_programs_have(honest, tmp_path, text):
 
 
 def test_what_torch_gets_is_made_anew(honest):
-    """Without the file, its pickle, the paths of whoever exported it, and what was put beside it."""
+    """It has neither the file's pickle, nor stack traces, nor the texts that were put beside the program."""
     before, after = members_of(honest), members_of(safe_archive(honest))
     assert "extra/notes.txt" in before
     assert "extra/notes.txt" not in after
@@ -255,7 +255,7 @@ def test_what_torch_gets_is_made_anew(honest):
 
 
 class Touching:
-    """What a pickle of a stranger may be: unpickling it makes a file."""
+    """An object in a stranger's pickle, whose unpickling makes a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -271,7 +271,7 @@ def saved(value: Any) -> bytes:
 
 
 def doubled(times: int) -> list[Any]:
-    """A list that holds one list twice, which holds one list twice: a few bytes, and no end to walk to."""
+    """A list that holds one list twice, which holds one list twice, and so on: few bytes and 2ⁿ parts."""
     found: list[Any] = []
     for _ in range(times):
         found = [found, found]
@@ -313,10 +313,7 @@ def as_an_object(members: Members, proof: Path) -> Members:
     def custom(document: Any) -> None:
         next(iter(document["config"].values())).update(path_name="opaque_obj_0", use_pickle=True)
 
-    return {
-        **edited(members, CONSTANTS, custom),
-        "data/constants/opaque_obj_0": pickle.dumps(Touching(proof)),
-    }
+    return {**edited(members, CONSTANTS, custom), "data/constants/opaque_obj_0": pickle.dumps(Touching(proof))}
 
 
 def in_a_size(members: Members, proof: Path) -> Members:
@@ -325,7 +322,7 @@ def in_a_size(members: Members, proof: Path) -> Members:
 
 
 def in_an_operator(members: Members, proof: Path) -> Members:
-    """An operator of torch itself that maps a file, and makes it."""
+    """An operator of torch itself that maps a file, and makes it if need be."""
 
     def mapped(document: Any) -> None:
         nodes = document["graph_module"]["graph"]["nodes"]
@@ -338,7 +335,7 @@ def in_an_operator(members: Members, proof: Path) -> Members:
 
 
 def in_a_name(members: Members, proof: Path) -> Members:
-    """Names of weights are put into Python source, between quotation marks."""
+    """torch puts the names of weights into Python source, between quotation marks."""
     code = f'training"),getattr(__import__("os"),"mkdir")("{proof}"),getattr(self,"training'
     assert "." not in code
     old, new = b'"first.bias"', json.dumps(code).encode()
@@ -358,7 +355,7 @@ CRAFTED = {
 
 @pytest.mark.parametrize("case", CRAFTED)
 def test_a_crafted_archive_runs_nothing(honest, tmp_path, case):
-    """Torch itself runs each of them: that is what makes the refusal worth something."""
+    """Torch itself runs the code in each of them, which shows that the refusal matters."""
     craft, message = CRAFTED[case]
     proof = tmp_path / "proof"
     path = written(tmp_path / "crafted.pt2", craft(members_of(honest), proof))
@@ -428,11 +425,7 @@ REFUSED: dict[str, tuple[Callable[[Members], Members], str]] = {
     ),
     "shape without bytes": (
         lambda m: {
-            **edited(
-                m,
-                WEIGHTS,
-                lambda d: d["config"]["first.bias"].update(path_name="weight_88"),
-            ),
+            **edited(m, WEIGHTS, lambda d: d["config"]["first.bias"].update(path_name="weight_88")),
             "data/weights/weight_88": b"",
         },
         r"first\.bias has no bytes for its shape \[4\]",
@@ -457,7 +450,7 @@ def test_what_torch_does_not_write_is_refused(honest, tmp_path, case):
 
 
 def test_a_plain_pickled_tensor_is_taken_for_what_it_is(honest, tmp_path):
-    """Torch would unpickle it with all its might; what it gets was pickled here."""
+    """Torch would unpickle it without restrictions; what it gets was pickled here."""
     members = members_of(honest)
     wanted = torch.export.load(honest).state_dict["first.bias"].clone()
     members = edited(

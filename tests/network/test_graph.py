@@ -1,4 +1,4 @@
-"""Graphs: where an operation is, weights that change, and networks that have none."""
+"""Graphs: the module of each operation, weights that change, and networks without a fixed graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.networks import FACTORIES, Residual, inputs, network, seeded
 
 @pytest.mark.parametrize("name", FACTORIES)
 def test_a_graph_computes_what_the_network_computes(name):
-    """For another image than the one it was recorded with, and after the weights have changed in place."""
+    """Also for another image than the one it was recorded with, and after the weights have changed in place."""
     net, x = network(name), inputs(name, 2)
     graph = traced_graph(net, x[:1], "test")
     for _ in range(2):
@@ -58,7 +58,7 @@ NOISE = nm.Gaussian(torch.tensor([0.3, -1.0, 0.7, 0.2], dtype=torch.float64), st
 
 @pytest.mark.parametrize("method", ["layerwise", "sketch"])
 def test_a_network_without_a_fixed_graph_is_refused(method):
-    """By formulas; samples need none."""
+    """Methods by formulas refuse it; sampling needs no graph."""
     for function in (lambda z: z if z.sum() > 0 else -z, lambda z: z * z.sum().item()):
         net = seeded(lambda function=function: ByImage(function))
         with pytest.raises(ValueError, match=r"decides by the values it computes .*an if or a loop .*'sampling'"):
@@ -77,7 +77,7 @@ def test_an_autograd_function_of_the_old_style_is_recorded_as_what_it_does():
 
 
 class Unusual(nn.Module):
-    """Dimensions exchanged in place, and a quotient by what was expanded."""
+    """Two dimensions exchanged in place, and a quotient by an expanded tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.stack([x.sin(), x.cos()]).transpose_(0, 1)
@@ -85,7 +85,7 @@ class Unusual(nn.Module):
 
 
 def test_dimensions_exchanged_in_place_and_quotients_by_what_was_expanded():
-    """The first as one operation that returns a new tensor; the second with one reciprocal for each sum."""
+    """The first becomes an operation that returns a new tensor; the second has one reciprocal for each sum."""
     net, x = Unusual(), torch.randn(1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     graph = traced_graph(net, x, "test")
     targets = {str(node.target): shape_of(node) for node in graph.nodes if node in graph.noisy}

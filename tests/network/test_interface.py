@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.networks import seeded
 
 
 class Returning(nn.Module):
-    """Two tensors, put together in some way."""
+    """Returns two tensors in some container."""
 
     def __init__(self, together: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ def test_outputs_in_containers_side_by_side(case):
 
 @pytest.mark.parametrize("case", CONTAINERS)
 def test_moments_of_outputs_in_containers(case):
-    """Those of all outputs, of one by its key among them, and alone, from the same samples."""
+    """All outputs together, one of them picked from the result, and one asked for by key agree."""
     together, names = CONTAINERS[case]
     net, noise = seeded(lambda: Returning(together)), nm.Gaussian(rows(2), std=0.3)
     every = nm.output_moments(net, noise, tolerance=0.1)
@@ -129,17 +130,11 @@ def test_every_method_takes_them(method):
     net = seeded(lambda: Returning(lambda y, z: {"scores": y, "image": z.relu()}))
     same = seeded(lambda: Returning(lambda y, z: torch.cat([y, z.relu().flatten(1)], 1)))
     noise = nm.Gaussian(rows(2), std=0.3)
-    with pytest.warns(UserWarning, match="tanh") if method == "linear" else _nothing():
+    with pytest.warns(UserWarning, match="tanh") if method == "linear" else nullcontext():
         found, expected = (nm.output_moments(which, noise, method) for which in (net, same))
     assert_close(found.mean, expected.mean, atol=1e-12)
     assert_close(found.covariance, expected.covariance, atol=1e-12)
     assert found["image"].mean.shape == (2, 2, 3)
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def test_a_model_may_have_a_key():
@@ -157,7 +152,7 @@ def test_a_model_may_have_a_key():
 
 @pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 3), (1, 2, 3), (1, 1, 2, 3)])
 def test_outputs_of_any_shape(shape):
-    """In the result as the network has them; covariances of the numbers in order."""
+    """Results have the network's shapes; covariances are those of the numbers in order."""
     size = torch.Size(shape).numel()
     net = seeded(lambda: Mapped(lambda y: y[:, :size].reshape(len(y), *shape)))
     same = seeded(lambda: Mapped(lambda y: y[:, :size]))
@@ -175,7 +170,7 @@ def test_outputs_of_any_shape(shape):
 
 
 class Mapped(nn.Module):
-    """Six numbers of four, and what becomes of them."""
+    """A layer of six units, and a function of its values."""
 
     def __init__(self, change: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -277,9 +272,7 @@ def test_the_key_of_a_call_is_its_form_not_its_numbers():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_in_half_precision(dtype):
-    """The network's own values, of inputs rounded as it takes them, in the noise's dtype; near those of its weights in
-    float64: 4 units of half precision's rounding of values of about 1.
-    """
+    """The values are the network's own, for inputs rounded to its dtype, and are returned in the noise's dtype."""
     net = seeded(lambda: Returning(lambda y, z: y), torch.float32).to(dtype)
     whole = flat(net)
     assert whole.dtype == dtype
@@ -298,7 +291,7 @@ def test_weights_in_half_precision(dtype):
 
 
 class Mixed(nn.Module):
-    """Half precision but for its end."""
+    """Half precision except in the last layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def test_an_example_is_an_input_or_a_batch_of_them(name, shape):
 
 
 def test_an_example_is_what_the_network_can_take():
-    """A vector of two dimensions or a batch of vectors, an image without channels or one with: the first run says."""
+    """One input or a batch of them: the first that the network can take."""
     rows = seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 2), nn.ReLU(), nn.Linear(2, 2)))
     assert tuple(nm.NetworkModel(rows, torch.zeros(2, 3, dtype=torch.float64)).image.shape) == (1, 2, 3)
     flat = nn.Sequential(nn.Linear(3, 2), nn.ReLU()).double().eval()
@@ -274,7 +274,7 @@ def test_a_network_is_looked_at_once_while_it_stays_the_same(looks):
 
 
 def test_an_exported_program_is_looked_at_once_while_it_stays_the_same(looks):
-    """It is made a network anew for each call, unless that is remembered; never with weights of before."""
+    """The network that is made of it is remembered, but never used with weights of before."""
     program = torch.export.export(deep(), (MEAN[None],))
     for method in ("linear", "two-stage", "linear"):
         before = nm.output_moments(program, NOISE, method)
@@ -333,7 +333,7 @@ class Settings:
 
 
 class Configured(nn.Module):
-    """Numbers from everywhere: attributes, a configuration, a global, a class, plain tensors, arrays, a closure."""
+    """Uses numbers from attributes, a configuration, a global, its class, plain tensors, arrays and a closure."""
 
     slope = 0.3
 
@@ -369,7 +369,7 @@ def closed_over(value: float) -> tuple[Callable[[float], None], Callable[[Tensor
 
 
 def around(*layers: nn.Module) -> nn.Module:
-    """Linear, what is given, Linear, ReLU, Linear."""
+    """Linear, the given layers, Linear, ReLU, Linear."""
     return nn.Sequential(nn.Linear(4, 6), *layers, nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
@@ -426,7 +426,7 @@ def in_no_grad(change: Change) -> Change:
 
 
 def put(path: str, value: Any) -> Change:
-    """net.path = value, or net[number] = value where the path ends in a number."""
+    """Set net.path to a value, or net[number] if the path ends in a number."""
 
     def change(net: Any) -> None:
         *parents, name = path.split(".")
@@ -483,7 +483,7 @@ def by_a_rule(net: Any) -> None:
 
 
 def _relu_parts(example: Tensor) -> tuple[Tensor, ...]:
-    """max(x, 0): with it a layer that was known from samples only has formulas."""
+    """The parts of the rule for max(x, 0), with which `OwnRelu` has formulas."""
     flat = torch.zeros_like(example).flatten()
     return flat, flat, flat.unsqueeze(0) + 1, flat.unsqueeze(0)
 
@@ -563,7 +563,7 @@ ASKED = ("layerwise", "sketch", "two-stage")
 
 @pytest.fixture
 def as_before(monkeypatch):
-    """What tests change for everyone is put back."""
+    """Restores the global settings that tests change."""
     monkeypatch.setitem(globals(), "LIMIT", LIMIT)
     monkeypatch.setattr(Configured, "slope", Configured.slope)
     with mock.patch.dict(LAYER_RULES, clear=True):
@@ -601,7 +601,7 @@ def assert_same_answer(found: nm.OutputMoments | str, expected: nm.OutputMoments
 @pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize("name", [*CHANGES, *NO_EFFECT])
 def test_a_changed_network_is_never_answered_for_as_it_was(name):
-    """After a change the answers are those for a copy that was never seen before, to the network and to its model."""
+    """After a change, answers for the network and for its model are those for a copy that was never seen before."""
     make, change = {**CHANGES, **NO_EFFECT}[name]
     net = seeded(make)
     model = nm.NetworkModel(net, MEAN)
@@ -695,7 +695,7 @@ def test_a_network_that_becomes_unfit_is_refused():
 
 
 class _Recorded(nn.Module):
-    """Inside a profiler's record, whose operations have arguments that cannot be compared."""
+    """Runs inside a profiler's record, whose operations have arguments that cannot be compared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -724,7 +724,7 @@ class _Delegating(nn.Module):
 
 
 class _Counted(nn.Module):
-    """An integer buffer decides, and one of NaN is there."""
+    """Its scores depend on an integer buffer; another buffer is NaN."""
 
     def __init__(self) -> None:
         super().__init__()

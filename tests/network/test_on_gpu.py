@@ -121,7 +121,7 @@ def image_noise() -> nm.Gaussian:
 
 
 class OnStreams:
-    """Every method on one network, each call on a stream that is kept busy, so that what it asks for waits there."""
+    """Calls every method on one network, on a stream that is kept busy, so that all work has to wait there."""
 
     def __init__(self, net: nn.Module, given: nm.Gaussian) -> None:
         self.net, self.given = net, given

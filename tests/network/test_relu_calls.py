@@ -1,4 +1,4 @@
-"""ReLUs however they are written, what else is not one, and networks cut at each of them."""
+"""ReLUs in all spellings, calls that are none, and networks cut at each ReLU."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_relu_is_found_from_either_end_or_by_name():
 
 @pytest.mark.parametrize("name", FACTORIES)
 def test_cutting_and_joining_is_the_network(name):
-    """head(x, relu(stem(x))) = network(x); the pre-activations are what the ReLU got, the input is left alone."""
+    """head(x, relu(stem(x))) = network(x); the stem gives what the ReLU got, and the input is not changed."""
     net, x = network(name), inputs(name, 3)
     kept, expected = x.clone(), net(x.clone())
     for relu in nm.relus(net, x):
@@ -219,7 +219,7 @@ def test_bad_layers(case):
 
 
 class Mixed(nn.Module):
-    """Half precision inside, as training in mixed precision leaves a network."""
+    """Half precision inside, as after training in mixed precision."""
 
     def __init__(self) -> None:
         super().__init__()

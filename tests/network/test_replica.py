@@ -1,6 +1,6 @@
-"""Networks are looked into on a private twin: shared modules give right answers, and nothing is left behind.
+"""The private twin of a network: shared modules give right answers, and the network stays as it was.
 
-Not by an answer, not by an error in the middle of a run, not by an interrupt, not by other threads.
+It does after an answer, an error in the middle of a run, an interrupt, and with other threads at work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOISE = nm.Gaussian(MEAN, std=0.5)
 
 @pytest.mark.parametrize("name", SHARING)
 def test_shared_modules_give_right_answers_and_stay_as_they_are(name):
-    """As an equal network without sharing gives, with every method, and the same again from what is kept."""
+    """Answers are those for an equal network without sharing, by every method, and again from what is kept."""
     net, plain = shared(name), unshared(name)
     assert_close(net(MEAN[None]), plain(MEAN[None]), atol=1e-14)
     with Untouched(net):
@@ -69,7 +69,7 @@ def test_shared_modules_against_samples(name):
 
 @pytest.mark.parametrize("name", [name for name in SHARING if name != "modules torch does not know"])
 def test_training_goes_on(name):
-    """A backward pass reaches every weight, a step changes the scores, and what is said next is about the new ones."""
+    """A backward pass reaches every weight, a step changes the scores, and the next answer is about the new ones."""
     net = shared(name)
     before = nm.output_moments(net, NOISE, "layerwise")
     net.train()
@@ -120,7 +120,7 @@ TWINNED = [name for name in SHARING if name not in ("modules torch does not know
 
 @pytest.mark.parametrize("name", [name for name in TWINNED if name != "a list in a closure"])
 def test_a_twin_s_modules_are_called_where_the_network_s_are(name):
-    """Hooks on the twin's modules see every call: none goes to a module of the network by another way."""
+    """Hooks on the twin's modules see every call: none goes to a module of the network instead."""
     net = shared(name)
     calls: dict[str, list[str]] = {"network": [], "twin": []}
     for which, whole in (("network", net), ("twin", replica(net))):
@@ -160,7 +160,7 @@ def test_what_a_twin_s_forward_stores_does_not_reach_the_network():
 
 
 class Config(dict):
-    """A dictionary with something of its own, which its constructor asks for."""
+    """A dictionary with an attribute that its constructor requires."""
 
     def __init__(self, title: str, **settings: float) -> None:
         super().__init__(**settings)
@@ -168,7 +168,7 @@ class Config(dict):
 
 
 class Keeping(nn.Module):
-    """Keeps what it likes, and uses it in forward."""
+    """Keeps any object, and uses it in forward."""
 
     def __init__(self, kept: object, use: Callable[[Any], float]) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class Clock:
 
 
 class Stoppable(nn.Module):
-    """A shared layer, a normalisation and a hook; it ticks in the middle of every run."""
+    """A shared layer, a normalisation and a hook; the clock ticks in the middle of every run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def ended_by(call: Callable[[nn.Module], object], net: nn.Module) -> BaseExcepti
 
 
 LONG = "layerwise, checked"
-"""It is stopped at each of its many runs."""
+"""The call with the most runs, at each of which it is stopped."""
 ENDS = [pytest.param(KeyboardInterrupt, name, marks=[pytest.mark.slow] if name == LONG else []) for name in CALLS] + [
     (error, name) for error in (RuntimeError, ZeroDivisionError) for name in ("layerwise", "two-stage")
 ]
@@ -271,7 +271,7 @@ ENDS = [pytest.param(KeyboardInterrupt, name, marks=[pytest.mark.slow] if name =
 
 @pytest.mark.parametrize(("error", "name"), ENDS)
 def test_a_run_that_ends_early_leaves_the_network_as_it_was(name, error):
-    """At the first run, the second, …: what was asked ends in that error or in one that quotes it, and works next."""
+    """Stopped at its first run, its second, …, a call ends in that error or in one that quotes it, and works again."""
     call = CALLS[name]
     reference = seeded(Stoppable)
     expected = call(reference)
@@ -327,7 +327,7 @@ def test_four_threads_on_one_fresh_network(name):
 
 
 def test_threads_while_the_weights_change():
-    """Every answer is that of weights the network had: no mixture is kept for those who ask later."""
+    """Every answer belongs to weights that the network had: no mixture is kept for later calls."""
     net = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
     done = threading.Event()
     failed: list[BaseException] = []
@@ -359,7 +359,7 @@ def test_threads_while_the_weights_change():
 
 
 class Meanwhile(nn.Module):
-    """While it runs, another thread draws a random number, if told to."""
+    """While it runs, another thread draws a random number, if `wanted`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,7 +376,7 @@ class Meanwhile(nn.Module):
 
 @pytest.mark.parametrize("name", ["layerwise", "sketch", "two-stage", "linear"])
 def test_random_numbers_of_other_threads_are_not_drawn_twice(name):
-    """A network that is known is checked while others (a data loader, say) go on with torch's random numbers."""
+    """Other threads (a data loader, say) may draw torch's random numbers while a known network is checked."""
     net = seeded(Meanwhile)
     nm.output_moments(net, NOISE, METHODS[name])
     net.drawn.wanted = True

@@ -163,7 +163,7 @@ class Rounded(nn.Module):
 
 @pytest.mark.parametrize("steep", [1.0, 1e2, 1e4])
 def test_a_network_that_is_saturated_wherever_it_is_looked_at(steep):
-    """It has a derivative all the same, only not at the point, nor at the other image that it is tried with."""
+    """It has a derivative, but neither at the point nor at the other image that is tried."""
     net = nn.Sequential(nn.Linear(4, 1), nn.Hardtanh(), nn.Linear(1, 2)).eval()
     with torch.no_grad():
         net[0].weight.copy_(steep * torch.tensor([[4.0, -4.0, 4.0, -4.0]]))
@@ -178,7 +178,7 @@ def test_a_network_that_rounds_has_no_derivative():
 
 
 def test_values_that_are_not_finite_are_the_same_in_the_same_places_only():
-    """What torch records of a network that leaves it, for numpy say, is whatever was in memory: NaN among it."""
+    """What torch records of a network that leaves torch, for numpy say, may be anything, also NaN."""
     nan, inf = float("nan"), float("inf")
     found = torch.tensor([nan, 1.0, -inf])
     assert same_values(found, found + torch.tensor([0.0, 1e-7, 0.0]))
@@ -194,7 +194,7 @@ class ThroughNumpy(nn.Module):
 
 @pytest.mark.parametrize("method", ["auto", "sampling"])
 def test_a_network_that_goes_through_numpy_is_sampled(method):
-    """It runs where no gradient is asked for, as in anybody's loop."""
+    """It runs where no gradient is asked for."""
     found = nm.output_moments(ThroughNumpy().eval(), nm.Gaussian(torch.zeros(3), std=0.1), method)
     assert bool(((found.mean - 0.01).abs() < 5 * found.error.mean).all())
 
@@ -211,7 +211,7 @@ class Decides(nn.Module):
 
 @pytest.mark.parametrize("place", [0.0, 1.0])
 def test_a_network_that_only_decides_has_no_gradient_to_ask_for(place):
-    """Whether or not it was seen to change; a sampled answer needs none."""
+    """Whether or not it was seen to change; sampling needs no gradient."""
     model = nm.NetworkModel(Decides().eval(), POINT[0] + place)
     assert not model.has_gradient
     found = nm.output_moments(model, nm.Gaussian(torch.full((4,), 0.1), std=0.1))

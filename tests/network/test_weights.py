@@ -1,4 +1,4 @@
-"""Weights in files: read as plain tensors only, written whole or not at all, and explained where they do not fit."""
+"""Weights in files: read as plain tensors only, written whole or not at all; errors explain what does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks to propagate through, for (1, ...) images in float64, and what is asked of them."""
+"""Small networks for (1, ...) images in float64, with the plans, moments and samples that tests here ask for."""
 
 from __future__ import annotations
 
@@ -16,26 +16,37 @@ from netmoments.propagate.plan import Plan, plan_of
 from tests.networks import Residual
 
 
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 def image(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(1, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return normal(1, *shape, seed=seed)
+
+
+def symmetric(count: int, size: int, seed: int = 0) -> Tensor:
+    matrices = normal(count, size, size, seed=seed)
+    return matrices + matrices.mT
 
 
 def isotropic(std: float, x: Tensor) -> Isotropic:
     return Isotropic(torch.tensor(std**2, dtype=torch.float64), x.numel())
 
 
-def plan(network: nn.Module, x: Tensor) -> Plan:
+def plan_for(network: nn.Module, x: Tensor) -> Plan:
     return plan_of(NetworkModel.of(network, x, "test"), "test")
 
 
 def moments(network: nn.Module, x: Tensor, covariance: Covariance) -> tuple[Tensor, Tensor]:
+    """Means (d,) and covariances (d, d) of all scores by layerwise, for one image."""
+    outputs = torch.arange(network(x).shape[1]).unsqueeze(0)
     with torch.no_grad():
-        mean, every = layerwise(plan(network, x), x, covariance, torch.arange(network(x).shape[1]).unsqueeze(0))
-    return mean[0], every[0]
+        mean, covariances = layerwise(plan_for(network, x), x, covariance, outputs)
+    return mean[0], covariances[0]
 
 
 def sampled(network: nn.Module, x: Tensor, std: float, samples: int, seed: int) -> nm.SampledMoments:
-    """The reference, in float32, which is twice as fast: its rounding, 1e-7, is far below what is sampled."""
+    """The reference, in float32, which is twice as fast: its rounding, 1e-7, is far below the errors of samples."""
     return nm.monte_carlo(copy.deepcopy(network).float(), nm.Gaussian(x[0].float(), std=std), samples, seed=seed)
 
 
@@ -73,7 +84,7 @@ def leaky() -> nn.Module:
 
 
 class Spellings(nn.Module):
-    """Operations that a plan must treat as what they are."""
+    """Many operations, some written in unusual ways, for which a plan must find the right steps and rules."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Operators that are affine in what is noisy, and others that look like it: what they are, however they are written."""
+"""Operators that are affine in their noisy arguments, others that look like it, and unusual ways to write them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.networks import seeded
 
 
 class Part(nn.Module):
-    """Linear, something, Linear, for vectors of 4."""
+    """A function between two linear layers, for vectors of 4."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Part(nn.Module):
 
 
 class OnlyAdded(nn.Module):
-    """addmm in which only what is added is noisy."""
+    """addmm with only its added argument noisy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,11 +69,11 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_unusual_operations_are_what_they_are(name):
-    """Within 7 % of the sampled variance: 512 probes of a sketch, 5 standard errors of 10⁵ samples are 2 %."""
-    net, given = seeded(UNUSUAL[name]), nm.Gaussian(torch.tensor([0.5, -0.3, 1.0, 0.2]).double(), std=0.1)
-    answers = [nm.output_moments(net, given), nm.output_moments(net, given, nm.Sketch(probes=512))]
-    sampled = nm.monte_carlo(net, given, 100_000, seed=4)
-    for found in answers[answers[0].method == "sketch" :]:  # with fewer probes it is less near
+def test_unusual_operations_against_samples(name):
+    """Within 7 % of the sampled variance, for 512 probes of a sketch; 5 standard errors of 10⁵ samples are 2 %."""
+    net, noise = seeded(UNUSUAL[name]), nm.Gaussian(torch.tensor([0.5, -0.3, 1.0, 0.2]).double(), std=0.1)
+    answers = [nm.output_moments(net, noise), nm.output_moments(net, noise, nm.Sketch(probes=512))]
+    sampled = nm.monte_carlo(net, noise, 100_000, seed=4)
+    for found in answers[answers[0].method == "sketch" :]:  # a sketch by default has fewer probes and larger errors
         assert float((found.variance / sampled.variance - 1).abs().max()) < 0.07
         assert float(((found.mean - sampled.mean) / sampled.variance.sqrt()).abs().max()) < 0.05

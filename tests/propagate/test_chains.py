@@ -1,4 +1,4 @@
-"""Functions of one number at a time that follow one another are one layer, and as exact as quadrature."""
+"""Chains of elementwise functions are one layer, whose moments are as exact as quadrature."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from netmoments.rules.piecewise_linear import PiecewiseLinear
 from netmoments.rules.smooth import Elementwise
 from tests.closeness import assert_within_standard_errors
 from tests.networks import seeded
-from tests.propagate.small import image, plan
+from tests.propagate.small import image, plan_for
 
 
 class Between(nn.Module):
-    """Linear, something, Linear."""
+    """A function between two linear layers."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -43,15 +43,15 @@ ONE_LAYER: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def kinds(cut: Plan) -> list[type]:
-    return [type(stage.rule) for stage in cut.stages]
+def kinds(plan: Plan) -> list[type]:
+    return [type(stage.rule) for stage in plan.stages]
 
 
 @pytest.mark.parametrize("name", ONE_LAYER)
 def test_a_chain_is_one_layer(name):
-    """Mean and variance against samples, for large noise; what quadrature and the pairs' series leave is below 1 %."""
+    """Mean and variance against samples, for large noise; quadrature and the pairs' series are off by less than 1 %."""
     network, x = seeded(lambda: Between(ONE_LAYER[name])), image(5)
-    assert kinds(plan(network, x)) == [Elementwise]
+    assert kinds(plan_for(network, x)) == [Elementwise]
     noise = nm.Gaussian(x[0], std=0.5)
     found, sampled = nm.output_moments(network, noise, "layerwise"), nm.monte_carlo(network, noise, 100_000, seed=2)
     assert_within_standard_errors(found.mean, sampled.mean, sampled.mean_standard_error)
@@ -74,15 +74,15 @@ SEPARATE: dict[str, tuple[Callable[[Tensor], Tensor], list[type]]] = {
 
 
 @pytest.mark.parametrize("name", SEPARATE)
-def test_what_is_no_chain_stays_apart(name):
+def test_operations_that_make_no_chain_stay_layers_of_their_own(name):
     function, expected = SEPARATE[name]
-    assert kinds(plan(seeded(lambda: Between(function)), image(5))) == expected
+    assert kinds(plan_for(seeded(lambda: Between(function)), image(5))) == expected
 
 
-def test_a_chain_goes_from_what_is_positive():
-    """√z, clamped, and its reciprocal: one function of a sum of squares, never evaluated below 0, however noisy."""
+def test_a_chain_from_a_positive_number():
+    """√z, clamped, and its reciprocal are one function of a sum of squares, never evaluated below 0, however noisy."""
     network = seeded(lambda: Between(lambda z: z * z.square().sum(1, keepdim=True).sqrt().clamp_min(1e-3).reciprocal()))
-    stages = plan(network, image(5)).stages
+    stages = plan_for(network, image(5)).stages
     assert [type(stage.rule) for stage in stages] == [Squared, OneSigned, SumOfProducts]
     one = torch.ones(1, 1, dtype=torch.float64)
     for spread in (0.1, 1.0, 10.0):
@@ -91,8 +91,8 @@ def test_a_chain_goes_from_what_is_positive():
         assert -5 < float(local.gain) < 0 <= float(local.variance) < 2
 
 
-def test_signs_of_what_is_never_negative():
-    """|x|, relu(x) and sign(x) are x, x and 1."""
+def test_numbers_that_are_never_negative():
+    """For these |x|, relu(x) and sign(x) are x, x and 1."""
 
     def mean_square(z: Tensor) -> Tensor:
         y = z.square().mean(1, keepdim=True)

@@ -14,10 +14,7 @@ from netmoments.propagate.squares import DenseJoint, through_layer
 from netmoments.rules.piecewise_linear import between, relu
 from netmoments.rules.smooth import Elementwise
 from tests.closeness import assert_close
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from tests.propagate.small import normal
 
 
 def dense(rows: Tensor) -> Tensor:
@@ -35,8 +32,8 @@ def test_contractions_of_third_cumulants():
     cumulants = Cumulants(normal(2, 4, 5, 7), None)
     kappa = dense(cumulants.rows)
     own = torch.stack([kappa[:, i, i, i] for i in range(4)], 1)
-    assert_close(cumulants.with_another(4)[..., :4].diagonal(dim1=-2, dim2=-1), own, rtol=1e-12)
-    assert_close(cumulants.with_another(4), torch.stack([kappa[:, i, i] for i in range(4)], 1), rtol=1e-12, atol=1e-12)
+    assert_close(cumulants.kappa_iij(4)[..., :4].diagonal(dim1=-2, dim2=-1), own, rtol=1e-12)
+    assert_close(cumulants.kappa_iij(4), torch.stack([kappa[:, i, i] for i in range(4)], 1), rtol=1e-12, atol=1e-12)
     axes, bend = normal(2, 3, 2, 7, seed=5), normal(2, 3, 2, 2, seed=6)
     bend = bend + bend.mT
     seen = [torch.einsum("nuqp,nap->nuqa", axes, rows) for rows in cumulants.rows.unbind(1)]
@@ -53,13 +50,13 @@ def exact_cumulants(function, mean: Tensor, std: Tensor, rho: float, weights: Te
     mass = mass / mass.sum()
     second = rho * grid.unsqueeze(1) + np.sqrt(1 - rho**2) * grid
     both = function(mean[0] + std[0] * grid).unsqueeze(1).expand_as(second), function(mean[1] + std[1] * second)
-    found = []
+    cumulants = []
     for w in weights:
         z = w[0] * both[0] + w[1] * both[1]
         z = z - (mass * z).sum()
         moments = [(mass * z**k).sum() for k in (2, 3, 4)]
-        found.append(torch.stack([moments[1], moments[2] - 3 * moments[0] ** 2]))
-    third, fourth = torch.stack(found, 1)
+        cumulants.append(torch.stack([moments[1], moments[2] - 3 * moments[0] ** 2]))
+    third, fourth = torch.stack(cumulants, 1)
     return third, fourth
 
 
@@ -72,9 +69,9 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_behind_one_layer_of_two_units(name):
-    """Third cumulants have four terms in ρ: their error is of order ρ⁵. Fourth ones have all that is of order ρ.
+    """Third cumulants have four terms in ρ and an error of order ρ⁵; fourth ones have every term of order ρ.
 
-    The grid's own error, at a kink, is 1e-5 (the square of its step).
+    The grid's own error at a kink is 1e-5 (the square of its step).
     """
     rule, function = LAYERS[name]
     mean, std = torch.tensor([0.2, -0.4], dtype=torch.float64), torch.tensor([1.0, 0.7], dtype=torch.float64)
@@ -82,10 +79,10 @@ def test_behind_one_layer_of_two_units(name):
     errors = []
     for rho in (0.1, 0.2):
         covariance = torch.outer(std, std) * torch.tensor([[1.0, rho], [rho, 1.0]], dtype=torch.float64)
-        given = DenseJoint(mean[None], covariance[None], Cumulants.none(mean[None], fourth=True))
-        after = through_layer(given, rule, 2, 2).cumulants.through(lambda rows: rows @ weights.mT)
+        before = DenseJoint(mean[None], covariance[None], Cumulants.none(mean[None], fourth=True))
+        after = through_layer(before, rule, 2, 2).cumulants.through(lambda rows: rows @ weights.mT)
         third, fourth = exact_cumulants(function, mean, std, rho, weights)
-        assert_close(after.with_another(3)[0, :, :3].diagonal(), third, atol=2e-5 + 0.2 * rho**5)
+        assert_close(after.kappa_iij(3)[0, :, :3].diagonal(), third, atol=2e-5 + 0.2 * rho**5)
         found = after.fourths(3)
         assert found is not None
         errors.append(float((found.own[0] - fourth).abs().max()))
@@ -114,8 +111,8 @@ def test_moments_of_powers(name):
             assert_close(own[0], (mass * value**k * he).sum(-1), atol=2e-6)
 
 
-def test_saturated_and_still_units():
-    """Far from the kink f is linear or constant, and without noise it is its value. In float32 nothing overflows."""
+def test_units_far_from_the_kink_or_without_noise():
+    """Far from the kink f is linear or constant, without noise it is f(m). Nothing overflows in float32."""
     rule = relu(4, torch.zeros(1))
     mean, variance = torch.tensor([[30.0, -30.0, 2.0, -2.0]]), torch.tensor([[1e-4, 1e-4, 0.0, 0.0]])
     power = rule.power_moments(mean, variance)

@@ -1,4 +1,4 @@
-"""The joint covariance carried through every layer: exact where it must be, within Monte Carlo's error elsewhere."""
+"""Layerwise moments: exact where they must be, elsewhere within Monte Carlo's error or stated bounds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import netmoments as nm
 from netmoments import memory
 from netmoments.covariances import Covariance, Dense, Diagonal, Isotropic, LowRank
 from netmoments.propagate import squares
-from netmoments.propagate.layerwise import layerwise, with_variances
+from netmoments.propagate.layerwise import layerwise, without_negative_variances
 from tests.closeness import assert_close
 from tests.networks import seeded
-from tests.propagate.small import SMALL, image, isotropic, moments, plan, pooled, sampled
+from tests.propagate.small import SMALL, image, isotropic, moments, plan_for, pooled, sampled
 from tests.quadrature import moments_by_quadrature
 
 
@@ -44,7 +44,7 @@ ONE_LAYER = {
 
 @pytest.mark.parametrize("name", ONE_LAYER)
 def test_one_piecewise_linear_layer_is_exact(name):
-    """Of 2·10⁵ samples, within five standard errors in every mean and covariance."""
+    """Every mean and covariance is within five standard errors of 2·10⁵ samples."""
     network = seeded(lambda: nn.Sequential(nn.Linear(6, 30), ONE_LAYER[name], nn.Linear(30, 4)))
     x = image(6)
     mean, covariance = moments(network, x, isotropic(1.0, x))
@@ -108,9 +108,9 @@ def test_float32_is_float64_to_its_rounding():
 
 
 def pooled_like(network: nn.Module) -> nn.Module:
-    copy = pooled()
-    copy.load_state_dict(network.state_dict())
-    return copy.float().eval()
+    single = pooled()
+    single.load_state_dict(network.state_dict())
+    return single.float().eval()
 
 
 SMALLER = {"residual": (2, 5, 5), "normalised, overlapping 3×3 pools": (1, 7, 7)}
@@ -122,25 +122,26 @@ SMALLER = {"residual": (2, 5, 5), "normalised, overlapping 3×3 pools": (1, 7, 7
     ["residual", "2×2 pools", "leaky", pytest.param("normalised, overlapping 3×3 pools", marks=pytest.mark.slow)],
 )
 def test_derivatives_in_the_mean_and_the_weights(name):
-    """Against central differences: exact but for their own error.
+    """Against central differences, to the error of these.
 
-    The lines through windows of nine inputs change their order often, so that a difference needs a longer step there.
+    Maxima of nine inputs are integrated along lines on which the inputs often change their order, so that differences
+    need longer steps there.
     """
     make, shape = SMALL[name]
     shape = SMALLER.get(name, shape)
     network, x = seeded(make), image(*shape)
-    rows, structure = torch.arange(network(x).shape[1]).unsqueeze(0), isotropic(0.3, x)
+    outputs, structure = torch.arange(network(x).shape[1]).unsqueeze(0), isotropic(0.3, x)
     weights = list(network.parameters())
     generator = torch.Generator().manual_seed(0)
     towards = torch.randn(x.shape, dtype=torch.float64, generator=generator)
-    turned = [torch.randn(p.shape, dtype=torch.float64, generator=generator) for p in weights]
+    directions = [torch.randn(p.shape, dtype=torch.float64, generator=generator) for p in weights]
 
     def value(at: Tensor) -> Tensor:
-        return layerwise(plan(network, x), at, structure, rows)[0].sum()
+        return layerwise(plan_for(network, x), at, structure, outputs)[0].sum()
 
-    def nudged(amount: float) -> float:
+    def with_weights_moved(amount: float) -> float:
         with torch.no_grad():
-            for p, direction in zip(weights, turned, strict=True):
+            for p, direction in zip(weights, directions, strict=True):
                 p.add_(amount * direction)
             return float(value(x))
 
@@ -149,8 +150,8 @@ def test_derivatives_in_the_mean_and_the_weights(name):
     slope, *by_weight = torch.autograd.grad(value(at), [at, *weights], allow_unused=True)
     with torch.no_grad():
         difference = float(value(x + step * towards) - value(x - step * towards)) / (2 * step)
-    along = sum(float((g * d).sum()) for g, d in zip(by_weight, turned, strict=True) if g is not None)
-    up, down = nudged(step), nudged(-2 * step)
+    along = sum(float((g * d).sum()) for g, d in zip(by_weight, directions, strict=True) if g is not None)
+    up, down = with_weights_moved(step), with_weights_moved(-2 * step)
     tolerance = 1e-2 if "3×3" in name else 2e-4
     assert float((slope * towards).sum()) == pytest.approx(difference, rel=tolerance, abs=tolerance)
     assert along == pytest.approx((up - down) / (2 * step), rel=tolerance, abs=tolerance)
@@ -169,25 +170,25 @@ def test_windows_of_one_input_are_looked_up():
     torch.testing.assert_close(covariance, exact.covariance(noise).detach(), rtol=0, atol=1e-10)
 
 
-def test_many_images_are_each_their_own():
-    """Entries of a batch, with noise of their own, equal those alone."""
+def test_a_batch_is_its_images_one_by_one():
+    """Images with different noise."""
     network = seeded(pooled)
     x = torch.cat([image(1, 8, 8, seed=seed) for seed in range(3)])
     variance = torch.tensor([0.01, 0.04, 0.09], dtype=torch.float64)
-    cut, rows = plan(network, x), torch.tensor([[0, 1], [3, 1], [2, 2]])
+    plan, outputs = plan_for(network, x), torch.tensor([[0, 1], [3, 1], [2, 2]])
     with torch.no_grad():
-        mean, covariance = layerwise(cut, x, Isotropic(variance, 64), rows)
+        mean, covariance = layerwise(plan, x, Isotropic(variance, 64), outputs)
         for place in range(3):
-            alone = layerwise(cut, x[place : place + 1], Isotropic(variance[place], 64), rows[place : place + 1])
+            alone = layerwise(plan, x[place : place + 1], Isotropic(variance[place], 64), outputs[place : place + 1])
             torch.testing.assert_close(mean[place], alone[0][0], rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(covariance[place], alone[1][0], rtol=1e-10, atol=1e-12)
 
 
-# the covariance of scores: quadratic parts of all layers together, also of layers side by side
+# the covariance of scores: quadratic parts of all layers together, including parallel ones
 
 
 def smooth() -> nn.Module:
-    """Two nonlinear layers that bend at the same scale, for two inputs."""
+    """Two nonlinear layers that are curved at the same scale, for two inputs."""
     net = seeded(lambda: nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
     with torch.no_grad():
         for parameter in net.parameters():
@@ -195,18 +196,18 @@ def smooth() -> nn.Module:
     return net
 
 
-def test_what_is_left_is_of_the_fourth_order():
-    """Against quadrature: twice the noise has 16 times the relative error, and a hundredth of a linearization's.
+def test_the_error_is_of_the_fourth_order():
+    """Against quadrature: twice the noise has 16 times the relative error, which is a hundredth of a linearization's.
 
-    Were the quadratic part of a layer, or that of both together, left out, the error would be of the second order.
+    Without the quadratic part of either layer, or of both together, the error would be of second order.
     """
     net, x = smooth(), torch.tensor([[0.3, -0.2]], dtype=torch.float64)
     errors, linear = [], []
     for std in (0.05, 0.1):
         _, exact = moments_by_quadrature(net, x[0], std)
         slopes = torch.func.jacrev(lambda v: net(v.unsqueeze(0))[0])(x[0]).detach()
-        for found, kept in ((moments(net, x, isotropic(std, x))[1], errors), (std**2 * slopes @ slopes.mT, linear)):
-            kept.append(float((found - exact).abs().max() / exact.abs().max()))
+        for found, into in ((moments(net, x, isotropic(std, x))[1], errors), (std**2 * slopes @ slopes.mT, linear)):
+            into.append(float((found - exact).abs().max() / exact.abs().max()))
     assert 10 < errors[1] / errors[0] < 25
     assert 3 < linear[1] / linear[0] < 5
     assert errors[0] < 0.01 * linear[0]
@@ -224,7 +225,7 @@ class Branches(nn.Module):
 
 
 def test_parallel_branches_have_their_nonlinear_covariance():
-    """Against the exact engine; across branches it is two terms of the series, so 0.5 % and not 1e-10."""
+    """Against the exact engine, to 0.5 % and not 1e-10: across branches there are two terms of the series."""
     network, x = seeded(Branches), image(6)
     mean, covariance = moments(network, x, isotropic(1.0, x))
     both = torch.cat([network.left.weight, network.right.weight]), torch.cat([network.left.bias, network.right.bias])
@@ -234,8 +235,8 @@ def test_parallel_branches_have_their_nonlinear_covariance():
     assert_close(mean, exact.mean(noise), atol=1e-10)
     assert_close(covariance.diagonal(), exact.variance(noise), rtol=5e-3)
     sd = exact.variance(noise).sqrt()
-    off = (covariance - exact.covariance(noise)) / (sd * sd.unsqueeze(-1))
-    assert_close(off, torch.zeros(4, 4), atol=5e-3)
+    error = (covariance - exact.covariance(noise)) / (sd * sd.unsqueeze(-1))
+    assert_close(error, torch.zeros(4, 4), atol=5e-3)
 
 
 @pytest.mark.parametrize("images", [1, 3])
@@ -251,11 +252,11 @@ def test_no_variance_is_negative_where_cumulants_are_too_large(images):
     network = nn.Sequential(*layers[:-1]).eval()
     x = torch.zeros(images, 3, dtype=torch.float64)
     x[1:] += 100.0  # far from every kink: nothing is wrong there
-    noise, every = nm.Gaussian(x, std=1.0), torch.arange(2).expand(images, -1)
-    bare = squares.carried(plan(network, x), x, isotropic(1.0, x), every)
+    noise, outputs = nm.Gaussian(x, std=1.0), torch.arange(2).expand(images, -1)
+    bare = squares.carried(plan_for(network, x), x, isotropic(1.0, x), outputs)
     assert bool(bare[1][0, 0, 0] < 0)
     found = nm.output_moments(network, noise, "layerwise", check=0)
-    gaussian = squares.carried(plan(network, x), x, isotropic(1.0, x), every, [0, 0, 0])
+    gaussian = squares.carried(plan_for(network, x), x, isotropic(1.0, x), outputs, [0, 0, 0])
     assert_close(found.covariance[0], gaussian[1][0].detach(), atol=1e-10)
     assert_close(found.mean[0], gaussian[0][0].detach(), atol=1e-10)
     assert_close(found.covariance[1:], bare[1][1:].detach(), atol=1e-10 * float(bare[1].detach().abs().max()))
@@ -278,8 +279,8 @@ def test_scores_of_units_that_never_move_have_no_variance():
         for parameter in network.parameters():
             parameter.data = 0.7 * torch.randn(parameter.shape, generator=generator)
         network[4].bias.data = torch.tensor([30.0, -40.0, 50.0, 35.0, -60.0])
-        x, every = torch.zeros(1, 3), torch.arange(3).unsqueeze(0)
-        _, bare = squares.carried(plan(network, x), x, nm.Diagonal(torch.ones(3)), every)
+        x, outputs = torch.zeros(1, 3), torch.arange(3).unsqueeze(0)
+        _, bare = squares.carried(plan_for(network, x), x, nm.Diagonal(torch.ones(3)), outputs)
         negative += bool((bare.diagonal(dim1=-2, dim2=-1) < 0).any())
         found = nm.output_moments(network, nm.Gaussian(x[0], std=1.0), "layerwise", check=0)
         assert bool((found.variance >= 0).all())
@@ -288,13 +289,15 @@ def test_scores_of_units_that_never_move_have_no_variance():
 
 
 @torch.no_grad()
-def test_what_is_computed_again_keeps_to_the_callers_memory():
+def test_computing_again_keeps_to_the_callers_memory():
     """A negative variance is computed again without cumulants where a square fits, and is 0 where none does."""
     make, shape = SMALL["2×2 pools"]
     network, x = make().double().eval(), image(*shape)
-    covariance, every = isotropic(0.1, x), torch.arange(2).unsqueeze(0)
-    own = plan(network, x)
-    scores, square = layerwise(own, x, covariance, every)
+    covariance, outputs = isotropic(0.1, x), torch.arange(2).unsqueeze(0)
+    plan = plan_for(network, x)
+    scores, square = layerwise(plan, x, covariance, outputs)
     spoilt = scores, square - 2 * torch.diag_embed(square.diagonal(dim1=-2, dim2=-1))
-    assert with_variances(spoilt, own, x, covariance, every, None)[1].diagonal(dim1=-2, dim2=-1).min() > 0
-    assert with_variances(spoilt, own, x, covariance, every, 1000)[1].count_nonzero() == 0
+    assert (
+        without_negative_variances(spoilt, plan, x, covariance, outputs, None)[1].diagonal(dim1=-2, dim2=-1).min() > 0
+    )
+    assert without_negative_variances(spoilt, plan, x, covariance, outputs, 1000)[1].count_nonzero() == 0

@@ -1,4 +1,4 @@
-"""Propagation on a CUDA device: the CPU's answers, derivatives, batches, sketches that are recorded and replayed."""
+"""Propagation on a CUDA device: agreement with the CPU, derivatives, batches, recordings and their replay."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Skip(nn.Module):
 
 
 def pooled() -> nn.Module:
-    """The same, with pools of 2×2 and of overlapping 3×3."""
+    """For (1, 12, 12) images, with pools of 2×2 and of overlapping 3×3."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(6, 8, 3, padding=1), nn.MaxPool2d(3, 2, 1),
         nn.ReLU(), nn.Flatten(), nn.Linear(72, 24), nn.LeakyReLU(0.1), nn.Linear(24, 4),
@@ -51,7 +51,7 @@ NETWORKS = {"residual": Skip, "lenet-like": pooled}
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_layerwise_is_the_cpu_s(name, dtype):
-    """Float64: rounding; float32: 1e-3 of the variance (windows decided on one side of rounding or the other)."""
+    """To rounding in float64. In float32, 1e-3 of variances: rounding may decide which input of a window is largest."""
     torch.manual_seed(0)
     net = NETWORKS[name]().to(dtype).eval()
     x = torch.randn(1, 1, 12, 12).to(dtype)
@@ -113,7 +113,7 @@ def lenet():
 
 
 def test_a_replayed_sketch_is_the_same_sketch(lenet, monkeypatch):
-    """Done, recorded, replayed; replayed for another image; and after the weights have changed."""
+    """As it is done, recorded and replayed, for another image, and after the weights have changed."""
     network = copy.deepcopy(lenet)
     images = torch.rand(2, 1, 28, 28, generator=torch.Generator().manual_seed(0)).cuda()
     first, second = (nm.Gaussian(image, std=0.05) for image in images.split(1))
@@ -136,7 +136,7 @@ def test_a_replayed_sketch_is_the_same_sketch(lenet, monkeypatch):
 
 
 class Reordered(nn.Module):
-    """Looks up an order that lies on the host, which no recording can do."""
+    """Reads an order from the host, which no recording can do."""
 
     order = torch.tensor([2, 0, 1])
 
@@ -181,30 +181,30 @@ def test_recordings_go_with_their_network():
 
 
 def test_the_next_network_is_recorded_when_the_last_one_is_gone():
-    """Torch gives the memory of recordings up with the last of them: another network's need memory of their own."""
+    """Torch frees the memory of recordings with the last of them: another network's recordings need a new pool."""
     x = torch.ones(3, device="cuda")
     for _ in range(2):
-        known: dict = {}
+        recordings: dict = {}
         for _ in range(3):
-            assert replayed(known, lambda x: (x + 1,), x)[0].tolist() == [2.0, 2.0, 2.0]
-        (shapes,) = known.values()
+            assert replayed(recordings, lambda x: (x + 1,), x)[0].tolist() == [2.0, 2.0, 2.0]
+        (shapes,) = recordings.values()
         assert shapes.recording is not None
-        del shapes, known
+        del shapes, recordings
         gc.collect()
 
 
 def test_what_cannot_be_recorded_leaves_random_numbers_as_they_were():
-    """Work that waits for a value: refused, done as it is, and the device's generator goes on where it was."""
+    """Work that waits for a value is refused and done as it is, and the device's generator goes on where it was."""
 
     def waits(x: Tensor) -> tuple[Tensor, ...]:
         return (x * float(x.sum()),)
 
-    x, known = torch.ones(3, device="cuda"), {}
+    x, recordings = torch.ones(3, device="cuda"), {}
     torch.manual_seed(0)
     torch.randn(3, device="cuda")
     wanted = torch.randn(3, device="cuda")
     torch.manual_seed(0)
     torch.randn(3, device="cuda")
     for _ in range(3):
-        assert replayed(known, waits, x)[0].tolist() == [3.0, 3.0, 3.0]
+        assert replayed(recordings, waits, x)[0].tolist() == [3.0, 3.0, 3.0]
     assert torch.equal(torch.randn(3, device="cuda"), wanted)

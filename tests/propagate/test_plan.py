@@ -23,43 +23,44 @@ from netmoments.propagate.plan import Plan
 from netmoments.rules.black_box import black_box
 from netmoments.rules.maximum import Largest
 from tests.networks import seeded
-from tests.propagate.small import SMALL, Normalised, image, isotropic, leaky, moments, plan, sampled
+from tests.propagate.small import SMALL, Normalised, image, isotropic, leaky, moments, plan_for, sampled
 
 
-def run_plan(cut: Plan, x: Tensor) -> Tensor:
+def run_plan(plan: Plan, x: Tensor) -> Tensor:
     """The network's scores, computed from its plan."""
-    values = {cut.image: x}
-    for stage in cut.stages:
+    values = {plan.image: x}
+    for stage in plan.stages:
         z = stage.before.value(values)
         values[stage.output] = stage.rule.values(stage.rule.gathered(z)).reshape(shape_of(stage.output))
-    return cut.last.value(values)
+    return plan.last.value(values)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_plan_computes_what_the_network_computes(name):
     make, shape = SMALL[name]
     network = seeded(make)
-    cut = plan(network, image(*shape))
+    plan = plan_for(network, image(*shape))
     for seed in range(3):
         x = image(*shape, seed=10 + seed)
-        torch.testing.assert_close(run_plan(cut, x), network(x)[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(run_plan(plan, x), network(x)[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_linear_part_of_every_segment_is_its_derivative(name):
     make, shape = SMALL[name]
     network = seeded(make)
-    cut = plan(network, image(*shape))
-    for segment in [stage.before for stage in cut.stages] + [cut.last]:
+    plan = plan_for(network, image(*shape))
+    for segment in [stage.before for stage in plan.stages] + [plan.last]:
         points = {node: torch.randn(shape_of(node), dtype=torch.float64) for node in segment.sources}
         steps = {node: torch.randn(shape_of(node), dtype=torch.float64) for node in segment.sources}
         moved = {node: points[node] + steps[node] for node in segment.sources}
         change = segment.value(moved) - segment.value(points)
-        torch.testing.assert_close(segment.linear(steps), change, rtol=1e-10, atol=1e-10)
+        linear = segment.linears({node: step.flatten(1) for node, step in steps.items()})[0]
+        torch.testing.assert_close(linear, change, rtol=1e-10, atol=1e-10)
 
 
 def test_pools_and_relus_are_one_function_of_the_window():
-    rules = [stage.rule for stage in plan(seeded(Normalised), image(1, 9, 9)).stages]
+    rules = [stage.rule for stage in plan_for(seeded(Normalised), image(1, 9, 9)).stages]
     assert [type(rule) for rule in rules] == [Largest, Largest]
     assert all(rule.with_zero for rule in rules)
     assert rules[0].windows.shape == (6 * 25, 9)
@@ -79,14 +80,14 @@ def test_a_kept_plan_follows_the_weights():
     """The same plan while nothing changes; another after a change, and where gradients are wanted."""
     network, x = seeded(leaky), image(12)
     with torch.no_grad():
-        kept, before = plan(network, x), moments(network, x, isotropic(0.2, x))[0]
-        assert plan(network, x) is kept
+        kept, before = plan_for(network, x), moments(network, x, isotropic(0.2, x))[0]
+        assert plan_for(network, x) is kept
         network[-1].bias += 0
-        assert plan(network, x) is kept
+        assert plan_for(network, x) is kept
         network[-1].bias += 1
-        assert plan(network, x) is not kept
+        assert plan_for(network, x) is not kept
         torch.testing.assert_close(moments(network, x, isotropic(0.2, x))[0] - before, torch.ones(4).double())
-    assert plan(network, x) is not plan(network, x)
+    assert plan_for(network, x) is not plan_for(network, x)
 
 
 def test_a_network_is_planned_once_while_nothing_changes(monkeypatch):
@@ -194,7 +195,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def looked_at(name: str) -> tuple[nn.Module, Tensor]:
+def network_and_image(name: str) -> tuple[nn.Module, Tensor]:
     network = seeded(ARCHITECTURES[name])
     return network, image(math.prod(network.shape), seed=3)
 
@@ -202,18 +203,18 @@ def looked_at(name: str) -> tuple[nn.Module, Tensor]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_what_people_build_is_planned(name):
     """The plan computes what the network computes, and every stage has a formula."""
-    network, x = looked_at(name)
-    cut = plan(network, x)
-    assert cut.has_formulas
+    network, x = network_and_image(name)
+    plan = plan_for(network, x)
+    assert plan.has_formulas
     for seed in range(2):
         x = image(x.shape[1], seed=10 + seed)
-        torch.testing.assert_close(run_plan(cut, x), network(x)[0], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(run_plan(plan, x), network(x)[0], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_what_people_build_against_samples(name):
     """At σ = 0.1, within five standard errors of 20,000 samples: 0.04 deviations, 0.05 of a variance."""
-    network, x = looked_at(name)
+    network, x = network_and_image(name)
     mean, covariance = moments(network, x, isotropic(0.1, x))
     reference = sampled(network, x, 0.1, 20_000, seed=5)
     deviation = reference.variance.sqrt()
@@ -222,8 +223,8 @@ def test_what_people_build_against_samples(name):
 
 
 def test_what_does_not_fit_is_left_to_samples(monkeypatch):
-    """A matrix for every window must fit: else there is no rule, and a sketch knows the operation from samples."""
-    network, x = looked_at("attention by einsum")
+    """A matrix for every window must fit; else there is no rule, and a sketch knows the operation from samples."""
+    network, x = network_and_image("attention by einsum")
     monkeypatch.setitem(memory.PIECE["cpu"], "matrices", 100)
     with pytest.raises(plans.NoRule, match="no rule for bmm"):
         plans._Planner(NetworkModel.of(network, x, "test").graph, network, x, "test", None).plan()
@@ -234,16 +235,16 @@ def test_what_does_not_fit_is_left_to_samples(monkeypatch):
 def test_a_rule_of_ones_own_comes_before_the_library_s(monkeypatch):
     from netmoments.rules import registry
 
-    network, x = looked_at("L2 pool")
-    asked = []
+    network, x = network_and_image("L2 pool")
+    calls = []
 
-    def own(module, example):
-        asked.append(type(module))
+    def users_rule(module, example):
+        calls.append(type(module))
         return registry.LIBRARY_LAYERS[nn.LPPool2d](module, example)
 
-    monkeypatch.setitem(registry.LAYER_RULES, nn.LPPool2d, own)
-    plan(network, x)
-    assert asked == [nn.LPPool2d]
+    monkeypatch.setitem(registry.LAYER_RULES, nn.LPPool2d, users_rule)
+    plan_for(network, x)
+    assert calls == [nn.LPPool2d]
 
 
 class _Doubled(nn.Module):
@@ -273,7 +274,7 @@ def test_a_rule_must_give_what_its_layer_gives(monkeypatch):
 
 
 def test_a_layer_called_network_has_its_rule(monkeypatch):
-    """It was taken for the network as a whole, and its rule left out."""
+    """A layer's name must not be mistaken for that of the network as a whole, whose rule would be left out."""
     from netmoments.rules import registry
 
     class Wrapped(nn.Module):
@@ -285,7 +286,7 @@ def test_a_layer_called_network_has_its_rule(monkeypatch):
             return self.last(self.network(self.first(x)))
 
     monkeypatch.setitem(registry.LAYER_RULES, _Doubled, nm.rules.elementwise)
-    (stage,) = plan(Wrapped().eval(), torch.zeros(1, 3)).stages
+    (stage,) = plan_for(Wrapped().eval(), torch.zeros(1, 3)).stages
     assert stage.name == "network"
 
 
@@ -296,7 +297,7 @@ def test_a_plan_that_holds_the_network_is_not_kept(monkeypatch):
     monkeypatch.setitem(registry.LAYER_RULES, _Doubled, nm.rules.elementwise)
     network = _Doubled().eval()
     with torch.no_grad():
-        assert plan(network, torch.zeros(1, 3)) is not plan(network, torch.zeros(1, 3))
+        assert plan_for(network, torch.zeros(1, 3)) is not plan_for(network, torch.zeros(1, 3))
     alive = weakref.ref(network)
     del network
     gc.collect()
@@ -304,12 +305,12 @@ def test_a_plan_that_holds_the_network_is_not_kept(monkeypatch):
 
 
 def test_passages_carry_all_live_numbers_along():
-    """What a residual adds again later goes through beside the layer, rows of none included."""
+    """The numbers that a residual adds later pass a layer unchanged; there may be no rows of numbers at all."""
     make, shape = SMALL["residual"]
     x = image(*shape)
-    cut = plan(seeded(make), x)
-    assert cut.passages[0].before == x[0].numel()
-    for passage, stage, following in zip(cut.passages, cut.stages, cut.passages[1:], strict=False):
+    plan = plan_for(seeded(make), x)
+    assert plan.passages[0].before == x[0].numel()
+    for passage, stage, following in zip(plan.passages, plan.stages, plan.passages[1:], strict=False):
         assert following.before == passage.after - stage.before.size + stage.rule.units
         numbers = torch.randn(2, 3, passage.before, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
         moved = passage.values(numbers) - passage.values(torch.zeros_like(numbers))
@@ -318,17 +319,17 @@ def test_passages_carry_all_live_numbers_along():
             start = passage.segment.size + sum(other.stop - other.start for other in passage.kept[:place])
             assert torch.equal(moved[..., start : start + kept.stop - kept.start], numbers[..., kept])
         assert passage.linears(numbers[:, :0]).shape == (2, 0, passage.after)
-    assert any(passage.kept for passage in cut.passages)
-    assert cut.passages[-1].after == cut.last.size
+    assert any(passage.kept for passage in plan.passages)
+    assert plan.passages[-1].after == plan.last.size
 
 
-def test_what_is_found_of_a_plan_is_found_once():
+def test_a_function_of_a_plan_is_computed_once():
     make, shape = SMALL["residual"]
-    cut, asked = plan(seeded(make), image(*shape)), []
+    plan, calls = plan_for(seeded(make), image(*shape)), []
 
-    def stages(found: Plan) -> int:
-        asked.append(found)
-        return len(found.stages)
+    def count_stages(argument: Plan) -> int:
+        calls.append(argument)
+        return len(argument.stages)
 
-    assert cut.once(stages) == cut.once(stages) == len(cut.stages)
-    assert asked == [cut]
+    assert plan.once(count_stages) == plan.once(count_stages) == len(plan.stages)
+    assert calls == [plan]

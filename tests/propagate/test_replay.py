@@ -11,7 +11,7 @@ from netmoments.propagate.replay import recorded, replayed
 
 
 class Recorded:
-    """In place of a CUDA graph: it remembers the work."""
+    """In place of a recording: it does the work when replayed, and changes the sign."""
 
     made = 0
 
@@ -30,56 +30,56 @@ class Recorded:
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """A call that says whether it was replayed (the sign), with recordings of its own."""
+def double(monkeypatch):
+    """A function that doubles a number, with recordings of its own; the result is negative if it was replayed."""
     monkeypatch.setattr(module, "_Recording", Recorded)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Recorded, "made", 0)
     recordings: dict = {}
 
-    def ask(*shape: int, value: float = 1.0) -> Tensor:
-        (found,) = replayed(recordings, lambda x: (2 * x,), torch.full(shape, value))
-        return found.flatten()[0]
+    def call(*shape: int, value: float = 1.0) -> Tensor:
+        (result,) = replayed(recordings, lambda x: (2 * x,), torch.full(shape, value))
+        return result.flatten()[0]
 
-    return ask
+    return call
 
 
-def test_done_then_recorded_then_replayed(asked):
-    assert [float(asked(3)) for _ in range(4)] == [2, -2, -2, -2]
-    assert float(asked(3, value=5.0)) == -10
+def test_done_then_recorded_then_replayed(double):
+    assert [float(double(3)) for _ in range(4)] == [2, -2, -2, -2]
+    assert float(double(3, value=5.0)) == -10
     assert Recorded.made == 1
 
 
-def test_some_shapes_are_kept_and_one_more_takes_the_place_of_the_oldest(asked):
+def test_some_shapes_are_kept_and_one_more_takes_the_place_of_the_oldest(double):
     sizes = range(1, module.KEPT + 1)
     for _ in range(3):
         for size in sizes:
-            asked(size)
+            double(size)
     assert Recorded.made == module.KEPT
-    asked(module.KEPT + 1)
-    assert [float(asked(size)) for size in sizes[1:]] == [-2] * (module.KEPT - 1)
-    assert float(asked(1)) == 2
+    double(module.KEPT + 1)
+    assert [float(double(size)) for size in sizes[1:]] == [-2] * (module.KEPT - 1)
+    assert float(double(1)) == 2
     assert Recorded.made == module.KEPT
 
 
-def test_work_that_comes_again_is_recorded_at_once(monkeypatch):
+def test_work_that_is_sure_to_recur_is_recorded_at_once(monkeypatch):
     monkeypatch.setattr(module, "_Recording", Recorded)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Recorded, "made", 0)
-    known: dict = {}
-    found = [float(recorded(known, lambda x: (2 * x,), torch.full((3,), 1.0))[0][0]) for _ in range(3)]
-    assert found == [2, -2, -2]
+    recordings: dict = {}
+    results = [float(recorded(recordings, lambda x: (2 * x,), torch.full((3,), 1.0))[0][0]) for _ in range(3)]
+    assert results == [2, -2, -2]
     assert Recorded.made == 1
 
 
-def test_what_cannot_be_recorded_is_done_as_it_is(asked):
-    assert all(bool(asked(3, value=torch.nan).isnan()) for _ in range(3))
-    assert float(asked(3)) == 2
+def test_what_cannot_be_recorded_is_done_as_it_is(double):
+    assert all(bool(double(3, value=torch.nan).isnan()) for _ in range(3))
+    assert float(double(3)) == 2
     assert Recorded.made == 0
 
 
 def test_nothing_is_recorded_while_it_is_done_for_the_first_time(monkeypatch):
-    """Another thread may come while the first still makes what the work keeps, which a recording would spoil."""
+    """Another thread may call while the first is still making what the work keeps, which a recording would spoil."""
     monkeypatch.setattr(module, "_Recording", Recorded)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Recorded, "made", 0)

@@ -1,4 +1,4 @@
-"""Covariances as rows: what layers make of them, with third cumulants and without, and the directions that lead."""
+"""Covariances as rows: how they pass layers, with third cumulants and without, and the worth of leading directions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from netmoments.propagate import rows as by_parts
+from netmoments.propagate import rows as rows_module
 from netmoments.propagate.directions import FactorLayout
 from netmoments.propagate.rows import (
     Joint,
@@ -24,14 +24,14 @@ from netmoments.propagate.rows import (
 from netmoments.rules.base import Local
 from tests.closeness import assert_close
 from tests.networks import seeded
-from tests.propagate.small import SMALL, image, isotropic, plan, sampled
+from tests.propagate.small import SMALL, image, isotropic, normal, plan_for, sampled, symmetric
 
 
 def by_rows(network: nn.Module, x: Tensor, std: float, beyond=third_order) -> tuple[Tensor, Tensor]:
-    """Means (k,) and covariances (k, k) of all scores."""
-    rows = torch.arange(network(x).shape[1]).unsqueeze(0)
-    mean, every = carried(plan(network, x), x, isotropic(std, x), rows, beyond)
-    return mean[0], every[0]
+    """Means (d,) and covariances (d, d) of all scores."""
+    outputs = torch.arange(network(x).shape[1]).unsqueeze(0)
+    mean, covariances = carried(plan_for(network, x), x, isotropic(std, x), outputs, beyond)
+    return mean[0], covariances[0]
 
 
 @pytest.mark.parametrize("name", ["residual", "2×2 pools", "leaky"])
@@ -56,63 +56,65 @@ def test_third_cumulants_make_it_tighter(name):
     std = 0.5
     reference = sampled(network, x, std, 100_000, seed=4)
     with torch.no_grad():
-        found = [by_rows(network, x, std, beyond)[1] for beyond in (third_order, None)]
-    errors = [float(((one.diagonal() - reference.variance) / reference.variance).abs().max()) for one in found]
+        variances = [by_rows(network, x, std, beyond)[1].diagonal() for beyond in (third_order, None)]
+    errors = [float(((found - reference.variance) / reference.variance).abs().max()) for found in variances]
     assert errors[0] < 0.6 * errors[1]
 
 
 def test_layers_lose_no_variance_on_the_way():
-    """The input of the third layer, all units together: 7 % were lost where a bend meets what is not linear.
+    """The variance of the third layer's input, summed over its units, of which `mixed_rows` are 7 %.
 
-    Left are effects of second order in the cumulants, and the 0.3 % that 20,000 samples cannot tell.
+    What is still off are effects of second order in the cumulants, and the 0.3 % that 20,000 samples cannot tell.
     """
     make, shape = SMALL["2×2 pools"]
     network, x = seeded(make), image(*shape)
-    cut, std = plan(network, x), 1.0
+    plan, std = plan_for(network, x), 1.0
     samples = x + std * normal(20_000, *shape, seed=1)
     with torch.no_grad():
-        joint = Joint({cut.image: x.flatten(1)}, {cut.image: isotropic(std, x).root().mT.expand(1, -1, -1)})
-        directions = directions_for(cut, joint.means, joint.factors[cut.image], torch.zeros(1, 1, dtype=torch.int64))
-        seen = {cut.image: samples.flatten(1)}
-        for place, stage in enumerate(cut.stages[:-1]):
-            by_parts._through(joint, cut, place, directions, third_order)
-            seen[stage.output] = stage.rule.values(stage.rule.gathered(stage.before.values(seen)))
-        last = cut.stages[-1].before
-        rows, sampled_variance = by_parts._factor_after(joint, last, directions.layout), last.values(seen).var(0)
-    turned = directions.half_turns(rows.mT).diagonal(dim1=-2, dim2=-1)
-    found = rows.square().sum(1) + 2 * turned
-    assert float(found.sum() / sampled_variance.sum()) == pytest.approx(1, abs=0.02)
+        joint = Joint({plan.image: x.flatten(1)}, {plan.image: isotropic(std, x).root().mT.expand(1, -1, -1)})
+        directions = directions_for(plan, joint.means, joint.factors[plan.image], torch.zeros(1, 1, dtype=torch.int64))
+        sampled_values = {plan.image: samples.flatten(1)}
+        for place, stage in enumerate(plan.stages[:-1]):
+            rows_module._through(joint, plan, place, directions, third_order)
+            z = stage.before.values(sampled_values)
+            sampled_values[stage.output] = stage.rule.values(stage.rule.gathered(z))
+        last = plan.stages[-1].before
+        factor = rows_module._factor_after(joint, last, directions.layout)
+        sampled_variance = last.values(sampled_values).var(0)
+    half_turns = directions.half_turns(factor.mT).diagonal(dim1=-2, dim2=-1)
+    variance = factor.square().sum(1) + 2 * half_turns
+    assert float(variance.sum() / sampled_variance.sum()) == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.parametrize("name", ["2×2 pools", "residual"])
-def test_sums_are_those_of_what_windows_look_at(name):
-    """Taken of a layer's input, they equal sums of each window's own factor."""
+def test_sums_of_an_input_are_sums_of_its_windows(name):
+    """Formed for a layer's input and then gathered, they equal sums of each window's own factor."""
     make, shape = SMALL[name]
     network, x = seeded(make), image(*shape)
-    cut = plan(network, x)
+    plan = plan_for(network, x)
     with torch.no_grad():
         root = isotropic(0.3, x).root().mT.expand(1, -1, -1)
-        directions = directions_for(cut, {cut.image: x.flatten(1)}, root, torch.zeros(1, 1, dtype=torch.int64))
+        directions = directions_for(plan, {plan.image: x.flatten(1)}, root, torch.zeros(1, 1, dtype=torch.int64))
     layout = directions.layout
-    for stage in cut.stages:
+    for stage in plan.stages:
         factor = normal(1, layout.total, stage.before.size, seed=5)
-        sums, seen = Sums.of(directions, stage.rule, factor), stage.rule.rows_at_windows(factor)
-        assert_close(sums.followed, directions.followed(seen[..., : layout.rank]), rtol=1e-12, atol=1e-12)
-        assert_close(sums.others, directions.with_other_signs(seen[..., : layout.rank]), rtol=1e-12, atol=1e-12)
-        for found, wanted in zip(sums.mixed, mixed_sums(layout, seen), strict=True):
+        sums, windows = Sums.of(directions, stage.rule, factor), stage.rule.rows_at_windows(factor)
+        assert_close(sums.followed, directions.followed(windows[..., : layout.rank]), rtol=1e-12, atol=1e-12)
+        assert_close(sums.others, directions.with_other_signs(windows[..., : layout.rank]), rtol=1e-12, atol=1e-12)
+        for found, wanted in zip(sums.mixed, mixed_sums(layout, windows), strict=True):
             assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_scores_have_more_directions_where_their_work_allows(monkeypatch):
     make, shape = SMALL["2×2 pools"]
-    cut = plan(seeded(make), image(*shape))
-    assert scored_directions(cut, 64) == 64
-    assert scored_directions(cut, 3000) == by_parts.MOST_SCORED
-    seen = sum(stage.rule.windows.numel() for stage in cut.stages)
-    monkeypatch.setattr(by_parts, "SCORE_WORK", 200**2 * seen)
-    assert scored_directions(cut, 3000) == 200
-    monkeypatch.setattr(by_parts, "SCORE_WORK", 0)
-    assert scored_directions(cut, 3000) == by_parts.FEWEST_SCORED
+    plan = plan_for(seeded(make), image(*shape))
+    assert scored_directions(plan, 64) == 64
+    assert scored_directions(plan, 3000) == rows_module.MOST_SCORED
+    in_windows = sum(stage.rule.windows.numel() for stage in plan.stages)
+    monkeypatch.setattr(rows_module, "SCORE_WORK", 200**2 * in_windows)
+    assert scored_directions(plan, 3000) == 200
+    monkeypatch.setattr(rows_module, "SCORE_WORK", 0)
+    assert scored_directions(plan, 3000) == rows_module.FEWEST_SCORED
 
 
 def test_mixed_variance_is_what_quadratic_parts_have_beyond_linear_rows():
@@ -120,16 +122,16 @@ def test_mixed_variance_is_what_quadratic_parts_have_beyond_linear_rows():
     curvature, factor = symmetric(6, 3), normal(6, 3, layout.total, seed=2)
     local = Local(normal(6), normal(6).square(), normal(6, 3), curvature)
     parts = [factor[..., rows] for rows in (slice(0, layout.total), slice(0, layout.rank))]
-    every, linear = (local.quadratic_variance(part @ part.mT) for part in parts)
-    assert_close(mixed_variance(layout, local, factor), (every - linear).clamp(min=0), rtol=1e-12, atol=1e-12)
+    whole, linear = (local.quadratic_variance(part @ part.mT) for part in parts)
+    assert_close(mixed_variance(layout, local, factor), (whole - linear).clamp(min=0), rtol=1e-12, atol=1e-12)
     assert not bool(mixed_variance(layout, local, factor[..., : layout.rank]).any())
 
 
-def test_mixed_rows_are_units_bends_of_what_is_not_linear():
-    """Products of two units' rows against tr(HLH'N) + ½ tr(HNH'N), over as many signs as make their chance small.
+def test_mixed_rows_have_the_right_covariances():
+    """Products of two units' rows against tr(HLH'N) + ½ tr(HNH'N), with as many signs as make the chance error small.
 
-    A product of four sums with random signs has at most 9 times the squares' product as its second moment: five
-    standard errors of 40,000 of them are 0.075 of the two units' deviations. Without chance for a unit with itself.
+    A product of four sums with random signs has a second moment of at most 9 times the product of the squares, so five
+    standard errors of 40,000 of them are 0.075 of the two units' deviations. A unit with itself has no chance error.
     """
     layout = FactorLayout.of(4, 2, 40_000, 0)
     factor = normal(5, 3, layout.quadratic.stop, seed=3)
@@ -160,36 +162,27 @@ def test_derivatives_with_some_of_the_pairs_are_near_those_with_all(name, monkey
         mean, covariance = by_rows(network, at, 0.3)
         return torch.autograd.grad(mean.sum() + covariance.diagonal().sum(), at)[0]
 
-    some = slope()
+    some_pairs = slope()
     monkeypatch.setattr("netmoments.propagate.rows.PAIRED", 128)
-    every = slope()
-    assert float((some - every).norm() / every.norm()) < 0.02
+    all_pairs = slope()
+    assert float((some_pairs - all_pairs).norm() / all_pairs.norm()) < 0.02
 
 
 def test_the_need_grows_with_the_largest_layer_and_names_it():
-    """In proportion beyond the layers that have exact pairs, whose squares count too."""
+    """In proportion to its width for layers that are too large for exact pairs; the squares of others count too."""
 
     def need(width: int) -> tuple[str, int]:
         layers = nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 2)
         network = seeded(lambda: nn.Sequential(*layers))
-        return need_of(plan(network, image(4)), 4, 8)
+        return need_of(plan_for(network, image(4)), 4, 8)
 
     assert need(1000)[0] == "3"
     assert need(2000)[1] > 3 * need(1000)[1]
     assert need(16000)[1] == pytest.approx(4 * need(4000)[1], rel=0.05)
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def symmetric(count: int, size: int, seed: int = 0) -> Tensor:
-    matrices = normal(count, size, size, seed=seed)
-    return matrices + matrices.mT
-
-
 def test_leading_directions_reduce_the_chance_error(monkeypatch):
-    """Variances with 32 sums of 72 directions, with those that the scores depend on and without, against all 72."""
+    """Variances by 32 sums of 72 directions, with leading directions and without, against all 72 by themselves."""
     make, shape = SMALL["residual"]
     network, x = seeded(make), image(*shape)
 
@@ -202,8 +195,8 @@ def test_leading_directions_reduce_the_chance_error(monkeypatch):
         none_leads.setattr("netmoments.propagate.rows.MOST_LEADING", 0)
         at_random = variance()
     monkeypatch.setattr("netmoments.propagate.rows.PAIRED", 128)
-    every = variance()
-    errors = [float((some / every - 1).abs().max()) for some in (leading, at_random)]
+    exact = variance()
+    errors = [float((found / exact - 1).abs().max()) for found in (leading, at_random)]
     assert errors[0] < 0.01
     assert errors[0] < errors[1] / 3
 
@@ -216,7 +209,7 @@ def test_no_more_directions_lead_than_there_are_scores(scores, leading):
 
 
 def test_units_that_see_a_small_part_of_an_image_have_no_chance_error(monkeypatch):
-    """Two convolutions see 5 × 5 numbers, each of its own colour, of 12 × 12: as with all 144 directions."""
+    """Two convolutions see 5 × 5 of 12 × 12 numbers, each of its own colour: the same as with all 144 directions."""
     network = seeded(lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten()))
     x = image(1, 12, 12)
     monkeypatch.setattr("netmoments.propagate.rows.MOST_LEADING", 0)
@@ -225,9 +218,9 @@ def test_units_that_see_a_small_part_of_an_image_have_no_chance_error(monkeypatc
         with torch.no_grad():
             return by_rows(network, x, 0.5)[0]
 
-    some = means()
-    monkeypatch.setattr("netmoments.propagate.rows.SIGNS", 0)  # what is neither linear nor quadratic
+    with_rest = means()
+    monkeypatch.setattr("netmoments.propagate.rows.SIGNS", 0)  # no rows for the rest, which does have a chance error
     without = means()
     monkeypatch.setattr("netmoments.propagate.rows.PAIRED", 144)
     assert_close(without, means(), rtol=1e-12, atol=1e-12)
-    assert float((some - without).abs().max()) > 1e-6
+    assert float((with_rest - without).abs().max()) > 1e-6

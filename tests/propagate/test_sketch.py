@@ -1,4 +1,4 @@
-"""Moments from a few probes: against exact ones, the dense sums, Monte Carlo and finite differences."""
+"""Sketches with few and many probes, against exact moments, Monte Carlo and finite differences."""
 
 from __future__ import annotations
 
@@ -17,25 +17,17 @@ from netmoments.propagate import sketch
 from netmoments.propagate.sketch import Sketched, sketched
 from tests.closeness import assert_close, assert_within_standard_errors
 from tests.networks import Block, inputs, network, seeded
-from tests.propagate.small import plan, sampled
-
-
-def isotropic(image: Tensor, std: float) -> Isotropic:
-    return Isotropic(torch.tensor(std**2, dtype=image.dtype), image.numel())
+from tests.propagate.small import isotropic, normal, plan_for, sampled
 
 
 def sketch_of(module: nn.Module, image: Tensor, covariance: Covariance, **options: int) -> Sketched:
     scores = module(image).numel()
-    return only(sketched(plan(module, image), image, covariance, torch.arange(scores).unsqueeze(0), **options))
+    return only(sketched(plan_for(module, image), image, covariance, torch.arange(scores).unsqueeze(0), **options))
 
 
-def only(found: Sketched) -> Sketched:
-    """The one image of a batch."""
-    return Sketched(*(getattr(found, field.name).squeeze(0) for field in dataclasses.fields(found)))
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def only(batch: Sketched) -> Sketched:
+    """The only image of a batch."""
+    return Sketched(*(getattr(batch, field.name).squeeze(0) for field in dataclasses.fields(batch)))
 
 
 def small(inputs: int = 6, hidden: int = 12) -> nn.Module:
@@ -52,8 +44,8 @@ def test_one_hidden_layer_converges_to_the_exact_moments():
     noise_of_probes = math.sqrt(2 / probes)
     sd = exact.variance(noise).sqrt()
     assert_close((found.mean - exact.mean(noise)) / sd, torch.zeros(3), atol=noise_of_probes)
-    off = (found.covariance - exact.covariance(noise)) / (sd[:, None] * sd)
-    assert_close(off, torch.zeros(3, 3), atol=noise_of_probes)
+    error = (found.covariance - exact.covariance(noise)) / (sd[:, None] * sd)
+    assert_close(error, torch.zeros(3, 3), atol=noise_of_probes)
     gate = 0.5 * torch.erfc(-module[0].bias / (module[0].weight @ factor).norm(dim=1) / math.sqrt(2))
     slopes = module[2].weight * gate @ module[0].weight
     assert_close(found.slopes, slopes, atol=noise_of_probes * float(slopes.detach().abs().max()))
@@ -61,7 +53,7 @@ def test_one_hidden_layer_converges_to_the_exact_moments():
 
 def test_an_affine_network_is_exact_with_two_probes():
     module, image = seeded(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))), inputs("shared", 1)
-    found = sketch_of(module, image, isotropic(image, 0.3), probes=2)
+    found = sketch_of(module, image, isotropic(0.3, image), probes=2)
     jacobian = module[1].weight @ module[0].weight
     assert_close(found.mean, module(image)[0], atol=1e-14)
     assert_close(found.slopes, jacobian, atol=1e-14)
@@ -70,7 +62,7 @@ def test_an_affine_network_is_exact_with_two_probes():
 
 def test_tiny_noise_is_the_delta_method():
     module, image = network("lenet"), inputs("lenet", 1)
-    found = sketch_of(module, image, isotropic(image, 1e-9), probes=4)
+    found = sketch_of(module, image, isotropic(1e-9, image), probes=4)
     jacobian = torch.func.jacrev(lambda x: module(x)[0])(image).reshape(10, -1)
     assert_close(found.mean, module(image)[0], atol=1e-8)
     assert_close(found.covariance * 1e18, jacobian @ jacobian.mT, rtol=1e-6, atol=1e-9)
@@ -103,23 +95,23 @@ class Pooled(nn.Module):
     ids=["pooled", "residual", "concatenation", "shared", "folded"],
 )
 def test_networks_against_monte_carlo(module, image, std):
-    found = sketch_of(module, image, isotropic(image, std), probes=512, seed=1)
+    found = sketch_of(module, image, isotropic(std, image), probes=512, seed=1)
     reference = nm.monte_carlo(module, nm.Gaussian(image[0], std=std), 40_000, seed=2)
     sd = reference.variance.sqrt()
     # S from 512 probes is off by 6 %, the mean by 1/√512 = 0.044 of what is not linear; samples by 1/√40000
     assert_close((found.mean + found.correction - reference.mean) / sd, torch.zeros(len(sd)), atol=0.1)
-    off = (found.covariance - reference.covariance) / (sd[:, None] * sd)
-    assert_close(off, torch.zeros_like(off), atol=0.05)
+    error = (found.covariance - reference.covariance) / (sd[:, None] * sd)
+    assert_close(error, torch.zeros_like(error), atol=0.05)
 
 
 @pytest.mark.slow
 def test_the_correction_takes_the_bias_of_the_formulas_away():
-    """Most of the variance is not linear, and few units make it up: not Gaussian, so the formulas are biased."""
+    """Most of the variance is not linear and comes from few units: layers are not Gaussian, the formulas biased."""
     module, image = seeded(Pooled), normal(1, 2, 12, 12, seed=1).abs()
     reference = sampled(module, image, 0.4, 40_000, seed=1)
-    cut, scores = plan(module, image), torch.arange(3).expand(20, 3)
+    plan, scores = plan_for(module, image), torch.arange(3).expand(20, 3)
     with torch.no_grad():
-        found = sketched(cut, image.expand(20, -1, -1, -1), isotropic(image, 0.4), scores)
+        found = sketched(plan, image.expand(20, -1, -1, -1), isotropic(0.4, image), scores)
     plain, corrected = found.mean, found.mean + found.correction
     error = torch.hypot(corrected.std(0) / math.sqrt(20), reference.mean_standard_error)
     assert_within_standard_errors(corrected.mean(0), reference.mean, error)
@@ -130,11 +122,11 @@ def test_a_batch_is_its_images_with_seeds_in_a_row():
     module, images = seeded(Pooled), normal(5, 2, 12, 12)
     levels = torch.tensor([0.05, 0.1, 0.2, 0.4, 0.0], dtype=torch.float64) ** 2
     rows = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])
-    cut = plan(module, images[:1])
-    together = sketched(cut, images, Isotropic(levels, 288), rows, probes=16, seed=7)
+    plan = plan_for(module, images[:1])
+    together = sketched(plan, images, Isotropic(levels, 288), rows, probes=16, seed=7)
     for place in range(5):
         alone = sketched(
-            cut,
+            plan,
             images[place : place + 1],
             Isotropic(levels[place], 288),
             rows[place : place + 1],
@@ -142,18 +134,18 @@ def test_a_batch_is_its_images_with_seeds_in_a_row():
             seed=7 + place,
         )
         for field in dataclasses.fields(Sketched):
-            found, own = getattr(together, field.name)[place], getattr(alone, field.name)[0]
-            assert_close(found, own, rtol=1e-9, atol=1e-13, what=field.name)
+            found, expected = getattr(together, field.name)[place], getattr(alone, field.name)[0]
+            assert_close(found, expected, rtol=1e-9, atol=1e-13, what=field.name)
 
 
 def test_how_images_and_windows_are_grouped_does_not_matter(monkeypatch):
     module, images = network("lenet"), inputs("lenet", 3)
-    cut, rows = plan(module, images[:1]), torch.arange(10).expand(3, 10)
+    plan, rows = plan_for(module, images[:1]), torch.arange(10).expand(3, 10)
     covariance = Isotropic(torch.tensor([0.01, 0.02, 0.04], dtype=torch.float64), images[0].numel())
-    whole = sketched(cut, images, covariance, rows, probes=8)
-    one_by_one = sketched(cut, images, covariance, rows, probes=8, memory_budget=1)
+    whole = sketched(plan, images, covariance, rows, probes=8)
+    one_by_one = sketched(plan, images, covariance, rows, probes=8, memory_budget=1)
     monkeypatch.setitem(memory.PIECE["cpu"], "cache", 500 * 8)
-    in_pieces = sketched(cut, images, covariance, rows, probes=8)
+    in_pieces = sketched(plan, images, covariance, rows, probes=8)
     for field in dataclasses.fields(Sketched):
         for found in (one_by_one, in_pieces):
             assert_close(getattr(found, field.name), getattr(whole, field.name), rtol=1e-9, atol=1e-13)
@@ -161,18 +153,18 @@ def test_how_images_and_windows_are_grouped_does_not_matter(monkeypatch):
 
 def test_images_go_together_as_the_memory_allows():
     image = inputs("lenet", 1)
-    cut = plan(network("lenet"), image)
-    counts = [sketch.images_together(cut, image, 8, 10, budget) for budget in (1, 10**6, 10**7)]
+    plan = plan_for(network("lenet"), image)
+    counts = [sketch.images_together(plan, image, 8, 10, budget) for budget in (1, 10**6, 10**7)]
     assert counts[0] == 1
     assert counts == sorted(counts)
 
 
 @pytest.mark.parametrize("std", [0.05, 0.2])
 def test_64_probes_are_as_good_as_stated(std):
-    """Variances of a small LeNet are off by less than 0.1 on average, where 64 samples are by 0.14, 10,000 by 0.011."""
+    """Variances of a small LeNet are off by less than 0.1 on average; with 64 samples by 0.14, with 10,000 by 0.011."""
     module, images = network("lenet"), inputs("lenet", 4)
-    cut, rows = plan(module, images[:1]), torch.arange(10).expand(4, 10)
-    found = sketched(cut, images, isotropic(images[:1], std), rows)
+    plan, rows = plan_for(module, images[:1]), torch.arange(10).expand(4, 10)
+    found = sketched(plan, images, isotropic(std, images[:1]), rows)
     reference = nm.monte_carlo(copy.deepcopy(module).float(), nm.Gaussian(images.float(), std=std), 10_000, seed=2)
     variance = found.covariance.diagonal(dim1=-2, dim2=-1)
     assert float(nm.relative_difference(variance, reference.variance).mean()) < 0.1
@@ -180,17 +172,17 @@ def test_64_probes_are_as_good_as_stated(std):
 
 def test_chosen_scores_are_those_of_all():
     module, image = network("residual"), inputs("residual", 1)
-    cut, covariance = plan(module, image), isotropic(image, 0.2)
-    every = only(sketched(cut, image, covariance, torch.arange(3).unsqueeze(0)))
-    some = only(sketched(cut, image, covariance, torch.tensor([[2, 0]])))
-    assert_close(some.mean, every.mean[[2, 0]], atol=1e-14)
-    assert_close(some.slopes, every.slopes[[2, 0]], atol=1e-14)
-    assert_close(some.covariance, every.covariance[[2, 0]][:, [2, 0]], rtol=1e-10)
+    plan, covariance = plan_for(module, image), isotropic(0.2, image)
+    all_scores = only(sketched(plan, image, covariance, torch.arange(3).unsqueeze(0)))
+    chosen = only(sketched(plan, image, covariance, torch.tensor([[2, 0]])))
+    assert_close(chosen.mean, all_scores.mean[[2, 0]], atol=1e-14)
+    assert_close(chosen.slopes, all_scores.slopes[[2, 0]], atol=1e-14)
+    assert_close(chosen.covariance, all_scores.covariance[[2, 0]][:, [2, 0]], rtol=1e-10)
 
 
 def test_same_seed_same_result():
     module, image = network("lenet"), inputs("lenet", 1)
-    first, again, other = (sketch_of(module, image, isotropic(image, 0.2), seed=seed) for seed in (3, 3, 4))
+    first, again, other = (sketch_of(module, image, isotropic(0.2, image), seed=seed) for seed in (3, 3, 4))
     assert torch.equal(first.mean, again.mean)
     assert torch.equal(first.covariance, again.covariance)
     assert not torch.equal(first.covariance, other.covariance)
@@ -199,10 +191,10 @@ def test_same_seed_same_result():
 @pytest.mark.parametrize("probes", [2, 3, 4])
 def test_few_probes_still_give_a_covariance(probes):
     module, image = network("residual"), inputs("residual", 1)
-    covariance = isotropic(image, 0.5)
+    covariance = isotropic(0.5, image)
     found = sketch_of(module, image, covariance, probes=probes)
-    beyond = torch.linalg.eigvalsh(found.covariance - covariance.push(found.slopes))
-    assert float(beyond.min()) >= -1e-12 * float(found.covariance.trace())
+    eigenvalues = torch.linalg.eigvalsh(found.covariance - covariance.push(found.slopes))
+    assert float(eigenvalues.min()) >= -1e-12 * float(found.covariance.trace())
     assert torch.isfinite(found.mean).all()
 
 
@@ -218,7 +210,7 @@ def test_derivatives_of_the_mean_by_finite_differences(name):
         parameter.data = start + along_weights * turn
         at = image.clone().requires_grad_()
         moved = Isotropic(variance + along_variance, image.numel())
-        found = sketched(plan(module, image), at + along_image * direction, moved, torch.arange(3)[None], probes=8)
+        found = sketched(plan_for(module, image), at + along_image * direction, moved, torch.arange(3)[None], probes=8)
         if along_image == along_weights == along_variance == 0:
             found.mean.sum().backward()
             gradients.append(at.grad)

@@ -1,4 +1,4 @@
-"""Covariances as squares: what cumulants are worth, which layers get them, and what happens where there is no noise."""
+"""Covariances as squares: what cumulants are worth, which units are followed, when squares are taken, and no noise."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import netmoments as nm
 from netmoments.propagate import rows, squares
 from netmoments.propagate.layerwise import has_squares, layerwise, numbers_seen
 from tests.networks import seeded
-from tests.propagate.small import SMALL, image, isotropic, plan, pooled, sampled
+from tests.propagate.small import SMALL, image, isotropic, plan_for, pooled, sampled
 
 
 def random_mlp(width: int, depth: int) -> nn.Module:
-    """As the Whitebox Estimation Challenge has them: He's initialisation, no offsets, a ReLU after every layer."""
+    """A network as in the Whitebox Estimation Challenge: He's initialisation, no offsets, a ReLU after every layer."""
     generator, layers = torch.Generator().manual_seed(1), []
     for _ in range(depth):
         layer = nn.Linear(width, width, bias=False)
@@ -27,16 +27,16 @@ def random_mlp(width: int, depth: int) -> nn.Module:
 
 
 def test_cumulants_are_worth_a_power_of_ten(monkeypatch):
-    """Mean squared errors of the last means: less the reference's own, which is that of 4·10⁵ samples."""
+    """Mean squared errors of the last layer's means, less that of the reference with its 4·10⁵ samples."""
     network, x = random_mlp(32, 4), torch.zeros(1, 32, dtype=torch.float64)
     reference = sampled(network, x, 1.0, 400_000, seed=1)
     floor = float(reference.mean_standard_error.square().mean())
-    every = torch.arange(32).unsqueeze(0)
+    outputs = torch.arange(32).unsqueeze(0)
 
     def error() -> float:
-        cut = plan(network, x)  # with gradients on it is made anew: units to follow are chosen once a plan
+        plan = plan_for(network, x)  # with gradients on it is made anew: units to follow are chosen once for a plan
         with torch.no_grad():
-            mean, _ = squares.carried(cut, x, isotropic(1.0, x), every)
+            mean, _ = squares.carried(plan, x, isotropic(1.0, x), outputs)
         return float((mean[0] - reference.mean).square().mean()) - floor
 
     with_cumulants = error()
@@ -50,29 +50,29 @@ def test_tighter_than_rows(name):
     make, shape = SMALL[name]
     network, x = seeded(make), image(*shape)
     reference = sampled(network, x, 0.5, 400_000, seed=4)
-    cut, every = plan(network, x), torch.arange(reference.mean.numel()).unsqueeze(0)
+    plan, outputs = plan_for(network, x), torch.arange(reference.mean.numel()).unsqueeze(0)
     with torch.no_grad():
-        found = squares.carried(cut, x, isotropic(0.5, x), every)
-        others = rows.carried(cut, x, isotropic(0.5, x), every, rows.third_order)
+        by_squares = squares.carried(plan, x, isotropic(0.5, x), outputs)
+        by_rows = rows.carried(plan, x, isotropic(0.5, x), outputs, rows.third_order)
     errors = []
-    for mean, covariance in (found, others):
-        off = (mean[0] - reference.mean).abs() / reference.variance.sqrt()
-        errors.append(float(off.mean() + (covariance[0].diagonal() / reference.variance - 1).abs().mean()))
+    for mean, covariance in (by_squares, by_rows):
+        mean_error = (mean[0] - reference.mean).abs() / reference.variance.sqrt()
+        errors.append(float(mean_error.mean() + (covariance[0].diagonal() / reference.variance - 1).abs().mean()))
     assert errors[0] < 0.8 * errors[1], errors
 
 
 def test_which_units_are_followed(monkeypatch):
-    """All but the last layer's; where that is too much, as many of each layer as its share, and of windows fewer."""
+    """All units but the last layer's; if these are too many, each layer's share, and fewer units with wide windows."""
     network, x = seeded(pooled), image(1, 8, 8)
-    cut = plan(network, x)
-    units = [stage.rule.units for stage in cut.stages]
-    assert squares.followed_units(cut) == (*units[:-1], 0)
-    assert has_squares(cut, x, 2**30)
+    plan = plan_for(network, x)
+    units = [stage.rule.units for stage in plan.stages]
+    assert squares.followed_units(plan) == (*units[:-1], 0)
+    assert has_squares(plan, x, 2**30)
     monkeypatch.setattr(squares, "MOST_CENTRES", 200)
-    some = squares.followed_units(cut)
-    assert some[-1] == 0
-    assert 4 * sum(some) <= 200
-    assert not has_squares(plan(network, x), x, 2**30)  # a plan of its own: what it takes is found once
+    fewer = squares.followed_units(plan)
+    assert fewer[-1] == 0
+    assert 4 * sum(fewer) <= 200
+    assert not has_squares(plan_for(network, x), x, 2**30)  # a new plan, as the old one keeps its layout
 
 
 def test_half_of_the_units_give_nearly_the_same(monkeypatch):
@@ -80,44 +80,44 @@ def test_half_of_the_units_give_nearly_the_same(monkeypatch):
         lambda: nn.Sequential(nn.Linear(12, 60), nn.ReLU(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 4))
     )
     x = image(12)
-    every, found = torch.arange(4).unsqueeze(0), []
+    outputs, moments = torch.arange(4).unsqueeze(0), []
     for most in (4096, 40, 0):
         monkeypatch.setattr(squares, "MOST_CENTRES", most)
-        cut = plan(network, x)
+        plan = plan_for(network, x)
         with torch.no_grad():
-            found.append(squares.carried(cut, x, isotropic(0.7, x), every))
-    (mean, covariance), some, none = found
-    assert float((some[0] - mean).abs().max()) < 0.5 * float((none[0] - mean).abs().max())
-    assert float((some[1] - covariance).abs().max()) < 0.5 * float((none[1] - covariance).abs().max())
+            moments.append(squares.carried(plan, x, isotropic(0.7, x), outputs))
+    (mean, covariance), half, none = moments
+    assert float((half[0] - mean).abs().max()) < 0.5 * float((none[0] - mean).abs().max())
+    assert float((half[1] - covariance).abs().max()) < 0.5 * float((none[1] - covariance).abs().max())
 
 
 def test_a_small_budget_takes_rows(monkeypatch):
-    """And no budget at all is an error that says what would be needed."""
+    """And a tiny one is an error that says what is needed."""
     network, x = random_mlp(64, 3), torch.zeros(1, 64, dtype=torch.float64)
-    cut, every = plan(network, x), torch.arange(3).unsqueeze(0)
-    budget = rows.need_of(cut, 64, 8).bytes
+    plan, outputs = plan_for(network, x), torch.arange(3).unsqueeze(0)
+    budget = rows.need_of(plan, 64, 8).bytes
     monkeypatch.setattr(squares, "need_of", lambda *_: rows.Need("1", budget + 1))
     with torch.no_grad():
-        mean, _ = layerwise(cut, x, isotropic(1.0, x), every, budget)
-        expected, _ = rows.carried(cut, x, isotropic(1.0, x), every, rows.third_order)
+        mean, _ = layerwise(plan, x, isotropic(1.0, x), outputs, budget)
+        expected, _ = rows.carried(plan, x, isotropic(1.0, x), outputs, rows.third_order)
         assert torch.equal(mean, expected)
         with pytest.raises(ValueError, match="raise memory_budget="):
-            layerwise(cut, x, isotropic(1.0, x), every, 1000)
+            layerwise(plan, x, isotropic(1.0, x), outputs, 1000)
 
 
-def near(first: nn.Module, inputs: int) -> nn.Module:
-    """A layer of its own, then two small ones that bend."""
+def small_after(first: nn.Module, inputs: int) -> nn.Module:
+    """A first layer, then two small nonlinear ones."""
     return nn.Sequential(first, nn.GELU(), nn.Flatten(), nn.Linear(inputs, 40), nn.ReLU(), nn.Linear(40, 3))
 
 
-def test_dear_squares_are_for_units_that_look_far(monkeypatch):
-    """Rows are taken for a convolution when squares would carry many more numbers, but not for a dense layer.
+def test_large_squares_are_for_units_that_look_at_many_numbers(monkeypatch):
+    """When squares would carry many more numbers, rows are taken for a convolution, but not for a dense layer.
 
-    There the colours of rows do not keep apart what a unit sees.
+    A unit of a dense layer sees all numbers of a colour at once, which gives its rows a chance error.
     """
     x = image(1, 9, 9)
-    convolution = plan(seeded(lambda: near(nn.Conv2d(1, 4, 3), 196)), x)
-    dense = plan(seeded(lambda: nn.Sequential(nn.Flatten(), *near(nn.Linear(81, 196), 196))), x)
+    convolution = plan_for(seeded(lambda: small_after(nn.Conv2d(1, 4, 3), 196)), x)
+    dense = plan_for(seeded(lambda: nn.Sequential(nn.Flatten(), *small_after(nn.Linear(81, 196), 196))), x)
     assert numbers_seen(convolution, x) == 9
     assert numbers_seen(dense, x) == 81
     assert has_squares(convolution, x, 2**30)
@@ -129,34 +129,34 @@ def test_dear_squares_are_for_units_that_look_far(monkeypatch):
     assert has_squares(dense, x, 2**30)
 
 
-def test_what_a_pool_sees_of_the_image():
-    """All numbers of a window, of each of which a convolution has looked at nine."""
+def test_how_many_numbers_a_pool_sees():
+    """A 2×2 window after a 3×3 convolution sees 4×4 numbers of the image."""
     x = image(1, 8, 8)
-    assert numbers_seen(plan(seeded(pooled), x), x) == 16
+    assert numbers_seen(plan_for(seeded(pooled), x), x) == 16
 
 
-def test_squares_of_large_convolutions_are_dear():
-    """Squares would carry several times the numbers of rows, which are as close to samples as these can tell."""
+def test_large_convolutions_go_by_rows():
+    """Squares would carry several times the numbers of rows, which agree with the samples as it is."""
 
     def along(inputs: int) -> nn.Module:
         return nn.Conv2d(inputs, 16, (1, 5), padding=(0, 2))
 
-    network = seeded(lambda: nn.Sequential(along(1), nn.Tanh(), *near(along(16), 1920)))
+    network = seeded(lambda: nn.Sequential(along(1), nn.Tanh(), *small_after(along(16), 1920)))
     x = image(1, 1, 120)
-    cut, every = plan(network, x), torch.arange(3).unsqueeze(0)
-    assert not has_squares(cut, x, 2**34)
+    plan, outputs = plan_for(network, x), torch.arange(3).unsqueeze(0)
+    assert not has_squares(plan, x, 2**34)
     with torch.no_grad():
-        mean, covariance = layerwise(cut, x, isotropic(0.1, x), every)
+        mean, covariance = layerwise(plan, x, isotropic(0.1, x), outputs)
     reference = sampled(network, x, 0.1, 200_000, seed=2)
-    off = (mean[0] - reference.mean).abs() / reference.variance.sqrt()
-    spread = (covariance[0].diagonal() / reference.variance - 1).abs()
-    assert float(off.max()) < 0.01
-    assert float(spread.max()) < 0.02
+    mean_error = (mean[0] - reference.mean).abs() / reference.variance.sqrt()
+    variance_error = (covariance[0].diagonal() / reference.variance - 1).abs()
+    assert float(mean_error.max()) < 0.01
+    assert float(variance_error.max()) < 0.02
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_numbers_without_noise(dtype):
-    """A black image whose noise is on a few pixels, and none at all."""
+    """A black image with noise on a few pixels only, and with no noise at all."""
     network, x = seeded(pooled).to(dtype), torch.zeros(1, 8, 8, dtype=dtype)
     variance = torch.zeros(64, dtype=dtype)
     variance[10:14] = 0.01
@@ -168,12 +168,12 @@ def test_numbers_without_noise(dtype):
 
 
 def test_derivatives_of_variances():
-    """Of a network with fourth cumulants, in the variance of the noise: against central differences."""
+    """Derivatives in the variance of the noise, with fourth cumulants, against central differences."""
     network, x = random_mlp(12, 4), image(12)
-    cut, every = plan(network, x), torch.arange(12).unsqueeze(0)
+    plan, outputs = plan_for(network, x), torch.arange(12).unsqueeze(0)
 
     def value(variance: Tensor) -> Tensor:
-        mean, covariance = squares.carried(cut, x, nm.Diagonal(variance), every)
+        mean, covariance = squares.carried(plan, x, nm.Diagonal(variance), outputs)
         return mean.sum() + covariance.diagonal(dim1=1, dim2=2).sum()
 
     at = torch.full((12,), 0.3, dtype=torch.float64, requires_grad=True)
@@ -187,16 +187,15 @@ def test_derivatives_of_variances():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("height", [-6.0, -10.0, -20.0, -30.0, -37.0])
 def test_units_that_see_dead_ones_only(height, dtype):
-    """Their inputs vary by next to nothing, and have cumulants beyond all bounds: they must not spoil the others."""
+    """Their inputs hardly vary, and have huge standardized cumulants, which must not spoil other units."""
     widths = 3, 12, 12, 12
     hidden = [(nn.Linear(i, o), nn.ReLU()) for i, o in itertools.pairwise(widths)]
     network = seeded(lambda: nn.Sequential(*itertools.chain(*hidden), nn.Linear(12, 2))).to(dtype)
     with torch.no_grad():
         for layer, bias in ((network[0], 0.2 * height), (network[2], 0.0), (network[4], 1e-4)):
             layer.bias += 0.2
-            layer.weight[0] = torch.eye(layer.in_features)[
-                0
-            ]  # a dead unit, one that sees nothing else, one that sees that
+            # the first units: a dead one, then one that sees only that, then one that sees only this
+            layer.weight[0] = torch.eye(layer.in_features)[0]
             layer.bias[0] = bias
         network[4].weight[0] *= -1
     noise = nm.Gaussian(torch.zeros(3, dtype=dtype), std=0.2)

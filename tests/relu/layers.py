@@ -21,7 +21,7 @@ def random_layer(units: int, seed: int, rank: int | None = None, batch: tuple[in
 
 
 def hard_layer(units: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Two images with certain, linear, dead and repeated units among them: means, a factor of the covariance, it."""
+    """Means, a factor of the covariance and the covariance; two images with certain, linear, dead and equal units."""
     generator = torch.Generator().manual_seed(units)
     factor = torch.nn.functional.normalize(
         torch.randn(2, units, rank, dtype=torch.float64, generator=generator), dim=-1
@@ -40,7 +40,7 @@ def hard_layer(units: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 def by_kernels_and_plainly(
     call: Callable[[], list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """A call's results with Triton's kernels, and with Triton missing."""
+    """The results of a call with Triton's kernels and without Triton."""
     pytest.importorskip("triton")
     fast = call()
     with monkeypatch.context() as missing:

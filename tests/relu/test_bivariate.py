@@ -23,7 +23,7 @@ from netmoments.relu.bivariate import (
     excess_by_owen,
     excess_series,
     nonlinear_part,
-    nonlinear_sum,
+    nonlinear_series,
     orthant_excess,
     scratch_for,
 )
@@ -40,7 +40,7 @@ def hard_points(count: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference_digits(dtype):
-    """At numbers that the dtype has exactly; 25 digits by mpmath, see `tests/reference`."""
+    """The inputs are exact in the dtype; the 25 digits are mpmath's, see `tests/reference`."""
     with bivariate_integrals.PATH.open() as file:
         rows = [row for row in csv.DictReader(file) if row["dtype"] == str(dtype).removeprefix("torch.")]
     assert len(rows) == bivariate_integrals.COUNT
@@ -54,7 +54,7 @@ def test_reference_digits(dtype):
 
 
 def test_the_reference_is_what_mpmath_says():
-    """A few of its rows, computed again."""
+    """A few rows of the reference are computed again."""
     with bivariate_integrals.PATH.open() as file:
         rows = list(csv.DictReader(file))
     for row in rows[:: len(rows) // 6]:
@@ -88,7 +88,7 @@ def test_closed_forms_at_perfect_correlation():
 
 
 def test_a_block_equals_its_pairs_one_by_one():
-    """The choice of one rule for a block, and the picking out of its exceptions, change nothing."""
+    """It changes nothing that a block gets one rule, and exceptions are picked out of it."""
     h, k, rho = hard_points(3000)
     block = nonlinear_part(h, k, rho)
     excess = orthant_excess(h, k, rho)
@@ -122,7 +122,7 @@ def test_broadcasting():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_series_of_the_excess_is_the_quadrature(dtype):
-    """To what the terms left out may add, and the rounding of those kept."""
+    """They agree up to the bound on the terms left out, and the rounding of the others."""
     h = torch.linspace(-6, 6, 60, dtype=dtype).unsqueeze(0)
     series = TileSeries(SeriesFactors(h), slice(0, 60), slice(0, 60))
     limits = excess_limits(40, dtype)
@@ -135,7 +135,7 @@ def test_the_series_of_the_excess_is_the_quadrature(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_excess_takes_terms_or_nodes_as_correlations_ask(dtype):
-    """Pairs of all correlations in one block: with the series as without it."""
+    """A block with all correlations has the same values with the series and without it."""
     h = torch.linspace(-4, 4, 200, dtype=dtype).unsqueeze(0)
     series = TileSeries(SeriesFactors(h), slice(0, 200), slice(0, 200))
     generator = torch.Generator().manual_seed(0)
@@ -154,7 +154,7 @@ def test_the_series_is_the_quadrature(dtype):
     limits = nonlinear_limits(40, dtype)
     for terms in (1, 3, 8, 24, 40):
         rho = torch.full((1, 60, 60), -limits[terms], dtype=dtype)
-        found = nonlinear_sum(series, terms, rho, Scratch(dtype, h.device, 3600))
+        found = nonlinear_series(series, terms, rho, Scratch(dtype, h.device, 3600))
         exact = nonlinear_part(h.double().unsqueeze(-1), h.double().unsqueeze(-2), rho.double())
         assert float((found - exact).abs().max()) < (1.2e-7 if dtype == torch.float32 else 2e-15)
 
@@ -204,7 +204,7 @@ def test_scratch_gives_back_the_same_memory():
 
 
 def test_scratch_of_inference_mode_is_of_use_outside():
-    """A thread keeps it, and the next call may have gradients."""
+    """A thread keeps scratch memory for its next call, which may need gradients."""
     with torch.inference_mode():
         scratch = Scratch(torch.float32, torch.device("cpu"), elements=4)
         scratch.take("a", torch.Size((4,)))

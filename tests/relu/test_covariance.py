@@ -32,7 +32,7 @@ def test_reference_digits_float64(reference):
 
 @pytest.mark.slow
 def test_the_reference_is_what_mpmath_says():
-    """Every row computed again, from the integrals: 25 digits are written."""
+    """Every row of the reference, which has 25 digits, is computed again from the integrals."""
     with PATH.with_name("relu_covariance.csv").open() as file, mpmath.workdps(34):
         for row in csv.DictReader(file):
             place = [float.fromhex(row[name]) for name in ("h_hex", "k_hex", "rho_hex")]
@@ -69,7 +69,7 @@ def test_orthant_probability_against_scipy():
 
 
 def test_covariance_against_scipys_bivariate_normal():
-    """E[relu relu] by the textbook formula over scipy's distribution function: none of our nodes."""
+    """E[relu relu] by the textbook formula with scipy's bivariate distribution, independent of our nodes."""
     mean, matrix = random_layer(6, seed=4)
     s = matrix.diagonal().sqrt()
     h, rho = mean / s, matrix / s.outer(s)
@@ -121,7 +121,7 @@ def test_gradients_with_saturated_units_and_batches():
 
 
 def test_gradients_are_finite_at_the_edges():
-    """ρ = ±1, equal units, zero variance, zero mean and variance: finite, and the documented convention."""
+    """Gradients are finite for ρ = ±1, equal units, zero variance, zero mean and variance, and as documented."""
     mean = torch.tensor([0.4, 0.4, -0.4, 1.0, 0.0, -2.0], dtype=torch.float64, requires_grad=True)
     factor = torch.tensor([1.0, 1.0, -1.0, 0.0, 0.0, 0.0], dtype=torch.float64).unsqueeze(-1)
     matrix = (factor @ factor.mT).requires_grad_()
@@ -268,7 +268,7 @@ def test_bad_input(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("variance", [0.01, 0.3, 7.0, 1e-20])
 def test_exact_duplicates(dtype, variance):
-    """At ρ = ±1 exactly an orthant probability has an infinite slope: ρ must not be rounded before it is 1."""
+    """An orthant probability has an infinite slope at ρ = ±1, so a ρ of ±1 must not be rounded to less."""
     matrix = torch.full((2, 2), variance, dtype=dtype)
     h = torch.tensor([0.0, -0.7], dtype=dtype)
     signs = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=dtype)
@@ -280,7 +280,7 @@ def test_exact_duplicates(dtype, variance):
 
 
 def test_correlations_beyond_one_by_rounding():
-    """A covariance whose smallest eigenvalue is −4e-11 of its largest is one of duplicates."""
+    """Duplicates may have a covariance whose smallest eigenvalue is −4e-11 of its largest."""
     matrix = torch.tensor([[1.0, 1 + 4e-11], [1 + 4e-11, 1.0]], dtype=torch.float64)
     zero = torch.zeros(2, dtype=torch.float64)
     assert float(nm.orthant_probability(zero, matrix)[0, 1]) == 0.5
@@ -291,7 +291,7 @@ def test_correlations_beyond_one_by_rounding():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("units", [5, 40, 150])
 def test_results_are_symmetric_to_the_bit(dtype, units):
-    """Also of a covariance that is not: one of rank 3 with an asymmetry of 4e-11 of its largest entry."""
+    """So they are for a covariance of rank 3 with an asymmetry of 4e-11 of its largest entry."""
     generator = torch.Generator().manual_seed(units)
     mean, matrix = random_layer(units, seed=units, rank=3)
     noise = torch.randn(units, units, dtype=torch.float64, generator=generator)

@@ -106,7 +106,7 @@ def test_scaling(h, std, factor):
 
 @given(st.floats(-12, 12))
 def test_relu_of_z_and_minus_z_make_up_z(h):
-    """relu(z) − relu(−z) = z: means differ by h, and v(h) − v(−h) = 2Φ(h) − 1."""
+    """From relu(z) − relu(−z) = z, means differ by h, and v(h) − v(−h) = 2Φ(h) − 1."""
     h, one = torch.tensor(h, dtype=torch.float64), torch.ones((), dtype=torch.float64)
     assert_close(nm.relu_mean(h, one) - nm.relu_mean(-h, one), h, atol=4e-15)
     assert_close(nm.relu_variance(h, one) - nm.relu_variance(-h, one), torch.erf(h / math.sqrt(2)), atol=2e-15)
@@ -152,7 +152,7 @@ def test_tail_moments(dtype, rtol):
 
 
 def test_excess_moments():
-    """Of themselves, on both sides of where the tail begins, against the closed form with digits enough."""
+    """Relative errors on both sides of where the tail begins, against the closed form in enough digits."""
     x = torch.tensor([0.0, 0.4, 1.7, 2.99, 3.01, 6.0, 12.0, 25.0, 37.0], dtype=torch.float64)
     found = excess_moments(x, density(x))
     for place, v in enumerate(x.tolist()):
@@ -165,14 +165,14 @@ def test_excess_moments():
 
 
 def test_the_gate_of_a_dead_unit_in_float32():
-    """Of itself: h is not rounded to float32 on the way."""
+    """The gate has relative accuracy: h is not rounded to float32 on the way."""
     mean, variance = torch.tensor([-4.1, -9.3, -11.9]), torch.tensor([0.81, 1.21, 1.1])
     exact = [float(mpmath.ncdf(m / mpmath.sqrt(v))) for m, v in zip(mean.tolist(), variance.tolist(), strict=True)]
     assert_close(open_probability(mean, variance), exact, rtol=2e-7)
 
 
 def test_tails_in_float32():
-    """Of the float32 numbers themselves: the exponential of a rounded h²/2 would be off by h²/2 roundings."""
+    """Tails are accurate for the float32 inputs as given; with a rounded h²/2 they would be off by h²/2 roundings."""
     mean = torch.tensor([-3.3, -4.1, -5.7, -7.0, -9.3, -11.9])
     std = torch.tensor([1.0, 0.9, 0.7, 1.3, 1.1, 1.0])
     heights = [float(m) / float(s) for m, s in zip(mean, std, strict=True)]

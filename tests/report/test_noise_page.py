@@ -80,7 +80,7 @@ def test_answers_that_are_wrong_stand_out(found, provenance):
     wrong = dataclasses.replace(found, images=dataclasses.replace(found.images, labels=labels))
     page = render_page(wrong, provenance, "m", "d")
     assert page.count('class="dot wrong"') == 2 + 1
-    assert "answer is wrong without noise, too" in page
+    assert "answer is wrong even without noise" in page
     assert "answer is wrong" not in render_page(found, provenance, "m", "d")
 
 

@@ -136,7 +136,7 @@ def test_the_method_in_words(found):
     split = dataclasses.replace(found, route=("splitting",) + ("frequencies",) * 39)
     assert "those of 1 image, too rare for that" in " ".join(method_in_words(split))
     strict = dataclasses.replace(found, config=dataclasses.replace(STUDIED, tolerance=1e-4))
-    assert "of the images are wider than the ±0.0001" in " ".join(method_in_words(strict))
+    assert "images are wider than the ±0.0001 that was asked for" in " ".join(method_in_words(strict))
     many = dataclasses.replace(found, count=1000)
     assert "of 1,000 classes, the 10 with the largest scores are shown" in " ".join(method_in_words(many))
 
@@ -177,6 +177,13 @@ def test_a_nearest_flip_is_so_many_deviations_away_and_so_many_grey_levels(found
         "The smallest change found that makes it 7 is 3.1 standard deviations of the noise away, at most 26 of 255 "
         "grey levels on a pixel."
     )
+
+
+def test_the_curve_fits_80_columns(found):
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(draw(found))
+    (line,) = [line for line in console.export_text().splitlines() if line.startswith(" right ")]
+    assert line.split() == ["right", *(f"{point.share:.1%}" for point in found.curve)]
 
 
 @pytest.mark.parametrize(("width", "scores"), [(80, False), (120, True)])

@@ -54,7 +54,7 @@ def test_a_sample_is_seeded():
 def hurried(monkeypatch):
     """Few steps and few samples: what comes out is no attack, but all of it comes out."""
     monkeypatch.setattr(attack_rows, "MANY", 20)
-    monkeypatch.setattr(certificate, "ITERATIONS", 20)
+    monkeypatch.setattr(certificate, "BOUND_ITERATIONS", 20)
     monkeypatch.setattr(figures, "DPI", 50)
     for module in (figure_3, figure_4, attack_rows, figure_5):
         monkeypatch.setattr(module, "ITERATIONS", 4)

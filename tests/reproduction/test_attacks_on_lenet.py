@@ -39,9 +39,9 @@ def problem_on(lenet, images, labels, larger, smaller) -> Problem:
 
 def reference_for(problem: Problem, image: int):
     """The margins of one image in float64, in grey levels, for the convex programs."""
-    networks = problem.margins.networks
-    A, reach = networks.A[image].double(), networks.reach[image].double()
-    rest = networks.at_rest[image].double()
+    scores = problem.margins.scores
+    A, reach = scores.A[image].double(), scores.row_lengths[image].double()
+    rest = scores.at_rest[image].double()
     weights, offset = problem.margins.weights[image, 0].double(), problem.margins.offset[image, 0].double()
 
     def margins(shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

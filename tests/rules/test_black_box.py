@@ -16,7 +16,7 @@ from tests.networks import seeded
 
 
 class Called(nn.Module):
-    """A function as a module."""
+    """A module that calls a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Called(nn.Module):
 
 
 class Around(nn.Module):
-    """Linear, something, ReLU, Linear."""
+    """A linear layer, a function, a ReLU and a linear layer."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Around(nn.Module):
 
 
 def each(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A function of one image at a time."""
+    """A function of a batch that treats one image at a time, from a function of one image."""
     return lambda z: torch.stack([function(one) for one in z])
 
 
@@ -61,7 +61,7 @@ NO_DERIVATIVE = ("rounding", "division with rounding")
 
 @pytest.mark.parametrize("case", NO_RULE)
 def test_an_operation_without_a_rule_is_named(case):
-    """Where it is, and what to do; "sampling" does."""
+    """The error says where the operation is and what to do; "sampling" takes the network."""
     function, where = NO_RULE[case]
     net = seeded(lambda: Around(function))
     with pytest.raises(ValueError, match=rf"output_moments: no rule for {where} ") as caught:
@@ -73,9 +73,9 @@ def test_an_operation_without_a_rule_is_named(case):
 
 @pytest.mark.parametrize("case", KNOWN_FROM_SAMPLES)
 def test_a_sketch_knows_from_samples_what_has_no_rule(case):
-    """Within the error of 512 probes: √(2/512) of the nonlinear part of the variance, and five standard errors.
+    """Right to the error of 512 probes, √(2/512) of the nonlinear part of the variance, and five standard errors.
 
-    It is what "auto" takes where a gradient is wanted, which samples do not have.
+    "auto" takes the sketch where a gradient is wanted, which samples do not have.
     """
     function, where = NO_RULE[case]
     net = seeded(lambda: Around(function))
@@ -93,7 +93,7 @@ def test_a_sketch_knows_from_samples_what_has_no_rule(case):
 
 @pytest.mark.parametrize("case", NO_DERIVATIVE)
 def test_rounding_is_refused_by_a_sketch_too(case):
-    """And by "auto" where a gradient is wanted; else it samples."""
+    """So does "auto" where a gradient is wanted; otherwise it samples."""
     net = seeded(lambda: Around(NO_RULE[case][0]))
     for given, method in ((noise(), "sketch"), (nm.Gaussian(noise().mean.clone().requires_grad_(), std=0.3), "auto")):
         with pytest.raises(ValueError, match=r"its derivative is zero .*sampling"):

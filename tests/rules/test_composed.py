@@ -53,7 +53,7 @@ BY_POINTS = (Softmax, NormalisedRows, LogSumExp, PowerSum)
 
 
 def gaussian_windows(name: str, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Means (n, w), covariances (n, w, w), the same for all units of a row; positive numbers are 10 deviations up."""
+    """Means (n, w) and covariances (n, w, w), equal for all units of a row; positive inputs are 10 deviations up."""
     rule, generator = RULES[name], torch.Generator().manual_seed(seed)
     width = rule.width
     root = torch.randn(width, width, dtype=torch.float64, generator=generator) / width**0.5
@@ -65,13 +65,13 @@ def gaussian_windows(name: str, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def moments_at(rule: Nonlinearity, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values (K, n) at samples of a window (K, w), their mean and their variance."""
+    """The values (K, n) at samples (K, w) of a window, with their mean and variance."""
     y = rule.values(z.unsqueeze(1).expand(-1, rule.units, -1))
     return y, y.mean(0), y.var(0)
 
 
 def assert_moments_of(rule: Nonlinearity, local: Local, z: Tensor, slack: float) -> None:
-    """Mean and variance within five standard errors and the slack, in deviations."""
+    """Check mean and variance to five standard errors plus a slack, which is in deviations."""
     y, mean, variance = moments_at(rule, z)
     count, deviation = len(z), variance.sqrt()
     assert bool(((local.mean - mean).abs() <= (5 / count**0.5 + slack) * deviation).all())
@@ -81,7 +81,7 @@ def assert_moments_of(rule: Nonlinearity, local: Local, z: Tensor, slack: float)
 
 @pytest.mark.parametrize("name", RULES)
 def test_moments_against_samples(name):
-    """Of 10⁶ samples of a Gaussian, or of Gamma's distribution where numbers are positive."""
+    """The samples are 10⁶, of a Gaussian, or of a Gamma distribution where inputs are positive."""
     rule, (mean, covariance) = RULES[name], gaussian_windows(name)
     generator = torch.Generator().manual_seed(1)
     if name in POSITIVE:
@@ -103,7 +103,7 @@ def test_moments_against_samples(name):
 
 @pytest.mark.parametrize("name", [name for name in RULES if name not in POSITIVE])
 def test_gain_and_curvature_are_derivatives_of_the_mean(name):
-    """∂E f/∂m = g and ∂g/∂m = H; for the curvature by Stein's identity, to the error of the points."""
+    """∂E f/∂m = g and ∂g/∂m = H; a curvature by Stein's identity has the error of the points."""
     rule, (mean, covariance) = RULES[name], gaussian_windows(name, seed=3)
     by_stein = isinstance(rule, LogSumExp | PowerSum)
     local = rule.local(mean, covariance)
@@ -125,7 +125,7 @@ def test_gain_and_curvature_are_derivatives_of_the_mean(name):
 
 @pytest.mark.parametrize("name", RULES)
 def test_third_cumulants_count_to_first_order(name):
-    """Samples with κ = 0.15 along one direction, z = m + R(u + κ/6 (u₁² − 1)e₁): what is left is of order κ²."""
+    """Samples with κ = 0.15 along one direction, z = m + R(u + κ/6 (u₁² − 1)e₁): the error is of order κ²."""
     rule, (mean, covariance) = RULES[name], gaussian_windows(name, seed=4)
     root, _ = whitened(covariance, covariance, rule.windows >= 0, rule.width)
     kappa = torch.zeros(rule.units, rule.width, rule.width, rule.width, dtype=torch.float64)
@@ -140,7 +140,7 @@ def test_third_cumulants_count_to_first_order(name):
 
 @pytest.mark.parametrize("name", RULES)
 def test_derivatives(name):
-    """Of all four moments in mean and covariance, against differences; images come first."""
+    """The derivatives of all four moments in mean and covariance, against differences; images come first."""
     rule, (mean, covariance) = RULES[name], gaussian_windows(name, seed=5)
     mean, covariance = (torch.stack([x, 1.1 * x]).requires_grad_() for x in (mean, covariance))
     if isinstance(rule, BY_POINTS):
@@ -157,7 +157,7 @@ def vars_of(rule: Nonlinearity) -> dict[str, object]:
 
 
 def test_products_are_isserlis():
-    """Against sums over pairs: Cov of products of four numbers, κ left out, for a sum of three products."""
+    """A sum of three products, against the sum of Cov(ab, cd) over pairs of products, without third cumulants."""
     rule, (mean, covariance) = RULES["sum of products"], gaussian_windows("sum of products", seed=7)
     m, S = mean[0], covariance[0]
     expected, variance = 0.7, 0.0
@@ -173,7 +173,7 @@ def test_products_are_isserlis():
 
 
 def test_squares_and_their_pairs_are_those_of_products():
-    """z² as a square, and as a product of a number with itself; Cov(z², z'²) against samples of none: 4mm'c + 2c²."""
+    """z² is the product of z with itself, and Cov(z², z'²) is 4mm'c + 2c²."""
     mean = torch.tensor([[0.4], [-1.2]], dtype=torch.float64)
     covariance = torch.tensor([[0.5, 0.3], [0.3, 0.8]], dtype=torch.float64)
     alone, twice = Squared(places(2, 1)), SumOfProducts(torch.tensor([[0, 0], [1, 1]]))
@@ -192,7 +192,7 @@ def test_squares_and_their_pairs_are_those_of_products():
 
 
 def test_powers_of_squares_are_those_of_quadrature():
-    """Which is exact for polynomials of degree 127."""
+    """The quadrature is exact for polynomials of degree 127."""
     mean = torch.tensor([[0.4, -1.2, 0.0, 2.0]], dtype=torch.float64)
     variance = torch.tensor([[0.5, 0.3, 1.0, 0.0]], dtype=torch.float64)
     found = Squared(places(4, 1)).power_moments(mean, variance)
@@ -222,7 +222,7 @@ def test_powers_of_gamma(function, power, spread, tolerance):
 
 
 def test_one_signed_pairs():
-    """√z of two correlated numbers nearly as of Gaussian ones where they are far from 0."""
+    """Far from 0 the covariance of the roots of two correlated inputs is nearly that for Gaussian inputs."""
     mean = torch.tensor([[20.0, 30.0]], dtype=torch.float64)
     covariance = torch.tensor([[[1.0, 0.6], [0.6, 2.0]]], dtype=torch.float64)
     found = OneSigned(torch.sqrt, (2,), LIKE).pairs(mean, covariance)
@@ -231,7 +231,7 @@ def test_one_signed_pairs():
 
 
 def test_softmax_of_two_is_a_logistic_function():
-    """E σ(d), d = z₁ − z₂ ~ N(m, s²): by mpmath."""
+    """E σ(d) for d = z₁ − z₂ ~ N(m, s²), by mpmath."""
     mean, covariance = torch.tensor([0.8, -0.4]).double(), torch.tensor([[1.5, 0.2], [0.2, 0.7]]).double()
     m, s = 1.2, math.sqrt(1.5 + 0.7 - 0.4)
     first, second = (
@@ -244,7 +244,7 @@ def test_softmax_of_two_is_a_logistic_function():
 
 
 def test_softmax_sums_to_one():
-    """Means to 1, gains and curvatures over the units to 0, gains over a row to 0: to rounding, skewed or not."""
+    """Means sum to 1, gains and curvatures over units to 0, and gains over a row to 0, to rounding, skewed or not."""
     rows = places(2, 3, 5).transpose(1, 2).reshape(-1, 3)  # over a dimension in the middle
     rule = Softmax(rows)
     generator = torch.Generator().manual_seed(0)
@@ -265,7 +265,7 @@ def test_softmax_sums_to_one():
 
 
 def test_what_is_masked_has_no_part():
-    """A number far below the others is one that is not there."""
+    """An input far below the others counts as missing."""
     mean = torch.tensor([0.3, -1e5, 0.9]).double()
     covariance = torch.diag(torch.tensor([1.0, 0.5, 2.0])).double()
     found = Softmax(places(1, 3)).local(mean.expand(3, -1), covariance.expand(3, -1, -1))
@@ -284,7 +284,7 @@ def test_normalisation_is_torch_s():
 
 
 def test_normalisation_does_not_see_scale_or_level():
-    """Without ε: the moments of αz + β are those of z, and no slope leads along z's level."""
+    """Without ε the moments of αz + β are those of z, and gains sum to 0 over a row."""
     rule = normalised(6, eps=0.0)
     mean, covariance = gaussian_windows("normalised", seed=8)
     local, moved = rule.local(mean, covariance), rule.local(3 * mean + 2, 9 * covariance)
@@ -301,7 +301,7 @@ def test_normalisation_does_not_see_scale_or_level():
     ("width", "expected"), [(1, math.sqrt(2 / math.pi)), (2, math.sqrt(math.pi / 2)), (3, math.sqrt(8 / math.pi))]
 )
 def test_lengths_of_gaussian_vectors(width, expected):
-    """Half-normal, Rayleigh's and Maxwell's distributions: their means, and E z² = w."""
+    """The means of the half-normal, Rayleigh's and Maxwell's distributions, and E|z|² = w."""
     rule = PowerSum(places(1, width), 2.0)
     local = rule.local(torch.zeros(1, width).double(), torch.eye(width).double().unsqueeze(0))
     assert float(local.mean) == pytest.approx(expected, rel=2e-3)
@@ -309,7 +309,7 @@ def test_lengths_of_gaussian_vectors(width, expected):
 
 
 def test_log_sum_of_two_is_a_softplus():
-    """log(eᵃ + eᵇ) = b + log(1 + e^(a−b)): by mpmath, for independent a and b."""
+    """log(eᵃ + eᵇ) = b + log(1 + e^(a−b)) for independent a and b, by mpmath."""
     expected = float(
         mpmath.quad(lambda u: mpmath.log(1 + mpmath.exp(0.5 + math.sqrt(2) * u)) * mpmath.npdf(u), [-12, 0, 12])
     )

@@ -9,7 +9,7 @@ from netmoments.rules.maximum import Largest
 
 
 def test_tied_and_constant_windows():
-    """Equal means, a singular covariance, no noise at all: finite, and right where the answer is known."""
+    """Equal means, a singular covariance or no noise give finite moments, which are right where they are known."""
     rule = Largest(torch.arange(8).reshape(2, 4), with_zero=False)
     mean = torch.zeros(2, 4, dtype=torch.float64)
     covariance = torch.zeros(2, 4, 4, dtype=torch.float64)
@@ -24,9 +24,9 @@ def test_tied_and_constant_windows():
 
 
 def test_many_equal_windows_are_all_right():
-    """Those of a flat background, whose errors add up over a layer: the mean to 0.01 deviations, all together 0.001.
+    """In a flat background errors could add up: each mean is right to 0.01 deviations, their average to 0.001.
 
-    Of four independent numbers and 0 it is ∫ 1 − Φ(x)⁴ over x > 0, here by the trapezoidal rule.
+    The mean for four independent numbers and 0 is ∫ 1 − Φ(x)⁴ over x > 0, here by the trapezoidal rule.
     """
     windows = 6000  # so many that each has as few points as there may be
     rule = Largest(torch.arange(4 * windows).reshape(windows, 4), with_zero=True)

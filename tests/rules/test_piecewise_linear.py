@@ -15,7 +15,7 @@ HARD_TANH = between(torch.tensor([-0.5]).double(), torch.tensor([0.4]).double(),
 
 
 def test_two_fully_correlated_kinks():
-    """The variance of one unit with two kinks has a closed form of its own; against quadrature."""
+    """The variance of one unit with two kinks, which has a closed form of its own, against quadrature."""
     nodes = torch.linspace(-9, 9, 200_001, dtype=torch.float64)
     density = torch.exp(-nodes * nodes / 2)
     density /= density.sum()
@@ -69,7 +69,7 @@ def exact_powers(h: float, std: float) -> list[list[float]]:
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 2e-7)])
 @pytest.mark.parametrize("h", [-3.5, -7.0, -12.0, -30.0])
 def test_powers_of_dead_units(h, dtype, rtol):
-    """All their moments to relative accuracy, down to the smallest numbers: none is a difference of larger ones."""
+    """All moments have relative accuracy, down to the smallest floats: none is a difference of larger numbers."""
     std = 2.0 if h > -20 else 4.0
     mean, variance = torch.full((1, 1), h * std, dtype=dtype), torch.full((1, 1), std * std, dtype=dtype)
     power = relu(1, mean).power_moments(mean, variance)
@@ -79,7 +79,7 @@ def test_powers_of_dead_units(h, dtype, rtol):
 
 
 def test_derivatives_at_a_kink():
-    """Where the mean is at the kink, dE f/dm is the expected slope all the same."""
+    """dE f/dm is the expected slope also where the mean is at the kink."""
     for slope, bend in ((0.0, 1.0), (0.1, 0.9), (-1.0, 2.0)):
         rule = one_kink(*torch.tensor([[slope], [bend]], dtype=torch.float64))
         mean = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)

@@ -47,7 +47,7 @@ def test_adaptive_and_reduction_windows():
 
 @pytest.fixture
 def registered():
-    """No rules but those of a test; what was there comes back."""
+    """The registered rules, empty during a test and restored after it."""
     with mock.patch.dict(LAYER_RULES, clear=True):
         yield LAYER_RULES
 
@@ -63,7 +63,7 @@ class OwnRelu(nn.Module):
 
 
 class Spectrum(nn.Module):
-    """Linear, by operators that have no rule."""
+    """An affine layer of operators that have no rule."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.fft(x).real + 1
@@ -124,7 +124,7 @@ def test_a_rule_of_ones_own(registered):
 
 
 class Products(nn.Module):
-    """Each number times the next."""
+    """The product of each number with the next."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * x.roll(-1, 1)
@@ -132,7 +132,7 @@ class Products(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class ProductRule(nm.rules.Nonlinearity):
-    """All that a rule must say, and no more: exact moments of one product."""
+    """A rule with only what it must have: exact moments of one product."""
 
     windows: Tensor
 
@@ -159,7 +159,7 @@ def product_rule(layer: nn.Module, example: Tensor) -> ProductRule:
 
 
 def moments_of_products(net: nn.Module, given: nm.Gaussian) -> tuple[Tensor, Tensor]:
-    """Of Linear, Products, Linear: f = ½ zᵀHz has E f = ½(mᵀHm + tr HS), Cov = (Hm)ᵀS(H'm) + ½ tr(HSH'S)."""
+    """For Linear, Products, Linear: f = ½ zᵀHz has E f = ½(mᵀHm + tr HS), Cov = (Hm)ᵀS(H'm) + ½ tr(HSH'S)."""
     first, last = net[0], net[2]
     with torch.no_grad():
         m, S = first(given.mean), first.weight @ given.covariance.dense() @ first.weight.mT
@@ -173,7 +173,7 @@ def moments_of_products(net: nn.Module, given: nm.Gaussian) -> tuple[Tensor, Ten
 
 
 def test_a_rule_with_values_moments_and_windows_gets_every_path(registered):
-    """Products are quadratic: layer by layer they are exact, a sketch is as near as its probes are many."""
+    """Products are quadratic: "layerwise" is exact for them, and a sketch is right to the error of its probes."""
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 7), Products(), nn.Linear(7, 3)))
     given = noise(std=0.8)
     nm.register_rule(Products, product_rule)
@@ -204,7 +204,7 @@ def test_a_rule_with_values_moments_and_windows_gets_every_path(registered):
 
 
 def test_a_rule_of_ones_own_deep_in_a_network(registered):
-    """After another nonlinear layer, with third cumulants that it does not use, in a batch, with derivatives."""
+    """The rule works behind another nonlinear layer, with cumulants that it ignores, in a batch, with derivatives."""
     nm.register_rule(Products, product_rule)
     net, given = with_layer(Products()), noise(2, std=0.1)
     sampled = nm.monte_carlo(net, given, 100_000, seed=1)
@@ -249,7 +249,7 @@ class MagnitudeRule(nm.rules.OneInput):
 
 
 class MagnitudeRuleWithPairs(MagnitudeRule):
-    """The exact covariances of pairs, as the library has them for |z|."""
+    """The same rule with the library's exact covariances of pairs for |z|."""
 
     def pairs(self, mean: Tensor, covariance: Tensor) -> Tensor:
         one = torch.ones(self.units, dtype=mean.dtype)
@@ -257,7 +257,7 @@ class MagnitudeRuleWithPairs(MagnitudeRule):
 
 
 def test_exact_pairs_of_ones_own_are_used(registered):
-    """|z| by a rule of one's own: without `pairs` near the library's own, with them equal to it."""
+    """A user's rule for |z| is close to the library's without `pairs`, and equal to it with them."""
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 9), Magnitude(), nn.Linear(9, 3)))
     same = seeded(lambda: nn.Sequential(nn.Linear(4, 9), nn.Identity(), nn.Linear(9, 3)))
     same[1].forward = torch.abs

@@ -29,7 +29,7 @@ def test_kernels_are_not_for_derivatives_wide_windows_or_many_samples(monkeypatc
 
 @pytest.mark.parametrize(("steps", "times"), [(1, 1), (7, 3), (5000, 1), (5000, 100), (4224, 1), (123_457, 11)])
 def test_every_step_is_taken_once(steps, times):
-    """By programs that take as many each, but for the last; there are enough of them where there is work enough."""
+    """All programs but the last take equally many steps, and there are enough programs if there is enough work."""
     each, programs = sketch_launch._split(steps, times)
     assert (programs - 1) * each < steps <= programs * each
     assert programs * times >= min(steps * times, sketch_launch.PROGRAMS) / 2

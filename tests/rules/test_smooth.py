@@ -29,7 +29,7 @@ def local(function: Callable[[Tensor], Tensor], mean: Tensor = MEAN, std: Tensor
 
 
 def test_sines():
-    """E sin z = e sin m, e = exp(−s²/2): its derivatives in m are the gain and the curvature."""
+    """E sin z = exp(−s²/2) sin m, whose derivatives in m are the gain and the curvature."""
     found, shrink = local(torch.sin), torch.exp(-(STD**2) / 2)
     assert_close(found.mean, shrink * torch.sin(MEAN), atol=1e-14)
     assert_close(found.gain.squeeze(-1), shrink * torch.cos(MEAN), atol=1e-14)
@@ -39,7 +39,7 @@ def test_sines():
 
 
 def test_the_error_function():
-    """E erf z = erf(m/√(1 + 2s²)); what 64 nodes leave for s = 1 is 2e-9."""
+    """E erf z = erf(m/√(1 + 2s²)); the error of 64 nodes for s = 1 is 2e-9."""
     assert_close(local(torch.erf).mean, torch.erf(MEAN / (1 + 2 * STD**2).sqrt()), atol=1e-8)
 
 
@@ -62,7 +62,7 @@ BENT: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", [*SMOOTH, *BENT])
 def test_against_a_fine_grid(name):
-    """The trapezoidal rule on 2·10⁵ points. 64 nodes are right to 1e-6, at a bend of the first derivative to 2e-3."""
+    """The grid has 2·10⁵ points. 64 nodes are right to 1e-6, or to 2e-3 where the first derivative has a kink."""
     function = {**SMOOTH, **BENT}[name]
     u = torch.linspace(-10, 10, 200_001, dtype=torch.float64)
     density = torch.exp(-u * u / 2)
@@ -88,7 +88,7 @@ def test_without_noise_it_is_the_function():
 
 @pytest.mark.parametrize("rho", [0.0, 0.5, -0.8, 1.0])
 def test_pairs_of_sines(rho):
-    """Cov(sin z, sin z') less its linear part, whose series goes like (s s' ρ)ⁿ/n!: 1e-7 is left after 8 terms."""
+    """Cov(sin z, sin z') less its linear part, whose series goes like (s s' ρ)ⁿ/n!: the error after 8 terms is 1e-7."""
     mean, std = MEAN[:2], torch.tensor([0.9, 0.6], dtype=torch.float64)
     covariance = torch.diag(std**2)
     covariance[0, 1] = covariance[1, 0] = rho * std.prod()
@@ -114,9 +114,9 @@ KINKED, BENDING = ("ELU, 0.4", "SELU"), ("ELU", "CELU", "Hardswish", "Hardsigmoi
 
 @pytest.mark.parametrize("name", MODULES)
 def test_one_layer_of_every_kind_in_a_network(name):
-    """With its options, against quadrature over two inputs, in deviations.
+    """Each kind with its options, against quadrature over two inputs, in deviations.
 
-    Between nodes that are 0.2 deviations apart a jump d of the slope may lie anywhere, and its series converges slowly:
+    A jump d of the slope may lie anywhere between nodes, 0.2 deviations apart, and makes the series converge slowly:
     ELU with α = 0.4 (d = 0.6) has a covariance that is 4 % off, SELU (d = 0.7, at fewer units) 1.3 %.
     """
     net = seeded(lambda: nn.Sequential(nn.Linear(2, 6), MODULES[name], nn.Linear(6, 3)))

@@ -1,9 +1,8 @@
-"""An item that fails says which it was, wherever it was computed."""
+"""The error of an item that fails names the item, wherever it was computed."""
 
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +11,8 @@ pytest.importorskip("pyarrow", reason="sweeps keep their results in Parquet file
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.run import run_sweep
 from netmoments.sweep.store import Store
-from tests.sweeps import (
-    Failing,
-    FailingStubbornly,
-    Toy,
-)
+from tests.sweeps import Failing, FailingStubbornly, Toy
 
-ROOT = Path(__file__).parent.parent.parent
 HERE = LocalEngine(["cpu"])
 TWO = LocalEngine(["cpu", "cpu"])
 

@@ -16,18 +16,9 @@ pytest.importorskip("pyarrow", reason="sweeps keep their results in Parquet file
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.run import run_sweep
 from netmoments.sweep.store import Store
-from tests.sweeps import (
-    Dying,
-    Toy,
-    alive,
-    expected,
-    files,
-    same,
-    until,
-)
+from tests.sweeps import Dying, Toy, alive, expected, files, same, until
 
 ROOT = Path(__file__).parent.parent.parent
-HERE = LocalEngine(["cpu"])
 TWO = LocalEngine(["cpu", "cpu"])
 
 

@@ -17,19 +17,10 @@ from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.on_ray import RayEngine
 from netmoments.sweep.run import run_sweep
 from netmoments.sweep.store import Store
-from tests.sweeps import (
-    Dying,
-    Failing,
-    Toy,
-    alive,
-    expected,
-    same,
-    until,
-)
+from tests.sweeps import Dying, Failing, Toy, alive, expected, same, until
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = LocalEngine(["cpu"])
-TWO = LocalEngine(["cpu", "cpu"])
 
 
 def test_ray_gives_the_same_bits_though_a_worker_is_killed(tmp_path, two_workers):
@@ -45,7 +36,7 @@ def test_ray_gives_the_same_bits_though_a_worker_is_killed(tmp_path, two_workers
 
 
 def in_another_process(out: Path, address: str | None) -> None:
-    """A sweep on Ray by a process that is connected to none, before and afterwards."""
+    """Run a sweep in a process that is connected to no Ray, neither before nor afterwards."""
     code = (
         "import sys, pathlib, ray\n"
         "from netmoments.sweep import RayEngine, run_sweep\n"

@@ -26,18 +26,10 @@ from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.on_ray import RayEngine
 from netmoments.sweep.run import Unfinished, Watch, run_sweep
 from netmoments.sweep.store import Store
-from tests.sweeps import (
-    Failing,
-    Toy,
-    expected,
-    files,
-    filled,
-    same,
-)
+from tests.sweeps import Failing, Toy, expected, files, filled, same
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = LocalEngine(["cpu"])
-TWO = LocalEngine(["cpu", "cpu"])
 
 
 def test_a_sweep_without_items_is_refused(tmp_path):
@@ -62,7 +54,7 @@ def test_only_what_is_missing_is_computed(tmp_path):
 
 @pytest.mark.parametrize("where", ["item", "part"])
 def test_a_full_disk_keeps_what_is_done(tmp_path, monkeypatch, where):
-    """While an item is written, and while items are put together: the next run, with room, gives the same rows."""
+    """Full while an item is written, or while items are merged: the next run, with room, gives the same rows."""
     sweep, plain, written = Toy(log=tmp_path / "log"), Path.write_bytes, []
 
     def until_full(self: Path, content: bytes) -> int:
@@ -103,7 +95,7 @@ def test_many_items_are_merged_on_the_way(tmp_path, monkeypatch):
     def counted(self, *arguments):
         nonlocal most
         add(self, *arguments)
-        most = max(most, self.loose)
+        most = max(most, self.unmerged)
 
     monkeypatch.setattr(running, "MERGE_EVERY", 5)
     monkeypatch.setattr(Store, "add", counted)
@@ -157,7 +149,7 @@ def test_an_interrupted_run_keeps_what_is_finished(tmp_path, error):
 
 @pytest.mark.parametrize("after", ["item-000007.parquet", "part-0000.parquet"])
 def test_an_interrupt_between_a_file_and_its_entry_loses_and_doubles_nothing(tmp_path, monkeypatch, after):
-    """Ctrl-C when the file has its name already, but the store has not heard of it."""
+    """Ctrl-C comes when the file has its name already, but the store has not noted it."""
     write = store.write_rows
 
     def interrupted(path: Path, *arguments) -> None:
@@ -199,7 +191,7 @@ def test_an_engine_that_ends_early_is_an_error(tmp_path):
 
 
 def test_kills_lose_and_double_nothing(tmp_path):
-    """At moments that are chosen at random, some of them in a merge."""
+    """Kills at random moments, some of them during a merge."""
     killed_again_and_again(tmp_path, items=60, kills=6)
 
 
@@ -227,7 +219,7 @@ def killed_again_and_again(out: Path, items: int, kills: int) -> None:
 
 @pytest.mark.slow
 def test_kills_from_outside_lose_and_double_nothing(tmp_path):
-    """Whenever they come."""
+    """Kills at random times, by the process that started it."""
     items, chance = 1000, random.Random(20261115)
     sweep, finished = Toy(items=items), set()
     for _ in range(20):
@@ -240,7 +232,7 @@ def test_kills_from_outside_lose_and_double_nothing(tmp_path):
 
 
 def run_until_killed(out: Path, items: int, moment: int, delay: float) -> bool:
-    """By itself at a moment, or by this process after a delay; whether it was still at work."""
+    """Run a sweep in a process that kills itself at a moment, or is killed after a delay: was it still at work?"""
     command = [sys.executable, "-m", "tests.sweeps", str(out), str(items), str(moment)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as child:
         assert child.stdout is not None
@@ -252,7 +244,7 @@ def run_until_killed(out: Path, items: int, moment: int, delay: float) -> bool:
 
 
 def merge_was_on(folder: Path) -> bool:
-    """Whether half a part is there, or an item both in a part and in a file of its own."""
+    """Whether there is half a part, or an item both in a part and in a file of its own."""
     parts = len(list(folder.glob(".part-*.tmp")))
     loose = {int(path.stem.removeprefix("item-")) for path in folder.glob("item-*.parquet")}
     merged = [store._pyarrow().parquet.read_table(path)["item"].to_pylist() for path in folder.glob("part-*.parquet")]
@@ -260,7 +252,7 @@ def merge_was_on(folder: Path) -> bool:
 
 
 def finished_in(out: Path, sweep: Toy) -> set[int]:
-    """What a copy of the folder says, so that the next run has to clean up itself."""
+    """The finished items in a copy of the folder, so that the next run has to clean up by itself."""
     shutil.copytree(out, copy := out.with_name(out.name + "-copy"))
     try:
         with Store.open(copy, sweep) as kept:

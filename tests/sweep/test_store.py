@@ -1,4 +1,4 @@
-"""What is on the disk: whole, checked byte for byte, never mixed, never lost or counted twice."""
+"""The folder of a sweep: files are whole and checked, results are never mixed, lost or counted twice."""
 
 from __future__ import annotations
 
@@ -21,17 +21,10 @@ from netmoments.sweep import store
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.run import run_sweep
 from netmoments.sweep.store import Rows, Store, only_writer
-from tests.sweeps import (
-    Toy,
-    expected,
-    files,
-    filled,
-    same,
-)
+from tests.sweeps import Toy, expected, files, filled, same
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = LocalEngine(["cpu"])
-TWO = LocalEngine(["cpu", "cpu"])
 
 
 def test_rows_come_back_bit_for_bit(tmp_path):
@@ -254,7 +247,7 @@ def test_leftovers_of_a_kill_are_removed(tmp_path):
 
 
 def half_merged(out: Path) -> Path:
-    """The folder as a kill leaves it between the writing of a part and the deletion of its items' files."""
+    """The folder as a kill leaves it after a part was written and before all its shards are deleted."""
     folder = filled(out, Toy(), range(5))
     shutil.copytree(folder, out / "before")
     with Store.open(out, Toy()) as kept:

@@ -1,9 +1,10 @@
 """Triton kernels for the lower triangle of a layer's covariance, stored with its mirror image or summed into a form.
 
-A program takes a run of tiles, row by row, and asks for the covariances of the next tile before it evaluates the one it
-has. Pairs beyond the reach of what serves the whole tile, few in most tiles, are marked by these kernels and evaluated,
-many tiles' together, by the `strong` ones. Pairs with a unit that is hardly ever open are computed again, to relative
-accuracy, by `tail_kernel`."""
+A program takes a run of tiles, row by row, and loads the covariances of the next tile before it evaluates the current
+one. Pairs with correlations that are too strong for the evaluation of the whole tile, few in most tiles, are marked and
+left to the `strong` kernels, which evaluate those of many tiles together. `tail_kernel` computes pairs with a unit that
+is hardly ever open again, to relative accuracy.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from netmoments.relu.triton.kernels import (
 )
 
 BINS = constexpr(512)
-"""Parts of [0, 1], a power of two: a table looked up by correlation has a row for each, and one for 1 itself."""
+"""The parts of [0, 1], a power of two, that have a row in tables by correlation; another row is for 1 itself."""
 
 TERMS_OF_BIN = constexpr(0)  # columns of such a table
 START_OF_BIN = constexpr(1)
@@ -40,7 +41,7 @@ COLUMNS_OF_BIN = constexpr(3)
 REACH = constexpr(tiles.REACH)
 
 LANES = constexpr(128)
-"""Strongly correlated pairs that a program evaluates at a time."""
+"""How many strongly correlated pairs a program evaluates at a time."""
 
 
 @jit
@@ -72,16 +73,16 @@ def terms_up_to(lookup, size):
 
 @jit
 def rule_up_to(lookup, size):
-    """First and last node of a rule that serves up to the correlation `size`."""
+    """The first node, and the end of the nodes, of a rule that is enough up to the correlation `size`."""
     row = bin_of(lookup, size)
     return tl.load(row + START_OF_BIN), tl.load(row + STOP_OF_BIN)
 
 
 @jit
 def largest_of(size):
-    """The largest of some numbers ≥ 0, which may be NaN where one of them is.
+    """The largest of some numbers ≥ 0; it may be NaN if one of them is.
 
-    As integers float32 are ordered alike, and sooner compared.
+    The bits of float32 numbers ≥ 0 are ordered in the same way as integers, which are compared faster.
     """
     if size.dtype == tl.float32:
         return tl.max(size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -91,7 +92,7 @@ def largest_of(size):
 
 @jit
 def columns_of_side(table, image, start, units, TERMS: constexpr, SIDE: constexpr):
-    """`columns_of` the units along one side of a tile, from `start` on: all in one block, since SIDE divides BLOCK."""
+    """`columns_of` the units along a side of a tile, from `start` on; SIDE divides BLOCK, so all are in one block."""
     nth = start // BLOCK
     block = image * ((units + BLOCK - 1) // BLOCK) + nth
     return table + block.to(tl.int64) * (BLOCK * (FIRST + TERMS)) + (start - nth * BLOCK) + tl.arange(0, SIDE)
@@ -99,9 +100,9 @@ def columns_of_side(table, image, start, units, TERMS: constexpr, SIDE: constexp
 
 @jit
 def covariances_ahead(source, by_row, top, left, units, wanted, SIDE: constexpr, EVEN: constexpr):
-    """The covariances of a tile, asked for long before they are used; 0 outside, and everywhere unless `wanted`.
+    """The covariances of a tile, loaded long before they are used; 0 outside of the layer, and all 0 unless `wanted`.
 
-    EVEN says that the tiles divide the layer, so that nothing is outside.
+    With EVEN, tiles divide the layer, so that no place is outside.
     """
     i = tl.arange(0, SIDE)
     at = source + top.to(tl.int64) * by_row + left + i[:, None] * by_row + i[None, :]
@@ -113,7 +114,7 @@ def covariances_ahead(source, by_row, top, left, units, wanted, SIDE: constexpr,
 
 @jit
 def moderate_nodes(rho, row, column, nodes, start, stop):
-    """J by quadrature where 1 − τ⁴ loses nothing, |ρ| ≤ 0.9 say: fewer operations than `nonlinear_nodes`.
+    """J by quadrature with fewer operations than `nonlinear_nodes`, for |ρ| ≤ 0.9, say, where 1 − τ⁴ loses no digits.
 
     With τ = uT and s = (1+τ²)/(1−τ²) = 2/(1−τ²) − 1 the exponent is s·(−(h²+k²)s/2 + 2hkτ/(1−τ²)).
     """
@@ -139,7 +140,7 @@ def moderate_nodes(rho, row, column, nodes, start, stop):
 
 @jit
 def mark(chosen, marks, tile, SIDE: constexpr):
-    """Mark the chosen pairs of a tile: a bit for each place, counted row by row, the lowest bit of a word first."""
+    """Mark the chosen pairs of a tile by a bit for each place, row by row, from the lowest bit of a word upwards."""
     WORD: constexpr = min(SIDE, 32)
     WORDS: constexpr = SIDE * SIDE // WORD
     bits = tl.reshape(chosen, (WORDS, WORD)).to(tl.int32) << tl.arange(0, WORD)[None, :]
@@ -150,10 +151,10 @@ def mark(chosen, marks, tile, SIDE: constexpr):
 def weak_part(
     rho, row, column, lookup, series_reach, nodes, reach, marked, marks, tile, BY_NODES: constexpr, SIDE: constexpr
 ):
-    """J of the pairs of a tile with |ρ| ≤ `reach`, 0 for the others, NaN where ρ is.
+    """J of a tile's pairs with |ρ| ≤ `reach`; 0 for the others, and NaN where ρ is NaN.
 
-    Up to `series_reach` the series is cheapest, beyond, if BY_NODES, quadrature. The first of the programs that share
-    the tile says in `marked` whether there are others, and which in `marks`.
+    It comes from the series up to `series_reach`, and beyond from quadrature, if BY_NODES. The first of the programs
+    that share the tile writes into `marked` whether there are other pairs, and into `marks` which.
     """
     size = tl.abs(rho)
     largest = largest_of(size)
@@ -180,8 +181,10 @@ def covariance_kernel(
     units, covariance_by_image, tiles, run,
     TERMS: constexpr, BY_NODES: constexpr, SIDE: constexpr, EVEN: constexpr,
 ):  # fmt: skip
-    """Cov(relu z) of a layer but for the nonlinear parts of strongly correlated pairs: each tile of the lower triangle,
-    and its mirror image, `run` tiles a program."""
+    """Cov(relu z) of a layer without the nonlinear parts of strongly correlated pairs.
+
+    A program takes `run` tiles of the lower triangle, and stores each with its mirror image.
+    """
     image = tl.program_id(1)
     source = covariance + image.to(tl.int64) * covariance_by_image
     square = result + image.to(tl.int64) * units * units
@@ -223,7 +226,7 @@ def covariance_kernel(
 
 @jit
 def weights_of(weights, unit, output, units, outputs, EVEN: constexpr):
-    """B of some outputs and units; 0 outside."""
+    """The weights B of some outputs and units; 0 outside of them."""
     inside = (output < outputs)[:, None]
     if not EVEN:
         inside = inside & (unit < units)[None, :]
@@ -239,7 +242,7 @@ def high_and_low(x):
 
 @jit
 def full_product(a, b, PRECISION: constexpr):
-    """a bᵀ; "tf32x3" is float32 on tensor cores, without the product of the low parts, and "ieee" any dtype."""
+    """a bᵀ; "tf32x3" is for float32 on tensor cores, three products of high and low parts, and "ieee" for any dtype."""
     if PRECISION == "tf32x3":
         a_high, a_low = high_and_low(a)
         b_high, b_low = high_and_low(b)
@@ -258,11 +261,11 @@ def diagonal_kernel(
     TERMS: constexpr, BY_NODES: constexpr, SIDE: constexpr, EVEN: constexpr,
     OUTPUTS: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """What a run of tiles of the lower triangle, and their mirror images, add to the diagonal of B K Bᵀ, but for the
-    nonlinear parts of strongly correlated pairs: `sums` (images, programs, outputs), OUTPUTS of them a program.
+    """The diagonal of B K Bᵀ, without the nonlinear parts of strongly correlated pairs, in `sums` to be summed later.
 
-    `covariance` holds the rows from `origin` on only, and `first_tile` is the tile they start with. PRECISION is that
-    of the products of a tile; all else is summed in float64.
+    These are (images, programs, outputs); a program takes a run of tiles of the lower triangle, with their mirror
+    images, and OUTPUTS outputs. `covariance` holds only the rows from `origin` on, which start with tile `first_tile`.
+    PRECISION is that of the products of a tile; all else is summed in float64.
     """
     image = tl.program_id(1)
     source = covariance + image.to(tl.int64) * covariance_by_image - origin.to(tl.int64) * covariance_by_row
@@ -304,7 +307,7 @@ def diagonal_kernel(
 
 @jit
 def ones(word):
-    """How many bits of a word of 32 are 1."""
+    """How many bits of a 32-bit word are 1."""
     if INTERPRETED:
         pairs = word - ((word >> 1) & 0x55555555)
         fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
@@ -317,7 +320,7 @@ def ones(word):
 
 @jit
 def place_of_one(word, nth):
-    """Which bit of a word is the one number `nth` = 0, 1, … of those that are 1."""
+    """The place of the bit number `nth` = 0, 1, … among the bits of a word that are 1."""
     place = tl.zeros_like(nth)
     for step in tl.static_range(5):
         below = ones((word >> place) & ((1 << (16 >> step)) - 1))
@@ -328,9 +331,9 @@ def place_of_one(word, nth):
 
 @jit
 def count_marks(image, marked, marks, running, tiles, GROUP: constexpr, SIDE: constexpr):
-    """Where the words of a group of tiles start in `marks`, how many there are, and how many pairs they mark.
+    """Where the words of a group of tiles begin in `marks`, how many words there are, and how many pairs they mark.
 
-    Running sums of the latter are left in `running`, word by word.
+    The running sums of marked pairs, word by word, are written to `running`.
     """
     WORDS: constexpr = SIDE * SIDE // min(SIDE, 32)
     word = tl.arange(0, GROUP * WORDS)
@@ -348,7 +351,7 @@ def count_marks(image, marked, marks, running, tiles, GROUP: constexpr, SIDE: co
 
 @jit
 def find_marks(nth, base, words, marks, running, LENGTH: constexpr):
-    """Word and bit of the marks with these numbers, by bisection of the running sums of at most LENGTH words."""
+    """The word and the bit of the marks number `nth`, by bisection of the running sums of at most LENGTH words."""
     word = tl.zeros_like(nth)
     before = tl.zeros_like(nth)
     for halving in tl.static_range(1, 16):
@@ -365,7 +368,7 @@ def strong_pairs(
     nth, base, words, table, image, source, by_row, units, first_tile, marks, running, nodes, lookup,
     TERMS: constexpr, GROUP: constexpr, SIDE: constexpr,
 ):  # fmt: skip
-    """The strongly correlated pairs with these numbers of a group of tiles: units i > j, ΦΦc and s₁s₂J."""
+    """The strongly correlated pairs number `nth` of a group of tiles: their units i > j, ΦΦc and s₁s₂J."""
     WORD: constexpr = min(SIDE, 32)
     WORDS: constexpr = SIDE * SIDE // WORD
     word, bit = find_marks(nth, base, words, marks, running, GROUP * WORDS)
@@ -389,7 +392,7 @@ def strong_covariance_kernel(
     table, covariance, result, marked, marks, running, nodes, lookup, units, covariance_by_image, tiles,
     TERMS: constexpr, GROUP: constexpr, SIDE: constexpr,
 ):  # fmt: skip
-    """What `covariance_kernel` left out: the covariances of the pairs beyond `reach`, GROUP tiles a program."""
+    """The covariances of the strongly correlated pairs, which `covariance_kernel` leaves out, GROUP tiles a program."""
     image = tl.program_id(1)
     source = covariance + image.to(tl.int64) * covariance_by_image
     square = result + image.to(tl.int64) * units * units
@@ -411,7 +414,7 @@ def strong_diagonal_kernel(
     sums_by_image, sums_by_program, tiles,
     TERMS: constexpr, GROUP: constexpr, SIDE: constexpr, OUTPUTS: constexpr,
 ):  # fmt: skip
-    """What `diagonal_kernel` left out: `sums` (images, programs, outputs), OUTPUTS of them a program."""
+    """The part that `diagonal_kernel` leaves out, for GROUP tiles and OUTPUTS outputs a program, in `sums` as there."""
     image = tl.program_id(1)
     source = covariance + image.to(tl.int64) * covariance_by_image - origin.to(tl.int64) * covariance_by_row
     output = tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -434,7 +437,7 @@ def strong_diagonal_kernel(
 
 @jit
 def seldom_open_kernel(table, chosen, units, seldom, faint, TERMS: constexpr, WIDE: constexpr):
-    """1 for the units of an image that `bivariate.deep_layers` and `noticeable` pick, else 0: an image a program."""
+    """1 for the units that `bivariate.noticeable` picks in images with `deep_layers`, else 0; one image a program."""
     image = tl.program_id(0)
     opened = tl.zeros((1,), tl.float64)
     deviation, reach = opened, opened
@@ -453,7 +456,7 @@ def seldom_open_kernel(table, chosen, units, seldom, faint, TERMS: constexpr, WI
 
 @jit
 def sizes_of(table, image, unit, units, TERMS: constexpr):
-    """s, Φ(h) and s·exp(−min(h, 0)²/4) of some units in float64, 0 past the last one."""
+    """s, Φ(h) and s·exp(−min(h, 0)²/4) of some units in float64; 0 past the last unit."""
     column = columns_of(table, image, unit, units, TERMS)
     s = tl.load(column + DEVIATION * BLOCK, mask=unit < units, other=0).to(tl.float64)
     gate = tl.load(column + GATE * BLOCK, mask=unit < units, other=0).to(tl.float64)
@@ -463,14 +466,14 @@ def sizes_of(table, image, unit, units, TERMS: constexpr):
 
 @jit
 def crossing(v, plus, minus):
-    """w with plus·w − minus/w = v, without cancellation."""
+    """The w with plus·w − minus/w = v, without cancellation."""
     root = tl.sqrt(v * v + 4 * plus * minus)
     return tl.where(v < 0, 2 * minus / tl.maximum(root - v, 1e-300), (v + root) / tl.maximum(2 * plus, 1e-300))
 
 
 @jit
 def tail_nonlinear_part(h, k, rho, points, NODES: constexpr):
-    """J·exp(max(|h|,|k|)²/2) in float64: `tiles.tail_nonlinear_part`, along the path of `tiles._Path`.
+    """J·exp(max(|h|,|k|)²/2) in float64: `tiles.tail_nonlinear_part`, along the path of `tiles._TailPath`.
 
     `points` are NODES pairs of x⁴ and its weight.
     """
@@ -500,7 +503,7 @@ def tail_nonlinear_part(h, k, rho, points, NODES: constexpr):
 
 @jit
 def deviations_of(mean, variance, unit, units, mean_by_unit, variance_by_unit):
-    """h and s of some units in float64, not as the table has rounded them; s is 0 past the last unit."""
+    """h and s of some units, computed in float64, where the table has rounded them; s is 0 past the last unit."""
     m = tl.load(mean + unit * mean_by_unit, mask=unit < units, other=0).to(tl.float64)
     s = tl.sqrt(tl.maximum(tl.load(variance + unit * variance_by_unit, mask=unit < units, other=0).to(tl.float64), 0.0))
     return standardized(m, s), s
@@ -512,9 +515,11 @@ def tail_kernel(
     units, mean_by_image, mean_by_unit, variance_by_image, variance_by_unit, covariance_by_image, dead,
     TERMS: constexpr, NODES: constexpr, SIDE: constexpr,
 ):  # fmt: skip
-    """Cov(relu z) to relative accuracy, for pairs with a unit that is `chosen`, (images, units) of bytes, or, without a
-    choice, one whose h is left of `dead`. A program takes a tile of the lower triangle and its mirror image; most have
-    no such pair."""
+    """Cov(relu z) to relative accuracy, for pairs with a unit that is `chosen`, (images, units) of bytes.
+
+    If `chosen` is None, these are units whose h is left of `dead`. A program takes one tile of the lower triangle, with
+    its mirror image; most tiles have no such pair.
+    """
     image = tl.program_id(1).to(tl.int64)
     block_row, block_column = tile_position(tl.program_id(0))
     i = block_row * SIDE + tl.arange(0, SIDE)

@@ -1,13 +1,14 @@
-"""Triton kernels for the covariance of a layer of ReLUs: every pair in registers, nothing in between written to memory.
+"""Triton kernels for the covariance of a layer of ReLUs: pairs stay in registers, only results are written to memory.
 
-A layer is described by a table, a row a quantity and a column a unit (`units_kernel`). Tiles of SIDE×SIDE pairs
-are then evaluated on their own. Most pairs get J from the series of `bivariate`, with as many terms as the largest of
-the tile's correlations needs. Those beyond the series' reach, few in most tiles, are gathered and evaluated together by
-the nodes of `quadrature_rules`. Here are what all kernels share, and those that need whole rows: products and
-gradients. Those that need the lower triangle only are in `forward_kernels`.
+A layer is described by a table with a row for each quantity and a column for each unit (`units_kernel`). Tiles of
+SIDE×SIDE pairs are evaluated independently. Most pairs get J from the series of `bivariate`, with as many terms as the
+tile's largest correlation needs. The pairs beyond the series' reach, few in most tiles, are gathered and evaluated
+together by the nodes of `quadrature_rules`. This module has what all kernels share, and the kernels that need whole
+rows, for products and gradients. Those that need the lower triangle only are in `forward_kernels`.
 
 The plain versions in `relu.covariance` and `relu.quadratic_form` define what these kernels compute. Without Triton this
-module can be imported and not used."""
+module can be imported, but not used.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +29,23 @@ else:
     jit, constexpr = (lambda kernel: kernel), int
 
 INTERPRETED = constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Triton's interpreter runs the kernels on CPU tensors, slowly: for tests."""
+"""Whether Triton's interpreter runs the kernels on CPU tensors, which is slow, and for tests."""
 
 # rows of the table of units; those of the series' aₙ follow
 MEAN = constexpr(0)  # h
 DEVIATION = constexpr(1)  # s
-INVERSE = constexpr(2)  # 1/s, and 0 for a unit that is certain, linear or dead: its correlations count as 0
+INVERSE = constexpr(2)  # 1/s; 0 for a unit without variance, linear or dead, so that its correlations are 0
 GATE = constexpr(3)  # Φ(h)
 OWN = constexpr(4)  # the unit's own variance
 FIRST = constexpr(5)  # a₀, then a₁, a₂, …: 0 for such a unit
 
 BLOCK = constexpr(64)
-AT_ONCE = constexpr(4)  # terms of a series, of which there is a multiple of this
+AT_ONCE = constexpr(4)  # terms of a series are loaded so many at a time
 
 
 @jit
 def standardized(m, s):
-    """h = m/s in float64, cut to ±40, as `normal.standardize` has it."""
+    """h = m/s in float64, cut to ±40, as in `normal.standardize`."""
     noisy = tl.abs(m) < 40 * s
     certain = tl.where(m > 0, 40.0, tl.where(m < 0, -40.0, 0.0))
     return tl.where(noisy, m / tl.where(noisy, s, 1.0), certain)
@@ -113,7 +114,7 @@ def units_kernel(
 
 @jit
 def columns_of(table, image, unit, units, TERMS: constexpr):
-    """Where the columns of some units are in the table; those past the last unit, up to a full block, are all 0."""
+    """Pointers to the columns of some units in the table; past the last unit, up to a full block, columns are 0."""
     blocks = (units + BLOCK - 1) // BLOCK
     block = image * blocks + unit // BLOCK
     return table + block.to(tl.int64) * (BLOCK * (FIRST + TERMS)) + unit % BLOCK
@@ -171,7 +172,7 @@ def whole_covariance(c, nonlinear, row, column):
 
 @jit
 def nonlinear_series(rho, row, column, terms):
-    """J by the first terms of the series, Horner's way; AT_ONCE terms are loaded together."""
+    """J by the first terms of the series, by Horner's rule; AT_ONCE terms are loaded together."""
     total = tl.zeros_like(rho)
     for rest in range(terms - AT_ONCE, -1, -AT_ONCE):
         row_rest = row + (FIRST + rest) * BLOCK
@@ -209,7 +210,7 @@ def distribution(x):
 
 @jit
 def conditional(h, k, rho):
-    """(h−ρk)/q, (k−ρh)/q and q = √(1−ρ²), as `bivariate.conditional` has them."""
+    """(h−ρk)/q, (k−ρh)/q and q = √(1−ρ²), as in `bivariate.conditional`."""
     gap = 1 - tl.abs(rho)
     flip = tl.where(rho < 0, -1.0, 1.0).to(rho.dtype)
     q = tl.sqrt(gap + gap * tl.abs(rho))
@@ -241,7 +242,7 @@ def owen_t(height, reach, owen, OWEN: constexpr):
 
 @jit
 def excess_by_owen(h, k, rho, owen, OWEN: constexpr):
-    """D for any correlation, as `bivariate.excess_by_owen` has it."""
+    """D for any correlation, as in `bivariate.excess_by_owen`."""
     origin = (tl.abs(h) < 1e-30) & (tl.abs(k) < 1e-30)
     h = tl.where(origin, 1e-30, h).to(rho.dtype)
     k = tl.where(origin, 1e-30, k).to(rho.dtype)
@@ -286,16 +287,16 @@ def nonlinear_nodes(h, k, rho, nodes, start, stop):
 
 @jit
 def rule_for(largest, node_limits, rules, LENGTH: constexpr):
-    """First and last node of the rule that serves up to the correlation `largest`."""
+    """The first node, and the end of the nodes, of the rule that is enough up to the correlation `largest`."""
     rule = how_many(node_limits, largest, LENGTH)
     return tl.load(rules + rule), tl.load(rules + rule + 1)
 
 
 @jit
 def write_list(patch, rho, beyond, SIDE: constexpr):
-    """List the chosen pairs of a tile, their places and correlations, in `patch`, memory for 2·SIDE² numbers.
+    """List a tile's pairs that are `beyond`, with their places and correlations, in the 2·SIDE² numbers of `patch`.
 
-    Returns each pair's number in the list, and how many there are.
+    Returns the number of each pair in the list, and the length of the list.
     """
     in_row = tl.sum(beyond.to(tl.int32), 1)
     number = tl.cumsum(beyond.to(tl.int32), 1) + (tl.cumsum(in_row, 0) - in_row)[:, None] - 1
@@ -311,7 +312,7 @@ def write_list(patch, rho, beyond, SIDE: constexpr):
 def listed_pairs(
     patch, lane, listed, table, image, top, left, units, nodes, start, stop, TERMS: constexpr, SIDE: constexpr
 ):
-    """Units, their places in the table, and J of some pairs of a list."""
+    """The units of some pairs of a list, their columns in the table, and the pairs' J."""
     place = tl.load(patch + lane, mask=listed, other=0).to(tl.int32)
     rho = tl.load(patch + SIDE * SIDE + lane, mask=listed, other=0)
     i = top + place // SIDE
@@ -327,9 +328,9 @@ def product_kernel(
     units, outputs, origin, stop, blocks, covariance_by_image, covariance_by_row, weights_by_image,
     TERMS: constexpr, NODE_LIMITS: constexpr, LIMITS: constexpr, LANES: constexpr, SIDE: constexpr,
 ):  # fmt: skip
-    """K Bᵀ, in parts to be summed: (parts, images, outputs, units), each of `blocks` blocks of columns.
+    """K Bᵀ in parts to be summed later, (parts, images, outputs, units), each from `blocks` blocks of columns.
 
-    `covariance` holds the rows from `origin` to `stop` only.
+    `covariance` holds only the rows from `origin` to `stop`.
     """
     part = tl.program_id(1)
     image = tl.program_id(2)
@@ -377,12 +378,12 @@ def gradient_kernel(
     covariance_by_image, covariance_by_row, weights_by_image, partners_by_image,
     TERMS: constexpr, LIMITS: constexpr, OWEN: constexpr, FACTORED: constexpr, SIDE: constexpr,
 ):  # fmt: skip
-    """Derivatives of Σ wᵢⱼKᵢⱼ over the ordered pairs of different units, in parts to be summed.
+    """Derivatives of Σ wᵢⱼKᵢⱼ over the ordered pairs of different units, in parts to be summed later.
 
-    w is `weights`, (images, units, units), or, if FACTORED, half of weightsᵀ·partners, both (images, outputs, units)
-    and their product symmetric. `by_covariance`, unless None, gets wᵢⱼ·P(zᵢ>0, zⱼ>0), and `sums` (3, parts, images,
-    units) the derivatives of the nonlinear parts in each unit's mean and variance, and of the separable ones in its
-    gate. `covariance`, and `by_covariance` likewise, holds the rows from `origin` to `stop` only.
+    w is `weights`, (images, units, units); or, if FACTORED, ½ weightsᵀ·partners, which is symmetric, with both (images,
+    outputs, units). `by_covariance`, unless None, gets wᵢⱼ·P(zᵢ>0, zⱼ>0). `sums`, (3, parts, images, units), gets the
+    derivatives of the nonlinear parts in each unit's mean and variance, and of the separable parts in its gate.
+    `covariance` and `by_covariance` hold only the rows from `origin` to `stop`.
     """
     part = tl.program_id(1)
     image = tl.program_id(2)

@@ -1,4 +1,9 @@
-"""The GPU's kernels for a layer of ReLUs: what they look up, and how they are launched."""
+"""Launches of the GPU kernels for a layer of ReLUs, and the tables that they look up.
+
+`relu_covariance` gives the dense covariance; `form_diagonal`, `form_product`, `covariance_gradient` and `form_gradient`
+serve the quadratic forms of `triton.quadratic_form` and all gradients. `layer_of` makes the table of a layer's units
+that every kernel reads, and `tables` the constants.
+"""
 
 from __future__ import annotations
 
@@ -17,43 +22,52 @@ from netmoments.relu.tiles import TAIL_NODES, gate_slopes, tail_rule
 from netmoments.relu.triton import forward_kernels, kernels
 
 TERMS = {torch.float32: 24, torch.float64: 80}
-"""Terms of the series at most, to be had where nodes cost more."""
+"""The most terms of the series, which the table of units has factors for."""
 
 CHEAP = {torch.float32: 12, torch.float64: 80}
-"""Up to this many terms are cheaper than the nodes that would do as well."""
+"""Up to so many terms the series is cheaper than nodes of the same accuracy."""
 
 MODERATE = {torch.float32: 0.87, torch.float64: 0.0}
-"""Up to this correlation a whole tile is evaluated by the nodes that its largest one needs."""
+"""The |ρ| up to which a tile is evaluated with the nodes that its largest correlation needs."""
 
 OWEN_NODES = {torch.float32: 7, torch.float64: 14}
-"""As many as `normal.owen_t` takes."""
+"""Nodes for Owen's T, as many as in `normal.owen_t`."""
 
 
 class Tables(NamedTuple):
-    """The constants of the kernels on a device: rules for the nodes, limits for the series."""
+    """The constants of the kernels on a device: rules of quadrature, and limits of the series."""
 
     steps: Tensor
+    """The `recurrence` of the series' factors."""
     nodes: Tensor
+    """(u, weight·(1−u), 1−u) of the nodes of all rules for J."""
     rules: Tensor
+    """Where the nodes of each rule begin, and the end."""
     node_limits: Tensor
+    """The largest |ρ| of each rule, but for the last."""
     series_limits: Tensor
+    """The largest |ρ| for which 0, 1, … terms of J's series are enough."""
     excess_limits: Tensor
+    """The largest |ρ| for which 0, 1, … terms of D's series are enough."""
     owen: Tensor
+    """(node², weight) for Owen's T."""
     weak: Tensor
-    """What is `enough`, by correlation, up to `reach`."""
+    """`enough` up to `reach`."""
     strong: Tensor
-    """What is `enough`, by correlation."""
+    """`enough` up to 1."""
     series_reach: float
-    """Up to this correlation the series is cheaper than nodes."""
+    """The |ρ| up to which the series is cheaper than nodes."""
     reach: float
-    """Beyond this correlation pairs are evaluated apart from the others."""
+    """The |ρ| beyond which pairs are strongly correlated, and are evaluated apart from the others."""
     last_reach: float
+    """The |ρ| up to which all terms of J's series are enough."""
     excess_reach: float
+    """The |ρ| up to which all terms of D's series are enough."""
 
 
 @cache
 def tables(dtype: torch.dtype, device: torch.device) -> Tables:
-    """Made once for each dtype and device."""
+    """The constants for a dtype on a device, made once."""
     terms, rules = TERMS[dtype], NONLINEAR_RULES[dtype]
     series, excess = nonlinear_limits(terms, dtype), excess_limits(terms, dtype)
     starts = [0]
@@ -83,9 +97,10 @@ def tables(dtype: torch.dtype, device: torch.device) -> Tables:
 def enough(
     series: Sequence[float], rules: Sequence[Rule], series_reach: float, reach: float
 ) -> list[tuple[int, int, int]]:
-    """Terms of the series, first and last node of a rule, good for all correlations of a part of [0, 1].
+    """How many terms of the series, and which nodes (first, end), are enough, by correlation.
 
-    A row for each of the parts, and one for 1 itself. Correlations are cut to `series_reach`, and for rules to `reach`.
+    There is a row for each of `BINS` equal parts of [0, 1], and one for 1 itself. Correlations beyond `series_reach`
+    count as that for the series, those beyond `reach` as that for both.
     """
     parts, at_once = int(forward_kernels.BINS), int(kernels.AT_ONCE)
     rows = []
@@ -99,7 +114,7 @@ def enough(
 
 
 def _padded(limits: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """To a power of two, with a limit that no correlation exceeds."""
+    """Limits, padded to a power of two by one that no correlation exceeds."""
     length = 1 << (len(limits) - 1).bit_length()
     return torch.tensor([*limits, *[2.0] * (length - len(limits))], dtype=dtype, device=device)
 
@@ -116,35 +131,36 @@ class Shape(NamedTuple):
     run: int = 1
 
     def options(self) -> dict[str, int]:
-        """What Triton's compiler is told."""
+        """The options for Triton's compiler."""
         return {"SIDE": self.side, "num_warps": self.warps, "maxnreg": self.registers}
 
 
 TILES = {torch.float32: Shape(32, 4, 96, 4), torch.float64: Shape(32, 4, 168, 8)}
 DIAGONAL_TILES = {torch.float32: Shape(16, 1, 128, 8), torch.float64: Shape(32, 4, 168, 8)}
 WIDE_TILES = {torch.float32: Shape(32, 4, 168, 8), torch.float64: Shape(32, 4, 255, 8)}
-"""Of the diagonal of a form with more than a few outputs."""
+"""Tiles for the dense covariance, and for the diagonal of a form with up to `FEW` outputs and with more."""
 
 FEW, MANY = 16, 64
-"""Outputs of a form's diagonal that a program sums: if there are no more than a few, and else."""
+"""How many outputs of a form's diagonal a program sums: `FEW` if there are no more, else `MANY`."""
 
 PRECISION = {torch.float32: "tf32x3", torch.float64: "ieee"}
-"""Of the products of a tile with the weights of a form: see `forward_kernels.full_product`."""
+"""How a tile is multiplied with the weights of a form: see `forward_kernels.full_product`."""
 
 GROUPS = (2**12, 2**16)
-"""Pairs whose strongly correlated ones go together, in tiles: of fewer than MANY_PAIRS in all, and else."""
+"""The pairs of tiles whose strongly correlated ones one program evaluates: up to MANY_PAIRS in all, and beyond."""
 
 MANY_PAIRS = 2**25
+"""The number of pairs from which on programs take the larger groups."""
 
 RUNS = 2048
-"""Runs of tiles are shorter where there would be fewer of them."""
+"""Runs of tiles are shortened where there would be fewer runs than this."""
 
 MOST_IMAGES = 65535
-"""Images in one launch: CUDA's limit."""
+"""The most images in one launch, which CUDA limits."""
 
 
 ENABLED = kernels.PRESENT
-"""Whether there is Triton at all."""
+"""Whether Triton is installed."""
 
 
 def available(tensor: Tensor) -> bool:
@@ -153,29 +169,30 @@ def available(tensor: Tensor) -> bool:
 
 
 class Layer(NamedTuple):
-    """What the kernels need to know of each unit of each image, and whether a mean or a variance was no number."""
+    """What the kernels need to know of each unit of each image."""
 
     table: Tensor
     """(images, blocks of units, quantities, units of a block)."""
     units: int
     fault: Tensor
+    """1 if a mean was NaN, 2 if a variance was not ≥ 0, else 0: `refuse` raises the error."""
 
     @property
     def images(self) -> int:
         return self.table.shape[0]
 
     def active(self) -> Tensor:
-        """Units that are neither certain nor linear or dead to rounding, (images, units)."""
+        """Which units are neither without variance nor linear or dead to rounding, (images, units)."""
         return (self.table[:, :, int(kernels.INVERSE)] != 0).flatten(1)[:, : self.units]
 
     def nonlinear(self) -> Layer:
-        """The layer with its gates shut and no variances of its own: what is left is the nonlinear part of pairs."""
+        """The layer, changed in place to have only the nonlinear parts of pairs: gates and variances become 0."""
         self.table[:, :, int(kernels.GATE) : int(kernels.OWN) + 1] = 0
         return self
 
 
 def layer_of(mean: Tensor, variance: Tensor, fault: Tensor | None = None) -> Layer:
-    """The layer with these means and variances, (images or 1, units); `fault` collects what `refuse` reports."""
+    """The layer with these means and variances, (images or 1, units); `fault` may be shared by several layers."""
     images, units = max(mean.shape[0], variance.shape[0]), mean.shape[1]
     terms, block = TERMS[mean.dtype], int(kernels.BLOCK)
     fault = torch.zeros(1, dtype=torch.int32, device=mean.device) if fault is None else fault
@@ -190,17 +207,17 @@ def layer_of(mean: Tensor, variance: Tensor, fault: Tensor | None = None) -> Lay
 
 
 def by_image(tensor: Tensor) -> int:
-    """How far apart images are in memory; 0 where they share."""
+    """The stride of images in memory; 0 if they share the tensor."""
     return 0 if tensor.shape[0] == 1 else tensor.stride(0)
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor with its last dimension dense in memory, and the one before it dense upon that."""
+    """The tensor with each image contiguous in memory."""
     return tensor if tensor[0].is_contiguous() else tensor.contiguous()
 
 
 def refuse(code: int) -> None:
-    """NaN or a negative variance is an error, as in `bivariate.units_of`."""
+    """Raise the error of a layer's fault, as `bivariate.units_of` does."""
     if code == 1:
         raise ValueError("the mean of a ReLU layer holds NaN")
     if code:
@@ -208,7 +225,7 @@ def refuse(code: int) -> None:
 
 
 class Verdict:
-    """A layer's fault on its way to the host, so that waiting for it does not wait for what is launched after."""
+    """A layer's fault, on its way to the host: waiting for it does not wait for what is launched later."""
 
     def __init__(self, fault: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -228,31 +245,34 @@ class Verdict:
 
 
 def image_chunks(images: int, bytes_each: int, memory_budget: int) -> Iterator[slice]:
-    """As many images at a time as fit the budget."""
+    """Slices of images, as many together as fit the budget."""
     together = max(1, min(MOST_IMAGES, memory_budget // bytes_each))
     for start in range(0, images, together):
         yield slice(start, min(start + together, images))
 
 
 def part_of(tensor: Tensor, images: slice) -> Tensor:
-    """Some images of a tensor, or all of it where they share it."""
+    """Some images of a tensor, or the tensor itself if all images share it."""
     return tensor if tensor.shape[0] == 1 else tensor[images]
 
 
 def table_bytes(units: int, dtype: torch.dtype) -> int:
-    """About the memory that one image's table and notes take."""
+    """About how many bytes the table and the marks of one image take."""
     return (int(kernels.FIRST) + TERMS[dtype]) * units * dtype.itemsize + units * units // 8
 
 
 class _Marks(NamedTuple):
-    """Which tiles have strongly correlated pairs, and, a bit for each pair, which.
+    """Where the strongly correlated pairs of a layer are.
 
-    From the kernels that leave these pairs out for those that evaluate them, which count them in `running`.
+    The kernels that leave these pairs out write it for the kernels that evaluate them.
     """
 
     marked: Tensor
+    """Whether a tile has such pairs."""
     marks: Tensor
+    """A bit for each pair of a tile."""
     running: Tensor
+    """Running sums of the bits, which the second kernels compute."""
 
     @classmethod
     def unknown(cls, tiles: int, side: int, device: torch.device) -> _Marks:
@@ -266,12 +286,12 @@ def _tiles(blocks: int) -> int:
 
 
 def _run(shape: Shape, tiles: int) -> int:
-    """How many tiles one program takes, where there are so many in all."""
+    """How many tiles one program takes, if there are `tiles` in all."""
     return min(shape.run, max(1, tiles // RUNS))
 
 
 def _group(shape: Shape, tiles: int) -> int:
-    """How many tiles' strongly correlated pairs go together, where there are so many in all."""
+    """How many tiles' strongly correlated pairs one program evaluates, if there are `tiles` in all."""
     pairs = shape.side * shape.side
     return GROUPS[tiles * pairs >= MANY_PAIRS] // pairs
 
@@ -315,16 +335,16 @@ def tail_points(device: torch.device) -> Tensor:
 
 
 WIDE = 1024
-"""Units that are looked at together to see whether a layer hangs on seldom open ones."""
+"""How many units a program looks at together to find out whether a layer is deep."""
 TAIL_SIDE, TAIL_WARPS = 16, 4
-"""Of the tiles with seldom open units: a pair takes many registers in float64."""
+"""The side and the warps of tiles for seldom open units: in float64 a pair takes many registers."""
 
 
 def relu_covariance(mean: Tensor, variance: Tensor, covariance: Tensor, entrywise: bool, memory_budget: int) -> Tensor:
     """Cov(relu z), (images, units, units); of the covariance, taken as symmetric, the lower triangle is read.
 
-    Accurate relative to the layer as a whole, or, if `entrywise`, every pair with a unit that is hardly ever open
-    relative to itself.
+    It is accurate relative to the layer as a whole; with `entrywise`, pairs with a unit that is hardly ever open are
+    accurate relative to themselves.
     """
     units, dtype, device = mean.shape[1], mean.dtype, mean.device
     images = max(x.shape[0] for x in (mean, variance, covariance))
@@ -368,18 +388,19 @@ def relu_covariance(mean: Tensor, variance: Tensor, covariance: Tensor, entrywis
 
 
 class Strip(NamedTuple):
-    """The covariances of the pre-activations of some units, from `start` on, with the units up to its last column."""
+    """Rows of the covariance of the pre-activations, from unit `start` on, with its first columns or all of them."""
 
     covariance: Tensor
     start: int
 
     @property
     def stop(self) -> int:
+        """The unit after the last row."""
         return self.start + self.covariance.shape[1]
 
 
 def form_diagonal(layer: Layer, strip: Strip, weights: Tensor) -> Tensor:
-    """What the pairs of a strip (each row i with all columns j ≤ i) and their mirror images add to diag(B K Bᵀ)."""
+    """The part of diag(B K Bᵀ) from the pairs of a strip, row i with all columns j ≤ i, and their mirror images."""
     dtype, device, images, outputs = weights.dtype, weights.device, layer.images, weights.shape[1]
     shape, together = (DIAGONAL_TILES[dtype], FEW) if outputs <= FEW else (WIDE_TILES[dtype], MANY)
     first, last = strip.start // shape.side, -(-strip.stop // shape.side)
@@ -416,13 +437,14 @@ def form_diagonal(layer: Layer, strip: Strip, weights: Tensor) -> Tensor:
 
 PRODUCT_TILES = {torch.float32: Shape(32, 4, 255), torch.float64: Shape(32, 4, 255)}
 GRADIENT_TILES = {torch.float32: Shape(32, 4, 255), torch.float64: Shape(32, 8, 255)}
+"""Tiles for `form_product` and for gradients."""
 
 PROGRAMS = 1024
-"""Work is split until there are at least about so many programs, to fill a GPU."""
+"""Columns are split among programs until there are about so many of them, to fill a GPU."""
 
 
 class _Parts(NamedTuple):
-    """Columns split into parts, each of so many blocks, so that there are programs enough."""
+    """How a strip is split among programs: `rows` blocks of rows, times `parts` of `blocks` blocks of columns each."""
 
     rows: int
     parts: int
@@ -430,7 +452,7 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, layer: Layer, strip: Strip, side: int, numbers: int) -> _Parts:
-        """`numbers` is how many each part writes for a unit and image."""
+        """`numbers` is how many results a part writes for each unit and image."""
         rows, columns = -(-strip.covariance.shape[1] // side), -(-layer.units // side)
         most = max(1, 2**24 // max(1, layer.images * layer.units * numbers))
         parts = min(columns, most, -(-PROGRAMS // (rows * layer.images)))
@@ -439,7 +461,7 @@ class _Parts(NamedTuple):
 
 
 def form_product(layer: Layer, strip: Strip, weights: Tensor) -> Tensor:
-    """K Bᵀ of the units of a strip of full rows, as (images, outputs, units): 0 for the other units."""
+    """K Bᵀ for the units of a strip of full rows, (images, outputs, units), and 0 for all other units."""
     outputs = weights.shape[1]
     weights, covariance = dense_rows(weights), dense_rows(strip.covariance)
     shape = PRODUCT_TILES[weights.dtype]
@@ -461,19 +483,19 @@ def form_product(layer: Layer, strip: Strip, weights: Tensor) -> Tensor:
 
 
 class Gradients(NamedTuple):
-    """Derivatives of a weighted sum of covariances of pairs of different units.
-
-    Of their nonlinear parts in each unit's mean and variance, of their separable parts in its gate, each (images,
-    units), and of both in the covariance of each pair's pre-activations, (images, rows of the strip, units).
-    """
+    """Derivatives of a weighted sum of covariances of pairs of different units."""
 
     by_mean: Tensor
+    """Of the nonlinear parts in each unit's mean, (images, units)."""
     by_variance: Tensor
+    """Of the nonlinear parts in each unit's variance, (images, units)."""
     by_gate: Tensor
+    """Of the separable parts in each unit's gate, (images, units)."""
     by_covariance: Tensor | None
+    """Of both in the covariance of each pair's pre-activations, (images, rows of the strip, units)."""
 
     def with_own(self, own: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """Derivatives in means and variances, gates and the units' own variances (weighted by `own`) included."""
+        """All derivatives in means and variances: also through gates, and of units' variances weighted by `own`."""
         std = standard_deviation(variance)
         gate_by_mean, gate_by_variance = gate_slopes(Units(standardize(mean, std), std))
         own_by_mean, own_by_variance = variance_slopes(mean, variance)
@@ -501,6 +523,7 @@ def form_gradient(layer: Layer, strip: Strip, pull: Tensor, weights: Tensor, wit
 def _gradients(
     layer: Layer, strip: Strip, weights: Tensor, partners: Tensor, by_covariance: Tensor | None, factored: bool
 ) -> Gradients:
+    """The derivatives with weights (images, units, units), or, if factored, ½ weightsᵀ·partners (`gradient_kernel`)."""
     dtype, covariance = weights.dtype, dense_rows(strip.covariance)
     at, shape = tables(dtype, weights.device), GRADIENT_TILES[dtype]
     split = _Parts.of(layer, strip, shape.side, 3)

@@ -1,4 +1,8 @@
-"""B K Bᵀ on a GPU, for the covariance K of a layer of ReLUs or the nonlinear part of it, with K never stored."""
+"""B K Bᵀ on a GPU for a layer's covariance K, and B N Bᵀ for its nonlinear part N, without ever storing K or N.
+
+`LayerForm` takes the covariance of the pre-activations as a matrix; `pairs_form`, `pairs_form_diagonal` and
+`pairs_form_gradients` take its factors, and make it a strip of rows at a time.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ from netmoments.relu.triton.launch import (
 
 
 class _Pairs(NamedTuple):
-    """The nonlinear part of the pairs of some images, restricted to the units that matter (at their `places`)."""
+    """The inputs of `pairs_form` for a chunk of images, restricted to the units that matter, which are at `places`."""
 
     images: slice
     places: Tensor
@@ -38,10 +42,10 @@ class _Pairs(NamedTuple):
     weights: Tensor
 
     def strips(self, memory_budget: int, squares: int, lower: bool) -> Iterator[Strip]:
-        """Covariances of the pre-activations, as many rows at a time as fit `squares` times into the budget.
+        """The covariance of the pre-activations in strips, of which `squares` of the same size fit into the budget.
 
-        With all columns, or, if only the lower triangle is wanted, up to the strip's last row. Strips start with a
-        block of units, and so with a tile.
+        A strip has all columns, or those up to its last row if only the lower triangle is wanted (`lower`). It starts
+        with a block of units, and so with a tile.
         """
         units, block = self.layer.units, int(BLOCK)
         images = max(self.left.shape[0], self.right.shape[0])
@@ -60,7 +64,7 @@ def _relevant_pairs(
     live: Tensor | None,
     memory_budget: int,
 ) -> Iterator[_Pairs]:
-    """Chunks of images with the units that are active and `live` in one of them; the host waits once for each chunk."""
+    """Chunks of images, with units that are active and `live` in any of them; the host waits once for each chunk."""
     images, units = max(x.shape[0] for x in (mean, variance, left, right, weights)), mean.shape[1]
     shared = left.shape[0] == right.shape[0] == 1
     bytes_each = table_bytes(units, mean.dtype) + (0 if shared else units * units * mean.dtype.itemsize)
@@ -90,7 +94,7 @@ def _relevant_pairs(
 def pairs_form(
     mean: Tensor, variance: Tensor, left: Tensor, right: Tensor, weights: Tensor, live: Tensor, memory_budget: int
 ) -> Tensor:
-    """B N Bᵀ, (images, d, d): what `relu.quadratic_form.pairs_form` has as its plain version."""
+    """B N Bᵀ, (images, d, d), from the arguments of `relu.quadratic_form.pairs_form`, which has the plain version."""
     images, outputs = max(x.shape[0] for x in (mean, variance, left, right, weights)), weights.shape[1]
     result = mean.new_zeros(images, outputs, outputs)
     with full_precision():
@@ -123,9 +127,9 @@ def pairs_form_gradients(
     live: Tensor | None,
     memory_budget: int,
 ) -> tuple[Tensor, ...]:
-    """Gradients of both in mean, variance, left, right and, if no unit is left out as not `live`, weights.
+    """Gradients of the form or its diagonal in mean, variance, left, right and, if `live` is None, weights.
 
-    As in the plain version the pair i > j has its covariance from leftᵢ and rightⱼ.
+    As in the plain version, the covariance of a pair i > j is leftᵢ · rightⱼ.
     """
     inputs = (mean, variance, left, right, weights)
     results = tuple(torch.zeros_like(x) for x in inputs)
@@ -154,7 +158,7 @@ def pairs_form_gradients(
 
 
 def _add(target: Tensor, pairs: _Pairs, value: Tensor) -> None:
-    """target[images, units] += value, summed over images where the target is shared."""
+    """target[images, units] += value, summed over images if they share the target."""
     part = target if target.shape[0] == 1 else target[pairs.images]
     part.index_add_(1, pairs.places, value.sum_to_size(part.shape[0], *value.shape[1:]))
 
@@ -201,7 +205,7 @@ class LayerForm(Function):
 
 
 class _LayerFormGradient(Function):
-    """The vector–Jacobian product of `LayerForm`; in the covariance and the weights only if wanted, else zeros."""
+    """The vector–Jacobian product of `LayerForm`; zeros in the covariance and the weights, unless these are wanted."""
 
     @staticmethod
     def forward(

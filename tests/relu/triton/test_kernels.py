@@ -33,7 +33,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch, call):
 
 
 def assert_exact(found: Tensor, exact: Tensor, matrix: Tensor) -> None:
-    """To the accuracy promised, relative to the deviations of each pair."""
+    """Check the promised accuracy, relative to the deviations of each pair."""
     std = matrix.double().diagonal(dim1=1, dim2=2).sqrt()
     allowed = TOLERANCE[found.dtype] * std.unsqueeze(-1) * std.unsqueeze(-2)
     assert bool(((found - exact).abs() <= allowed + 1e-20).all())
@@ -68,7 +68,7 @@ def test_interpreted_gradients_are_the_plain_ones(rank, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", [pairs_form, pairs_form_diagonal, layer_form, layer_form_diagonal])
 def test_interpreted_forms_are_the_plain_ones(form, dtype, monkeypatch):
-    """Values and gradients; the forms of pairs in strips, with a unit that B never uses."""
+    """Values and gradients agree; forms of pairs are computed in strips, with a unit that B never uses."""
     mean, factor, _ = hard_layer(70, 20, dtype)
     weights = torch.randn(1, 3, 70, dtype=dtype, generator=torch.Generator().manual_seed(1)) / 8
     weights[..., 9] = 0
@@ -88,7 +88,7 @@ def test_interpreted_forms_are_the_plain_ones(form, dtype, monkeypatch):
 
 
 def assert_exact_in_both_forms(mean: Tensor, matrix: Tensor, weights: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The covariance, and the diagonal of the form."""
+    """Check the covariance, and the diagonal of the form."""
     exact = plainly(monkeypatch, lambda: nm.relu_covariance(mean.double(), matrix.double()))
     assert_exact(nm.relu_covariance(mean, matrix), exact, matrix)
     wide = weights.double() @ exact @ weights.double().mT
