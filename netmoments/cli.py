@@ -39,7 +39,7 @@ app = App(
 )
 
 MOST = 2**31
-"""Every number on the command line must be below this: images, samples, seconds, noise on pixels in [0, 1]."""
+"""Counts, seconds and noise levels on the command line must be below this."""
 Positive = Annotated[int, Parameter(validator=validators.Number(gte=1, lt=MOST))]
 AtLeastTwo = Annotated[int, Parameter(validator=validators.Number(gte=2, lt=MOST))]
 NotNegative = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=MOST))]
@@ -251,8 +251,8 @@ def attack(
     gamma
         For sparse-smooth, in place of confidence: how far below 0 the expected margin must be.
     sigma
-        Standard deviation of the noise on pixels in [0, 1]; the others choose it up to this. By default 1/255 for
-        sparse-smooth and √2/255 for the others.
+        Standard deviation of the noise on pixels in [0, 1]: for sparse-smooth the level itself, by default 1/255; for
+        the others the largest that may be chosen, by default √2/255.
     beta
         For targeted and pixels: how much the mean of a pixel may change; by default 30/255 and 75/255.
     percent
@@ -262,7 +262,8 @@ def attack(
     iterations
         Steps on the formula, by default 400 for sparse-smooth and 200 for the others.
     polish
-        Steps on the network itself, where the formula is not enough; 0 for the formula alone.
+        Steps on the network itself, for sparse-smooth always, for the others where the formula is not enough; 0 for
+        the formula alone.
     samples
         Noisy copies of each image that the network is asked about.
     unbounded

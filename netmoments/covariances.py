@@ -100,7 +100,7 @@ class Covariance(ABC):
         return self.factors(matrix).diagonals()[1]
 
     def pushed(self, matrix: Tensor) -> Covariance:
-        """A Σ Aᵀ as a structure: `LowRank` if A has more rows than Σ has directions, else `Dense`."""
+        """A Σ Aᵀ as a structure: `LowRank` if a thin root is there without a decomposition, else `Dense`."""
         root = self._thin_root(matrix)
         return Dense(self.push(matrix)) if root is None else LowRank(root)
 

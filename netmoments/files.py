@@ -223,7 +223,7 @@ def write_files_whole(folder: Path, contents: Mapping[str, bytes]) -> dict[str, 
 
 @contextmanager
 def made_if_needed(folder: Path) -> Iterator[None]:
-    """Make a folder with its parents for this block; if that fails, those that were made and are empty are removed."""
+    """Make a folder with its parents for this block. If the block fails, the empty ones of these are removed."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     with _named(folder):
         folder.mkdir(parents=True, exist_ok=True)

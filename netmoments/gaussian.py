@@ -187,8 +187,8 @@ class Gaussian:
     def affine(self, matrix: Tensor, offset: Tensor | None = None) -> Gaussian:
         """The distribution of A x + c for A (..., p, n) and c (..., p), over vectors of length p.
 
-        σ²I never becomes n×n, and where p exceeds the rank of the covariance the result is `LowRank`, not p×p (its
-        factor then has derivative 0, not ∞, in a variance that is exactly 0).
+        σ²I never becomes n×n. Where p exceeds the rank of an isotropic, diagonal or low-rank covariance the result is
+        `LowRank`, not p×p (its factor then has derivative 0, not ∞, in a variance that is exactly 0).
         """
         matrix = require_matrix_for(self, "Gaussian.affine", "matrix", matrix)
         require_finite("Gaussian.affine", "matrix", matrix)

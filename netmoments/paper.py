@@ -52,7 +52,7 @@ def squared_relu_mean(std: Tensor) -> Tensor:
 ROOT_TWO = math.sqrt(2)
 ROOT_TWO_PI = math.sqrt(2 * math.pi)
 FAR = 26.0
-"""The end of infinite ranges of integration: erf is ±1 there, and exp(−x²) has not underflowed."""
+"""The end of infinite ranges of integration: erf is ±1 there, and exp(−x²) has not underflowed in float64."""
 
 
 def relu_product_zero_mean(covariance: Tensor, std1: Tensor, std2: Tensor) -> Tensor:

@@ -255,10 +255,11 @@ class Attack(ABC):
         bounds: lowest and highest value of a pixel, which M + μ keeps to; None for no such limit, as in the paper.
         layer: the ReLU that the linearization at the image keeps exactly; see `two_stage`. A network without any ReLU
             is linearized as a whole.
-        rivals: without targets, how many of the best other classes are tried; the cheapest of them is kept.
+        rivals: without targets, how many of the best other classes are tried. The best of them is kept: the
+            lowest margin within a box, the least ‖μ‖₁ + TV(μ) otherwise.
         polish: steps on the network itself, after those on the formula, which is linearized at the image. Within a box
-            they are made where too few samples are fooled, for sparse and smooth noise always. 0 leaves it at the
-            formula, as in the paper.
+            they are made where too few samples are fooled. For sparse and smooth noise they are always made: half as
+            many at first, then so many in each of up to four turns. 0 leaves it at the formula, as in the paper.
         samples: how many noisy copies of each image the network is asked about, once as they are and once cut to the
             bounds.
         seed: seed of the samples.

@@ -99,7 +99,7 @@ def _gap(margins: Margins, box: Box, shift: Tensor, sigma: Tensor, temperature: 
     """How far the largest margin, linearized, could still fall within the box (Frank and Wolfe 1956), (N, R).
 
     For weights y ≥ 0 with sum 1 it is max margin − min over the box of Σ y(k)(margin(k) + ∇margin(k)·(v − μ)) ≥ 0; here
-    y is the softened maximum.
+    y = softmax(margins/temperature).
     """
     here = margins.with_slopes(shift, sigma)
     weights = torch.softmax(here.value / temperature, -1)
@@ -240,8 +240,8 @@ class PixelSupport(BoxAttack):
             image.
         mask: instead of `percent`, a boolean tensor that broadcasts to the images, True for pixels that may change.
 
-    All channels of a pixel change. The noise σ is on every pixel, as the paper's covariance has it. β is 75 grey levels
-    by default. See `BoxAttack` and `Attack` for the rest.
+    With `percent` all channels of a chosen pixel may change. The noise σ is on every pixel, as the paper's covariance
+    has it. β is 75 grey levels by default. See `BoxAttack` and `Attack` for the rest.
 
     >>> from netmoments import zoo
     >>> digits, image = zoo.pretrained("digits"), torch.zeros(1, 1, 8, 8)

@@ -67,8 +67,8 @@ def contrast(scores: Tensor, larger: Tensor, smaller: Tensor) -> Tensor:
 class NetworkMargins:
     """score(larger) − score(smaller) at images (N, *event) + μ, for classes (N, R, K).
 
-    `free` (N, m) are the coordinates that μ may change; all by default. The noise level is ignored: what noise adds to
-    a margin is measured by sampling, and becomes part of γ.
+    `free` (N, m) are the coordinates that μ may change; all by default. The noise level is ignored:
+    `SparseSmooth` measures what noise adds to a margin by sampling, and sets γ to it.
     """
 
     network: nn.Module

@@ -44,7 +44,7 @@ class AttackResult:
     mu: Tensor
     sigma: Tensor
     towards: Tensor
-    """The target, or the rival class that the formula found cheapest."""
+    """The target, or the rival class whose problem was solved best."""
     gamma: Tensor
     """γ of the problem that was solved last: its margins had to come down to −γ."""
     margin: Tensor
@@ -66,8 +66,9 @@ class AttackResult:
     iterations: Tensor
     """All steps: of the solver on the formula, and `polished` on the network."""
     gap: Tensor
-    """How much better a solution of the problem that was solved last could be at most, relative to this one, by
-    duality; 1 where this one is not feasible."""
+    """How much better a solution could be at most. For sparse and smooth noise it is the share by which the objective
+    could be lower, by duality, and 1 where this one is not feasible. Within a box it is how much further the linearized
+    margin could fall, as a share of its fall so far."""
     bounds: Bounds | None
     zero: float
     """|μ| up to this counts as zero: a thousandth of a grey level."""

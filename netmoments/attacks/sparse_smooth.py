@@ -27,7 +27,7 @@ TURNS = 4
 SCALINGS = 3
 """So many multiples of the final shift are sampled to find the smallest that is enough."""
 BEYOND = 0.05
-"""As long as no multiple of the shift has been enough, γ is overshot by this share, so that the next one will be."""
+"""As long as the least multiple of the shift is not bracketed, γ is overshot by this share, to have the next one do."""
 INSIDE = 0.01
 """The secant between a multiple that is enough and one that is not aims this share of the way beyond the boundary.
 Where the network is affine it would hit the boundary itself, and rounding would decide on which side."""
@@ -151,7 +151,7 @@ class SparseSmooth(Attack):
         return sampled.mean_margin - 2 * 2**0.5 * error <= -self._asked_gamma
 
     def _gamma_for(self, deviations: Tensor) -> Tensor:
-        """γ (N, R, K), as given, or for margins with these deviations: the share of samples is then below 0."""
+        """γ (N, R, K): as given, or with which the share asked for of margins with these deviations is below 0."""
         if self.share is None:
             return torch.full_like(deviations, self._asked_gamma)
         return torch.special.ndtri(torch.tensor(self.share, dtype=torch.float64)).to(deviations) * deviations

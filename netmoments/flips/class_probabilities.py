@@ -122,7 +122,7 @@ async def entry_shares(margins: NoisyMargins, goal: FlipGoal) -> ClassShares:
 
 
 async def _guided(margins: NoisyMargins, goal: FlipGoal) -> Estimation | None:
-    """Plain and guided samples with a first few plain ones; None where surrogates expect no flips."""
+    """Counting with guided samples, so far only the pilot's plain ones; None where no surrogate expects flips."""
     search = await Search.from_noise(margins, margins.generator)
     search.refit()
     if search.guide is None:

@@ -51,7 +51,8 @@ FEW = 800
 COMMON = 0.01
 """Flips that are expected to be more probable than this are counted."""
 BELIEVED, DOUBTED = 4, 128
-"""So many flips among the first samples, or so many more, show that flips are common: one or two may be chance."""
+"""Flips are common if at least `BELIEVED` are among the first samples, or among these and `DOUBTED` further ones. One
+or two may be chance."""
 DEFAULT_RUNS = 1_000_000
 
 

@@ -29,7 +29,7 @@ a 95 % interval.
 PILOT = 64
 """Plain samples that show how common flips are, and how right surrogates."""
 FIRST_RUNS = 64
-"""Runs of the first round."""
+"""Runs of the first round; plain counting makes at least so many in every round."""
 WORTH = 0.08
 """Gradients take at most about this share of the runs that plain sampling would take."""
 POOR = 0.6
@@ -127,7 +127,7 @@ async def by_guided_frequencies(
     generator: torch.Generator,
     pilot: Pilot | None = None,
 ) -> EntryResult:
-    """p = E h + mean of (1{flip} − h)/ρ over plain and guided samples.
+    """The mean of 1{flip}/ρ over plain and guided samples, with h as control variate where flips are common.
 
     It must agree with the frequency in plain samples alone: those drawn here and those of `plain`, which were drawn
     before. A pilot that is given counts in the estimate. Without one, a pilot is taken that only shows how right the

@@ -3,11 +3,11 @@
 The searches have guides A and B, and all that they found together has a guide C. Samples of the mixture of all three
 give
 
-    p = E h + E_ρ[(1{flip} − h)/ρ],   h = h_C,   ρ = 0.2 ρ_A + 0.2 ρ_B + 0.6 ρ_C,
+    p = E_ρ[1{flip}/ρ],   ρ = 0.2 ρ_A + 0.2 ρ_B + 0.6 ρ_C,
 
-where no run of the estimate was used in a fit (that sampling stops by its own error leaves a small bias). E h needs no
-runs and is known to the size of a pool. The samples of A alone and of B alone give two more estimates, and all three
-must agree.
+where no run of the estimate was used in a fit (that sampling stops by its own error leaves a small bias). Where
+surrogates expect flips to be common, h_C is a control variate (`controlled`); its mean E h needs no runs and is known
+to the size of a pool. The samples of A alone and of B alone give two more estimates, and all three must agree.
 """
 
 from __future__ import annotations

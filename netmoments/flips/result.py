@@ -84,9 +84,10 @@ class EntryResult:
 
     estimate: FlipEstimate
     second: FlipEstimate | None
-    """An independent second estimate, by which the first is checked."""
+    """A second estimate from a part of the runs, by which the first is checked."""
     agreed: bool
-    """Whether both estimates are compatible; True where there is only one."""
+    """Whether both estimates are compatible. Where there is only one it is True, or False if the time ended before the
+    second."""
     route: str
     wins: Tensor
     """By how much weight each other class won, (d,)."""
@@ -205,9 +206,10 @@ class FlipProbability:
     met: Tensor
     """Whether the error is as small as asked and the second estimate agrees, (*batch)."""
     agreement: Tensor
-    """The probability by an independent second estimate, (*batch); NaN where there is none."""
+    """The probability by a second estimate, from a part of the runs, (*batch); NaN where there is none."""
     agreed: Tensor
-    """Whether the second estimate is compatible with the first, (*batch); if not, the interval holds both."""
+    """Whether the second estimate is compatible with the first, (*batch). If not, the interval holds both; False also
+    where the time ended before there was a second one."""
     seconds: float
 
     def __repr__(self) -> str:
@@ -250,7 +252,7 @@ def printed(found: FlipProbability) -> Iterator[str]:
         other = "" if second[row] != second[row] else f"{second[row]:.2g}"
         rival = "" if flat["rival"][row] < 0 else str(flat["rival"][row])
         remark = found.route[row] + ("" if flat["met"][row] else ", not as exact as asked")
-        remark += "" if agreed[row] else ", the two estimates disagree"
+        remark += ", the two estimates disagree" if not agreed[row] and other else ""
         within = f"{low:.3g} to {high:.3g}"
         yield (
             f"{name:>10}  {flat['label'][row]:>5}  {rival:>5}  {value:>11}  {within:>21}  {other:>9}"

@@ -142,7 +142,7 @@ class Search:
             step = torch.where(square > 0, margin * runs.gradients / square.clamp(min=1e-30), 0.0)
             length = step.norm(dim=1, keepdim=True)
             white = white - step * (LONGEST_PULL / length.clamp(min=LONGEST_PULL))
-        search = cls(margins, generator, pulled[0], start=pulled[0].joined(pulled[1]).joined(pulled[2]))
+        search = cls(margins, generator, pulled[0], start=pulled[1].joined(pulled[2]))
         for rival in likely_rivals(pulled[0].margins):
             await search.look_at_rival(rival)
         return search

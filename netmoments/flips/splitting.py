@@ -42,7 +42,7 @@ class Population:
 
 
 async def by_splitting(margins: NoisyMargins, target: Target, limit: int) -> EntryResult:
-    """Run populations until their mean is as exact as asked, or the limit is reached.
+    """Run populations until their mean is as exact as asked, the limit is reached, or the first ones found no flip.
 
     As long as none has found a flip the limit is half of that, so that plain samples can bound how rare flips are.
     """

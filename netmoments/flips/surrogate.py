@@ -194,7 +194,10 @@ def leading_directions(gradients: Tensor, weight: Tensor, most: int) -> Tensor:
 
 
 def principal_directions(rows: Tensor, most: int) -> Tensor:
-    """The leading right singular vectors (n, at most `most`) of rows (N, n), by subspace iteration if both are many."""
+    """The leading right singular vectors (n, at most `most`) of rows (N, n).
+
+    They are found by subspace iteration if N and n are large.
+    """
     if most == 0 or not bool(rows.any()):
         return rows.new_zeros(rows.shape[1], 0, dtype=torch.float64)
     count = most + OVERSAMPLED

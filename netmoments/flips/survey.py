@@ -105,7 +105,9 @@ def surveyed(
 
 
 class _Sums:
-    """Sums over the samples of each input, in float64: wins, and powers of scores less those without noise."""
+    """Sums over the samples of each input: wins, and in float64 powers of the label's lead and of the followed scores,
+    the latter less those without noise.
+    """
 
     def __init__(
         self, model: NetworkModel, noise: Gaussian, labels: Tensor, followed: Tensor, seed: int, goal: SurveyGoal

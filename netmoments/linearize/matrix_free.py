@@ -51,10 +51,10 @@ def two_stage_maps(
 ) -> TwoStageMaps:
     """`two_stage` at one point without storing A: the same mean, variance and covariance, paid for in passes.
 
-    Variances of pre-activations take as many passes through the part before the ReLU as there are inputs, or units with
-    influence on the chosen outputs if those are fewer. The covariance takes two more for every unit that the noise
-    takes across zero. Choose few `outputs`. Memory stays within `memory_budget`, by default half of what is free.
-    Arguments, shapes and accuracy are those of `two_stage`; `at` is one point.
+    Variances of pre-activations take as many passes through the part before the ReLU as there are units with influence
+    on the chosen outputs; under independent pixels, as there are inputs if those are fewer. The covariance takes two
+    more for every unit that the noise takes across zero. Choose few `outputs`. Memory stays within `memory_budget`, by
+    default half of what is free. Arguments, shapes and accuracy are those of `two_stage`; `at` is one point.
 
     >>> from netmoments import Gaussian, two_stage
     >>> network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).eval()

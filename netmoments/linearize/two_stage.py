@@ -48,10 +48,10 @@ def two_stage(
         event_ndim: how many trailing dimensions of `at` make one input, where that is not clear.
         memory_budget: bytes that A, B and D may take, by default half of what is free; more is refused beforehand.
 
-    For n inputs, k outputs and q units of the ReLU, A is (q, n), B (k, q) and D (k, n), each after the batch of points.
-    Units without influence on any output (behind a max-pool, or a dead ReLU) are dropped and their rows of A never
-    computed. D is there only if the outputs depend on the input by a path around the ReLU (a skip connection). The
-    result carries no gradient to the network's weights.
+    For n inputs, k outputs and q units of the ReLU with influence on these, A is (q, n), B (k, q) and D (k, n), each
+    after the batch of points. Units without influence (behind a max-pool, or a dead ReLU) are dropped and their rows of
+    A never computed. D is there only if the outputs depend on the input by a path around the ReLU (a skip connection).
+    The result carries no gradient to the network's weights.
 
     At the point the result equals the network to rounding, away from it to first order; for (Affine, ReLU, Affine) it
     does so everywhere. Other nonlinear functions of the network are linearized too, smooth ones with a warning.

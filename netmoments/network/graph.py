@@ -251,7 +251,7 @@ def _functional(in_place: torch._ops.OpOverload) -> Any:
 
 
 def _expand_after_reciprocals(graph: fx.Graph) -> None:
-    """Take reciprocals before they are expanded instead of after: x/|x|, say, then has one for each |x|."""
+    """Move the reciprocal of an expanded tensor before the expansion: x/|x|, say, then takes one for each |x|."""
     for node in graph.nodes:
         source = node.args[0] if node.target is aten.reciprocal.default else None
         if isinstance(source, Node) and source.target is aten.expand.default and len(source.users) == 1:

@@ -23,7 +23,7 @@ def load_network(source: str | Path, weights: str | Path | None = None) -> nn.Mo
     Args:
         source: `network.pt2` written by `torch.export.save`; `file.py:factory`, a function or class without arguments
             that makes a module; or the name of a network of the zoo.
-        weights: a safetensors file for the factory's or the zoo's network.
+        weights: a safetensors or `.npz` file for the factory's or the zoo's network.
 
     A `.py` file is run, so it must be one you trust. Nothing else runs code: weights are read as tensors, and a `.pt2`
     archive is refused unless all that it does is to compute with tensors (`netmoments.network.exported`).

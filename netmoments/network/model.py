@@ -64,7 +64,7 @@ class NetworkModel:
     network: nn.Module
     """The network as a function of a batch: inputs (N, ...) in, scores (N, d) out. This is what is computed with."""
     given: nn.Module
-    """The user's network; it is `network` itself, unless it takes or returns something else than one tensor."""
+    """The user's network: `network` itself, if that takes one tensor and returns scores (N, d) in the input's dtype."""
     parts: tuple[OutputPart, ...]
     """The tensors that the d outputs are made of, by name and shape."""
     image: Tensor

@@ -54,8 +54,8 @@ ROUGH_DIRECTIONS = 64
 MOST_LEADING = 16
 """Leading directions, at most, which are followed beside the colours; never more than there are scores."""
 FEWEST_SCORED, MOST_SCORED = 128, 256
-"""Of S directions of the noise all pairs count in the scores' quadratic part; S is the rank if that is smaller. The
-chance error is √2/S of that part."""
+"""Bounds on S, the number of the noise's directions of which all pairs count in the scores' quadratic part (the rank,
+if that is smaller). The chance error is √2/S of that part."""
 SCORE_WORK = 2**33
 """S exceeds the fewest only as far as S², times the numbers in the windows of all layers, stays within this."""
 MIXED = 32

@@ -165,7 +165,8 @@ have 10²⁰."""
 class _Units:
     """A layer of n units that look at one number each, with known moments of their powers.
 
-    Named as in the formulas above: λ_iii is `lambda_iii`, Fᵣ is `power.first[r]`; all are (N, n) or (N, n, n).
+    Named as in the formulas above: λ_iii is `lambda_iii`, Fᵣ is `power.first[r]`; all are (N, n) or (N, n, n), but
+    `kappa_uu` is (N, n, P), with all numbers.
     """
 
     def __init__(self, joint: DenseJoint, rule: Nonlinearity, n: int, power: PowerMoments) -> None:

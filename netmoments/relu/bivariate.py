@@ -536,7 +536,7 @@ def conditional(h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch, gap: Tensor
 
 
 def _even_exponent(x: Tensor) -> Tensor:
-    """The even number e for which x·2⁻ᵉ is between 1/4 and 2."""
+    """The even number e for which x·2⁻ᵉ is between 1/2 and 2."""
     return torch.frexp(x).exponent // 2 * 2
 
 

@@ -215,7 +215,7 @@ def few_attacks(
 ) -> AttackStudy | NotAttacked:
     """Attack a few of the images whose labels are the network's answers (N,), evenly spread.
 
-    Whatever goes wrong becomes the reason of a `NotAttacked`.
+    Whatever goes wrong becomes the reason of a `NotAttacked`; so does Ctrl-C, which keeps what else a study knows.
     """
     places = attackable(answers, images.labels, count)
     if not len(places):
@@ -231,6 +231,8 @@ def few_attacks(
             )
         study = _attacked(network, few, classes, attack, None, device)
         return dataclasses.replace(study, labels_are_answers=images.labels is None)
+    except KeyboardInterrupt:
+        return NotAttacked("No noise was made: an interruption ended the work before.")
     except (MemoryError, ValueError, TypeError, RuntimeError) as error:
         return NotAttacked(f"No noise could be made: {next(iter(str(error).splitlines()), type(error).__name__)}")
 

@@ -96,7 +96,7 @@ class FlippedImage:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The moments of k scores of each image, those that are largest without noise: (N, k) each."""
+    """The moments of k scores of each image, chosen by `followed_scores`: (N, k) each."""
 
     outputs: Tensor
     mean: Tensor
@@ -480,7 +480,7 @@ def rare_candidates(so_far: Study) -> list[int]:
 
 @dataclass(frozen=True)
 class Refined:
-    """What importance sampling or splitting found for one image."""
+    """What `entries_found` gave for one image."""
 
     number: int
     flip: float

@@ -2,7 +2,8 @@
 
 `study_in_parts` runs three sweeps: samples of all images (`SurveySweep`), the flip probabilities of those nearest to
 flipping (`RareSweep`), and the nearest flips of those shown first (`NearestSweep`). Every image has random numbers of
-its own, so results do not depend on the devices or on the images computed together, except for rounding.
+its own, so results do not depend on the images computed together or on how many devices of one kind compute them,
+except for rounding.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def engine_named(name: str, device: torch.device, address: str | None) -> Engine
 
 
 def study_in_parts(subject: Subject, config: StudyConfig, classes: tuple[str, ...], out: Path, engine: Engine) -> Study:
-    """The same `Study` as `study`, without a limit of time; parts are kept in `out`, where a second call goes on."""
+    """A `Study` like that of `study`, without a limit of time; parts are kept in `out`, where a second call goes on."""
     start = time.perf_counter()
     if config.seconds is not None:
         raise ValueError(f"{CALLER}: with --engine there is no limit of time; leave out --seconds, work can be resumed")

@@ -150,7 +150,7 @@ def _rare_in_words(study: Study) -> str:
         return "Flips were counted."
     routes_in_words = {
         "importance": "samples drawn where the network is about to change its answer, each counted by how likely it is "
-        "(importance sampling), and checked by an independent second estimate",
+        "(importance sampling), and checked by a second estimate",
         "splitting": "moving samples step by step towards a flip (splitting)",
     }
     taken = [words for route, words in routes_in_words.items() if route in routes]
@@ -179,11 +179,12 @@ def stopped_in_words(study: Study) -> str:
 
 def more_in_words(study: Study) -> str:
     """How to know more about the images of which only a bound is known."""
-    if not bool(study.bounded.any()) or study.config.rare is None:
+    rare = study.config.rare
+    if not bool(study.bounded.any()) or rare is None or rare >= len(study.images):
         return ""
     return (
-        f"How rare flips are was investigated only for the {min(study.config.rare, len(study.images))} images nearest "
-        f"to flipping; --rare all does it for every image."
+        f"How rare flips are was investigated only for the {rare} images nearest to flipping; --rare all does it for "
+        f"every image."
     )
 
 
@@ -210,7 +211,7 @@ def draw(study: Study) -> RenderableType:
 
 
 def _curve(study: Study) -> Group:
-    """The accuracy curve as a table with a column for each level; all of it fits into 80 columns of a terminal."""
+    """The accuracy curve as a table with a column for each level, 80 wide unless σ has many digits."""
     table = _table()
     table.padding = (0, 1, 0, 0)
     table.add_column("noise σ" if study.config.covariance is None else "× the noise", no_wrap=True)

@@ -191,7 +191,7 @@ class CurveMark:
 LEAST_RANGE = 0.01
 """An axis of shares covers at least this range."""
 FROM_ZERO = 0.3
-"""An axis of shares begins at 0 if any of them is below this."""
+"""An axis of shares begins at 0 if the lower end of any band is below this."""
 
 
 def share_limits(curve: Sequence[CurveMark]) -> tuple[float, float]:

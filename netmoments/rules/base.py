@@ -101,7 +101,8 @@ class SketchedLayer:
     pull_back: Callable[[Tensor], Tensor]
     """Turns weights (N, k, n) on the output into weights (N, k, p) on the input, through the expected slopes."""
     quadratics: Callable[[Tensor], QuadraticForms] | None
-    """The quadratic forms of scores with weights (N, k, n) on its units; None if no unit is curved."""
+    """The quadratic forms of scores with weights (N, k, n) on its units. None if no unit is curved, or if that is not
+    known, as of a black box."""
 
 
 class Nonlinearity(ABC):

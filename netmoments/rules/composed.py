@@ -194,8 +194,9 @@ def _like_gamma(mean: Tensor, spread: Tensor, u: Tensor) -> tuple[Tensor, Tensor
 class OfRows(Nonlinearity):
     """A function from rows of w numbers to rows of w numbers: each result is a unit whose window is the whole row.
 
-    Expectations are averages over quasi-random points whose first two moments are exact. Third cumulants move the
-    points, u → u + κ[u, u]/6, which is right to first order.
+    Expectations are averages over quasi-random points, whose first two moments are exact for rows of less than a
+    quarter as many numbers as points. Third cumulants move the points, u → u + κ[u, u]/6, which is right to first
+    order.
     """
 
     rows: Tensor

@@ -424,7 +424,7 @@ RULES: dict[Any, Rule] = {
     aten.native_batch_norm: _one_input(_batch_norm_of_input),
     aten._native_batch_norm_legit: _one_input(_batch_norm_of_input),
 }  # fmt: skip
-"""By operator, for all of its overloads. The value is None for a call without a rule."""
+"""The rule of each operator, for all of its overloads: a function that returns None for a call it has no rule for."""
 
 
 def _lp_pool(ndim: int, module: Any, example: Tensor) -> PowerSum:
@@ -460,7 +460,7 @@ def affine(module: nn.Module, example: Tensor) -> None:
 
 
 def register_rule(layer: type[nn.Module], rule: LayerRule) -> None:
-    """Register your own rule for a class of modules; "layerwise", "sketch" and all other methods use it.
+    """Register your own rule for a class of modules, for "layerwise", "sketch", and sampling with a sketch as control.
 
     Args:
         layer: the module's class; its forward takes one tensor and returns one.

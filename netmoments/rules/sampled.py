@@ -190,7 +190,7 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 def normal_points(dimension: int, count: int, number: int = 0) -> Tensor:
     """One of the fixed sets of quasi-random normal points, (count, dimension): scrambled Sobol, antithetic.
 
-    They are transformed to have exact second moments, unless there are fewer than four points for each dimension. In
+    They are transformed to have exact second moments, unless there are only four points or fewer for each dimension. In
     no dimensions there is one point, (1, 0).
     """
     if dimension == 0:

@@ -147,7 +147,7 @@ def single_inputs(
 
 
 def power_moments(parts: tuple[Tensor, Tensor, Tensor, Tensor], mean: Tensor, variance: Tensor) -> PowerMoments:
-    """The power moments of such units with up to `MOST_KINKS` sorted kinks, from means and variances (N, n)."""
+    """The power moments of such units with few sorted kinks (`piecewise_linear.MOST_KINKS`), from moments (N, n)."""
     images, units = mean.shape
     moments = mean.new_empty(MOMENTS, images, units)
     with torch.cuda.device_of(mean):

@@ -222,6 +222,20 @@ def test_an_interruption_keeps_what_is_known(network, digits, monkeypatch, raise
     assert kept.nearest == ()
 
 
+def test_an_interruption_of_the_attacks_keeps_the_study(network, digits, monkeypatch):
+    few = digits.first(4)
+    whole = study(network, few, dataclasses.replace(QUIET, attacks=0))
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(attack_study, "_attacked", interrupted)
+    found = study(network, few, dataclasses.replace(QUIET, attacks=2))
+    assert isinstance(found.attacks, NotAttacked)
+    assert "interruption" in found.attacks.reason
+    assert torch.equal(found.flip, whole.flip)
+
+
 @pytest.mark.parametrize("activation", [nn.SiLU, nn.Tanh])
 def test_networks_without_a_relu(activation, generator):
     torch.manual_seed(0)

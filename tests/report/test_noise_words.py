@@ -128,7 +128,7 @@ def test_what_is_known_of_the_robust(found):
 
 def test_the_method_in_words(found):
     said = " ".join(method_in_words(found))
-    for part in ("importance sampling", "independent second estimate", "not certificates", "not clipped", "--rare all"):
+    for part in ("importance sampling", "by a second estimate", "not certificates", "not clipped", "--rare all"):
         assert part in said
     assert "wider than" not in said
     counted = dataclasses.replace(found, route=("frequencies",) * 40)

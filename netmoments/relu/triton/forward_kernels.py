@@ -437,7 +437,7 @@ def strong_diagonal_kernel(
 
 @jit
 def seldom_open_kernel(table, chosen, units, seldom, faint, TERMS: constexpr, WIDE: constexpr):
-    """1 for the units that `bivariate.noticeable` picks in images with `deep_layers`, else 0; one image a program."""
+    """1 for units that `bivariate.noticeable` picks, in `deep_layers` of images, else 0; one image a program."""
     image = tl.program_id(0)
     opened = tl.zeros((1,), tl.float64)
     deviation, reach = opened, opened

@@ -40,12 +40,14 @@ OWN = constexpr(4)  # the unit's own variance
 FIRST = constexpr(5)  # a₀, then a₁, a₂, …: 0 for such a unit
 
 BLOCK = constexpr(64)
-AT_ONCE = constexpr(4)  # terms of a series are loaded so many at a time
+AT_ONCE = constexpr(
+    4
+)  # terms of a series are loaded so many at a time; TERMS and every number of terms are multiples of it
 
 
 @jit
 def standardized(m, s):
-    """h = m/s in float64, cut to ±40, as in `normal.standardize`."""
+    """h = m/s in float64, as `normal.standardize` but cut to ±40."""
     noisy = tl.abs(m) < 40 * s
     certain = tl.where(m > 0, 40.0, tl.where(m < 0, -40.0, 0.0))
     return tl.where(noisy, m / tl.where(noisy, s, 1.0), certain)

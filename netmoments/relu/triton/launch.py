@@ -52,9 +52,9 @@ class Tables(NamedTuple):
     owen: Tensor
     """(node², weight) for Owen's T."""
     weak: Tensor
-    """`enough` up to `reach`."""
+    """The rows of `enough(…, reach)`, (BINS + 1, 3), for all but strongly correlated pairs."""
     strong: Tensor
-    """`enough` up to 1."""
+    """The same for |ρ| up to 1, for strongly correlated pairs."""
     series_reach: float
     """The |ρ| up to which the series is cheaper than nodes."""
     reach: float
