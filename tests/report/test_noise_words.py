@@ -122,7 +122,8 @@ def test_what_is_known_of_the_robust(found):
     known = dataclasses.replace(found, flip=found.flip.clamp(min=1e-9))
     assert bounded_in_words(known) == more_in_words(known) == ""
     alone = dataclasses.replace(found, config=dataclasses.replace(STUDIED, rare=None))
-    assert more_in_words(alone) == ""
+    every = dataclasses.replace(found, config=dataclasses.replace(STUDIED, rare=40))
+    assert more_in_words(alone) == more_in_words(every) == ""
     assert "for the 4 images nearest" in more_in_words(found)
 
 
