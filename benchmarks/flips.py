@@ -41,8 +41,7 @@ from benchmarks.rare_baselines import (
     splitting,
 )
 from benchmarks.sampler import Gallery
-from netmoments.flips.result import QUANTILE
-from netmoments.normal import distribution, gauss_legendre
+from netmoments.normal import QUANTILE, distribution, gauss_legendre
 
 RELATIVE, ABSOLUTE = 0.1, 0.01
 """The relative standard error that is asked for, and where flips are common the half-width of the interval."""

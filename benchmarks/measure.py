@@ -1,4 +1,4 @@
-"""Measure time (medians) and peak memory, and describe the machine."""
+"""Measure time (medians), peak memory and how often classes win, and describe the machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
+
+import netmoments as nm
 
 Result = TypeVar("Result")
 SETTLED = 0.5
@@ -48,6 +51,21 @@ def measured(work: Callable[[], Result], device: torch.device) -> tuple[Result, 
     seconds = time.perf_counter() - start
     peak = _peak(device)
     return result, Cost(seconds, None if before is None or peak is None else max(0, peak - before))
+
+
+def class_frequencies(
+    network: Callable[[Tensor], Tensor], noise: nm.Gaussian, samples: int, *, seed: int = 0
+) -> Tensor:
+    """How often each class has the largest score under noise, (*batch_shape, classes), in float64, from plain samples.
+
+    A frequency f has the standard error √(f(1−f)/samples).
+    """
+
+    def winner(x: Tensor) -> Tensor:
+        scores = network(x)
+        return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(x.dtype)
+
+    return nm.monte_carlo(winner, noise, samples, seed=seed).mean
 
 
 def _start(device: torch.device) -> int | None:

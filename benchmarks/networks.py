@@ -16,11 +16,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import netmoments as nm
-from benchmarks.measure import machine, seconds
+from benchmarks.measure import class_frequencies, machine, seconds
 from benchmarks.problems import random_covariance
 from netmoments.moments.class_probabilities import winning_probabilities
 from netmoments.precision import full_precision
-from netmoments.sampling.monte_carlo import class_frequencies
 
 Row = tuple[str, str, str]
 

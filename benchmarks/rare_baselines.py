@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from netmoments.flips.result import QUANTILE, wilson
+from netmoments.flips.result import wilson
+from netmoments.normal import QUANTILE
 from netmoments.precision import full_precision
 
 PARTICLES, MOVES = 1000, 20

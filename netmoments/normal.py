@@ -14,6 +14,8 @@ from torch import Tensor
 
 SATURATED = 53.0
 """The |h| at which standardized means are cut: s·φ(53) is 0 in float64 for every s, so no moment changes beyond."""
+QUANTILE = 1.959963984540054
+"""The 97.5 % quantile, for intervals of 95 %."""
 _OWEN_NODES = {torch.float32: 7, torch.float64: 14}
 """Gauss–Legendre nodes for Owen's T, by dtype."""
 
@@ -87,13 +89,13 @@ def owen_t(height: Tensor, reach: Tensor) -> Tensor:
     return sign * value
 
 
-def wilson_interval(share: Tensor, count: Tensor | int, z: float = 1.959963984540054) -> tuple[Tensor, Tensor]:
-    """The ends of Wilson's (1927) interval for a probability that was a `share` of `count` samples; 95 % for this z.
+def wilson_interval(share: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
+    """The ends of Wilson's (1927) interval of 95 % for a probability that was a `share` of `count` samples.
 
     >>> wilson_interval(torch.tensor(0.5), 100)
     (tensor(0.4038), tensor(0.5962))
     """
-    width = z * z / count
+    width = QUANTILE * QUANTILE / count
     middle = (share + width / 2) / (1 + width)
-    half = z / (1 + width) * (share * (1 - share) / count + width / (4 * count)).clamp(min=0).sqrt()
+    half = QUANTILE / (1 + width) * (share * (1 - share) / count + width / (4 * count)).clamp(min=0).sqrt()
     return (middle - half).clamp(min=0), (middle + half).clamp(max=1)

@@ -224,7 +224,7 @@ def test_the_wheel_holds_the_package_alone():
         assert not outside, f"{name_of(path)} imports {outside}, which is not installed"
 
 
-@pytest.mark.parametrize("door", ["", ".attacks", ".data", ".propagate", ".rules", ".sampling", ".sweep"])
+@pytest.mark.parametrize("door", ["", ".attacks", ".data", ".propagate", ".rules", ".sweep"])
 def test_every_public_name_exists_and_is_documented(door):
     module = importlib.import_module(f"netmoments{door}")
     assert module.__doc__

@@ -27,10 +27,11 @@ from netmoments.flips.margins import (
     read_classifier,
     run_together,
 )
-from netmoments.flips.result import NEVER_SEEN, QUANTILE, ClassProbabilities, wilson
+from netmoments.flips.result import NEVER_SEEN, ClassProbabilities, wilson
 from netmoments.flips.search import Search
 from netmoments.gaussian import Gaussian
 from netmoments.moments.request import Request
+from netmoments.normal import QUANTILE
 from netmoments.precision import full_precision
 from netmoments.progress import progress_bar
 

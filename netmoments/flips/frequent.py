@@ -11,8 +11,9 @@ from torch import Tensor
 from netmoments.flips.guide import POOL, Guide, PlainNoise
 from netmoments.flips.importance import NEGLIGIBLE, Controls, Estimation
 from netmoments.flips.margins import NoisyMargins, OutOfTime
-from netmoments.flips.result import NEVER_SEEN, QUANTILE, EntryResult, FlipEstimate, Target, agree, wilson
+from netmoments.flips.result import NEVER_SEEN, EntryResult, FlipEstimate, Target, agree, wilson
 from netmoments.flips.search import Search
+from netmoments.normal import QUANTILE
 
 PLAIN_SHARES = (0.2, 0.35, 0.5, 0.7, 1.0)
 """The shares of plain samples to choose from; the other samples are of the guide. With a fifth no weight is above 5."""

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from netmoments.normal import wilson_interval
+from netmoments.normal import QUANTILE, wilson_interval
 
 DISAGREE = 3.0
 """Two estimates agree if they are within so many standard errors."""
-QUANTILE = 1.959964
-"""The 97.5 % quantile of the standard normal, for intervals of 95 %."""
 UNSURE = 2.0
 """Intervals are symmetric in the log-odds up to this half-width over p(1 − p); beyond it log-odds say nothing."""
 NEVER_SEEN = 3.0

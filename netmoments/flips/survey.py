@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from netmoments.flips.margins import Clock, seed_of_input
-from netmoments.flips.result import QUANTILE, shares_interval
+from netmoments.flips.result import shares_interval
 from netmoments.gaussian import Gaussian
 from netmoments.memory import elements_together
 from netmoments.network.model import NetworkModel
+from netmoments.normal import QUANTILE
 from netmoments.precision import full_precision
 from netmoments.progress import progress_bar
 from netmoments.sampling.fast_network import FastNetwork, fast_network

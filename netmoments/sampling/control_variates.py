@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import describe, require_broadcastable, require_finite
-from netmoments.gaussian import Gaussian, require_matrix_for
+from netmoments.checks import describe, require_finite
+from netmoments.gaussian import Gaussian
 from netmoments.precision import full_precision, matvec
 from netmoments.progress import progress_bar
 from netmoments.sampling.cross_fit import FOLDS, LEAST_SAMPLES, Estimate, cross_fitted
@@ -53,11 +53,6 @@ class LinearSurrogate:
     slopes: Tensor
     noise: Gaussian
 
-    def __post_init__(self) -> None:
-        _require_noise("LinearSurrogate", self.noise)
-        require_matrix_for(self.noise, "LinearSurrogate", "slopes", self.slopes)
-        require_finite("LinearSurrogate", "slopes", self.slopes)
-
     @property
     def batch_shape(self) -> torch.Size:
         return torch.broadcast_shapes(self.slopes.shape[:-2], self.noise.batch_shape)
@@ -91,21 +86,9 @@ class TwoStageSurrogate:
     network: AffineReluAffine
     noise: Gaussian
 
-    def __post_init__(self) -> None:
-        _require_noise("TwoStageSurrogate", self.noise)
-        if not isinstance(self.network, AffineReluAffine):
-            raise TypeError(
-                f"TwoStageSurrogate: network must be an AffineReluAffine, such as two_stage(network, image) gives, "
-                f"got {describe(self.network)}"
-            )
-        require_matrix_for(self.noise, "TwoStageSurrogate", "A", self.network.A)
-        _ = self.batch_shape
-
     @property
     def batch_shape(self) -> torch.Size:
-        return require_broadcastable(
-            "TwoStageSurrogate", network=self.network.batch_shape, noise=self.noise.batch_shape
-        )
+        return torch.broadcast_shapes(self.network.batch_shape, self.noise.batch_shape)
 
     @cached_property
     def mean(self) -> Tensor:
@@ -123,11 +106,6 @@ class TwoStageSurrogate:
     @property
     def _precise(self) -> AffineReluAffine:
         return self.network.to(torch.float64)
-
-
-def _require_noise(caller: str, noise: Gaussian) -> None:
-    if not isinstance(noise, Gaussian):
-        raise TypeError(f"{caller}: noise must be a netmoments.Gaussian, got {describe(noise)}")
 
 
 CALLER = "controlled_monte_carlo"
@@ -171,7 +149,6 @@ def controlled_monte_carlo(
             f"{CALLER}: at least {LEAST_SAMPLES} samples are needed, for {FOLDS} folds that are fitted on each other, "
             f"got {samples}; use monte_carlo for fewer"
         )
-    _require_surrogate(surrogate, noise)
     function_values: list[Tensor] = []
     surrogate_values: list[Tensor] = []
     moments, output_shape, rounding = None, torch.Size(), 0.0
@@ -239,31 +216,6 @@ def _samples_last(batches: list[Tensor]) -> Tensor:
     joined = torch.cat(batches)
     batches.clear()
     return joined.reshape(len(joined), -1, joined.shape[-1]).movedim(0, -1).contiguous()
-
-
-def _require_surrogate(surrogate: Surrogate, noise: Gaussian) -> None:
-    """Refuse what is not a surrogate, and one of this library's that was made for another noise."""
-    if not (callable(surrogate) and hasattr(surrogate, "mean") and hasattr(surrogate, "covariance")):
-        raise TypeError(
-            f"{CALLER}: surrogate must be callable and have a mean and a covariance, as a LinearSurrogate or a "
-            f"TwoStageSurrogate has, got {describe(surrogate)}"
-        )
-    if isinstance(surrogate, LinearSurrogate | TwoStageSurrogate) and not _same(surrogate.noise, noise):
-        raise ValueError(
-            f"{CALLER}: the surrogate's moments must be those under the noise that is sampled, got one made for "
-            f"another noise; build it with noise={noise}"
-        )
-
-
-def _same(first: Gaussian, second: Gaussian) -> bool:
-    """Whether two distributions agree in shape, mean and variances, which is cheap to compare."""
-    return first is second or (
-        first.event_ndim == second.event_ndim
-        and first.batch_shape == second.batch_shape
-        and first.device == second.device
-        and torch.equal(first.mean, second.mean)
-        and torch.equal(first.covariance.variances(), second.covariance.variances())
-    )
 
 
 def _moments_of(surrogate: Surrogate, entries: torch.Size, outputs: int) -> _Moments:

@@ -190,30 +190,6 @@ def monte_carlo(
     return sums.moments(output_shape)
 
 
-@torch.no_grad()
-def class_frequencies(
-    network: Callable[[Tensor], Tensor],
-    noise: Gaussian,
-    samples: int = 10_000,
-    *,
-    seed: int = 0,
-    batch: int | None = None,
-) -> Tensor:
-    """How often each class has the largest score when x ~ noise, (*batch_shape, classes), in float64, from samples.
-
-    A frequency f has the standard error √(f(1−f)/samples). Arguments and memory as in `monte_carlo`.
-    """
-    evaluated = evaluation("class_frequencies", network, noise, samples, seed, batch, least=1)
-    counts: Tensor | None = None
-    with full_precision(), progress_bar("sampling", samples) as show:
-        for number, (_, values) in enumerate(evaluated):
-            show(number * evaluated.batch)
-            won = torch.nn.functional.one_hot(values.argmax(-1), values.shape[-1]).sum(0)
-            counts = won if counts is None else counts + won
-    assert counts is not None
-    return counts.double() / samples
-
-
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """A function and the samples on which it is evaluated. Iterating gives batches of samples with the function's

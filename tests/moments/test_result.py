@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import netmoments as nm
-from netmoments.sampling.monte_carlo import class_frequencies
+from benchmarks.measure import class_frequencies
 from tests.closeness import assert_close
 from tests.moments.problems import deep, means, noise, perceptron
 from tests.networks import seeded

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import netmoments as nm
+from benchmarks.measure import class_frequencies
 from netmoments.data.images import LabelledImages
 from netmoments.report import attack_study, noise_study
 from netmoments.report.arguments import RELATIVE_LEVELS
 from netmoments.report.attack_study import NotAttacked
 from netmoments.report.noise_study import COPIES, NEAREST, example_images, study
 from netmoments.report.pictures import drawn_noise
-from netmoments.sampling.monte_carlo import class_frequencies
 from tests.report.shown import PLAIN, STUDIED
 
 SAMPLES = 8_000

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import netmoments as nm
-from benchmarks.measure import extra_mebibytes, measured
+from benchmarks.measure import class_frequencies, extra_mebibytes, measured
 from netmoments.moments.class_probabilities import winning_probabilities
 from netmoments.propagate.layerwise import need_of
 from netmoments.propagate.plan import plan_of
-from netmoments.sampling.monte_carlo import class_frequencies
 from reproduction.image_sweeps import random_covariance
 
 pytestmark = pytest.mark.slow

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import netmoments as nm
+from benchmarks.measure import class_frequencies
 from netmoments.network.model import NetworkModel
 from netmoments.sampling import adaptive
 from netmoments.sampling.adaptive import (
@@ -28,7 +29,6 @@ from netmoments.sampling.adaptive import (
 )
 from netmoments.sampling.estimate import WIDE_PAIRS
 from netmoments.sampling.fast_network import FastNetwork, fast_network
-from netmoments.sampling.monte_carlo import class_frequencies
 from netmoments.sampling.pair_sums import FOLDS
 from tests.closeness import assert_close
 from tests.gaussians import KINDS, SIZE, structures

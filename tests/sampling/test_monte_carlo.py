@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import netmoments as nm
+from benchmarks.measure import class_frequencies
 from netmoments.gaussian import random_seed
-from netmoments.sampling.monte_carlo import MomentSums, class_frequencies
+from netmoments.sampling.monte_carlo import MomentSums
 from tests.closeness import assert_close, assert_within_standard_errors
 
 NOISE = nm.Gaussian(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64), nm.LowRank(torch.ones(3, 1).double(), 0.5))
