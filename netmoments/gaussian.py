@@ -94,15 +94,15 @@ class Gaussian:
     @classmethod
     def _trusted(cls, mean: Tensor, covariance: Covariance, event_ndim: int) -> Gaussian:
         """A Gaussian of parts that are valid by construction, whose values are not looked at again."""
-        gaussian = cls.__new__(cls)
-        batch, event = _split(mean, event_ndim)
+        gaussian, batch_ndim = cls.__new__(cls), mean.dim() - event_ndim
+        event = mean.shape[batch_ndim:]
         vars(gaussian).update(
             mean=mean,
             covariance=covariance,
             event_ndim=event_ndim,
             event_given=True,
             event_shape=event,
-            batch_shape=torch.broadcast_shapes(batch, covariance.batch_shape),
+            batch_shape=torch.broadcast_shapes(mean.shape[:batch_ndim], covariance.batch_shape),
             size=event.numel(),
             dtype=mean.dtype,
             device=mean.device,

@@ -415,32 +415,28 @@ SHORT_NAMES: dict[str, Method] = {
 CONTROLS = ("two-stage", "linear", "sketch")
 
 
-def method_named(method: Any, caller: str) -> Method:
-    """A method as given, or the one that a short name stands for, with its default options."""
-    if isinstance(method, Method):
-        return method
-    if isinstance(method, str) and method in SHORT_NAMES:
-        return SHORT_NAMES[method]
+def method_named(method: Any, caller: str, **limits: float | None) -> Method:
+    """A method as given, or the one that a short name stands for, with its default options.
+
+    `limits` are the tolerance, samples and seconds of a call, which only "auto" has; None where the caller gave none.
+    """
+    given = {name: value for name, value in limits.items() if value is not None}
+    chosen = SHORT_NAMES.get(method) if isinstance(method, str) else method
+    if isinstance(chosen, Auto) and given:
+        return dataclasses.replace(chosen, **given)  # type: ignore[arg-type]
+    if isinstance(chosen, Method) and given:
+        raise ValueError(
+            f'{caller}: {next(iter(given))}= is for method="auto", got {chosen}; formulas are as exact as they are, '
+            f"and Sampling(samples) takes as many as it is told"
+        )
+    if isinstance(chosen, Method):
+        return chosen
     if isinstance(method, type) and issubclass(method, Method):
         raise TypeError(f"{caller}: method must be a value, got the class {method.__name__}; write {method.__name__}()")
     raise ValueError(
         f"{caller}: method must be one of {', '.join(SHORT_NAMES)}, or a method with options such as "
         f"netmoments.Sketch(probes=128), got {method!r}"
     )
-
-
-def with_goal(method: Method, tolerance: float | None, samples: int | None, seconds: float | None) -> Method:
-    """The method with a tolerance and limits, which only "auto" has."""
-    if tolerance is None and samples is None and seconds is None:
-        return method
-    given = {"tolerance": tolerance, "samples": samples, "seconds": seconds}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not isinstance(method, Auto):
-        raise ValueError(
-            f'{CALLER}: {next(iter(given))}= is for method="auto", got {method}; formulas are as exact as they are, '
-            f"and Sampling(samples) takes as many as it is told"
-        )
-    return dataclasses.replace(method, **given)  # type: ignore[arg-type]
 
 
 def _exact(found: OutputMoments) -> OutputMoments:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from netmoments.checks import describe, require_count
 from netmoments.gaussian import Gaussian, random_seed
 from netmoments.linearize.two_stage import output_indices
 from netmoments.memory import memory_limit
-from netmoments.moments.methods import Method, method_named, with_goal
+from netmoments.moments.methods import Method, method_named
 from netmoments.moments.request import CALLER, Choice, Request, require_number_of_outputs
 from netmoments.moments.result import MomentErrors, OutputMoments
 from netmoments.sampling.adaptive import Goal, sampled_to_tolerance
@@ -75,7 +74,7 @@ def output_moments(
     'exact'
     """
     start = time.perf_counter()
-    chosen = with_goal(method_named(method, CALLER), tolerance, samples, seconds)
+    chosen = method_named(method, CALLER, tolerance=tolerance, samples=samples, seconds=seconds)
     if check is not None:
         require_count(CALLER, "check", check, least=0)
     if isinstance(network, AffineReluAffine):
@@ -87,24 +86,13 @@ def output_moments(
         matrix = found.covariance if covariance is not False else None
         return dataclasses.replace(found, covariance=matrix, seconds=time.perf_counter() - start)
     request = Request.read(network, noise, outputs, memory_budget, CALLER, key=key, covariance=covariance)
-    flat = request.model.answer(partial(chosen.moments, request))
-    require_finite_moments(flat)
+    flat = request.answered_by(chosen.moments)
     if flat.error is None and check != 0 and (check is not None or not request.wants_gradient):
         flat = checked(request, flat, CHECK if check is None else check)
     if flat.samples and flat.error is not None:
         rounding = torch.finfo(request.flat.mean.dtype).eps * flat.mean.detach().abs()
         flat = dataclasses.replace(flat, error=allowing_for_rounding(flat, flat.error, rounding))
     return request.shaped(flat, seconds=time.perf_counter() - start)
-
-
-def require_finite_moments(found: OutputMoments) -> None:
-    """That means and variances fit their dtype: where a variance is beyond its range, no number of a formula is one."""
-    if not bool((found.mean.detach().isfinite() & found.variance.detach().isfinite()).all()):
-        name = str(found.mean.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"{CALLER}: the moments are too large for {name}; take smaller units of the input"
-            f"{'' if name == 'float64' else ', or network and noise in float64'}"
-        )
 
 
 def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,20 @@ class Request:
             memory_limit(flat.device, memory_budget)
         return cls(model, noise, flat, outputs, memory_budget, wanted, covariance)
 
+    def answered_by(self, moments: Callable[[Request], OutputMoments]) -> OutputMoments:
+        """What a method's `moments` finds, and finds again if the network has changed; all within their dtype's range.
+
+        Where a variance is beyond that, no number of a formula is one.
+        """
+        found = self.model.answer(partial(moments, self))
+        if not bool((found.mean.detach().isfinite() & found.variance.detach().isfinite()).all()):
+            name = str(found.mean.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{CALLER}: the moments are too large for {name}; take smaller units of the input"
+                f"{'' if name == 'float64' else ', or network and noise in float64'}"
+            )
+        return found
+
     def products(self, count: int) -> bool:
         """Whether all covariances of so many outputs are wanted."""
         return count <= MANY_OUTPUTS if self.covariance is None else self.covariance
@@ -85,10 +100,8 @@ class Request:
         parts = self.model.parts if every else ()
         output = parts[0].shape if len(parts) == 1 else flat.mean.shape[1:]
 
-        def own(x: Tensor) -> Tensor:
-            return x.reshape((*batch, *output))
-
-        changed: dict[str, Any] = {"mean": own(flat.mean), "variance": own(flat.variance)}
+        shape = (*batch, *output)
+        changed: dict[str, Any] = {"mean": flat.mean.reshape(shape), "variance": flat.variance.reshape(shape)}
         wanted = self.products(flat.mean.shape[-1])
         for name in ("covariance", "outputs", "distance", "reached", "wins"):
             value = getattr(flat, name) if name != "covariance" or wanted else None
@@ -99,7 +112,8 @@ class Request:
         if flat.error is not None:
             matrix = flat.error.covariance
             matrix = None if matrix is None or not wanted else matrix.reshape((*batch, *matrix.shape[1:]))
-            changed["error"] = MomentErrors(own(flat.error.mean), own(flat.error.variance), matrix)
+            mean, variance = flat.error.mean.reshape(shape), flat.error.variance.reshape(shape)
+            changed["error"] = MomentErrors(mean, variance, matrix)
         if every:
             changed["outputs"] = None
         return dataclasses.replace(
