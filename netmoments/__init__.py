@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from netmoments import attacks, data, paper, propagate, rules
     from netmoments.affine_relu_affine import AffineReluAffine
     from netmoments.attacks.expected_logits import ExpectedLogits
-    from netmoments.covariances import Dense, Diagonal, Isotropic, LowRank
+    from netmoments.covariances import Covariance, Dense, Diagonal, Isotropic, LowRank
     from netmoments.flips.class_probabilities import class_probabilities
     from netmoments.flips.flip_probability import flip_probability
     from netmoments.flips.result import ClassProbabilities, FlipProbability, NearestFlip
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "affine_relu_affine": ["AffineReluAffine"],
     "attacks.expected_logits": ["ExpectedLogits"],
-    "covariances": ["Dense", "Diagonal", "Isotropic", "LowRank"],
+    "covariances": ["Covariance", "Dense", "Diagonal", "Isotropic", "LowRank"],
     "flips.class_probabilities": ["class_probabilities"],
     "flips.flip_probability": ["flip_probability"],
     "flips.result": ["ClassProbabilities", "FlipProbability", "NearestFlip"],
@@ -73,6 +73,7 @@ __all__ = [
     "AffineReluAffine",
     "Auto",
     "ClassProbabilities",
+    "Covariance",
     "Dense",
     "Diagonal",
     "ExpectedLogits",

@@ -12,13 +12,16 @@ dimensions and acts on n flat coordinates. With Σ the covariance and A any (...
     dense()         Σ                 (..., n, n), for those who really want it
     root()          R with Σ = R Rᵀ   (..., n, r), with as few columns as the structure allows
     draw(...)       samples of N(0, Σ)
+
+A structure of your own is a frozen dataclass with the abstract methods of `Covariance`; the others follow from these.
+`kept_dimensions` names its tensors.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -43,10 +46,17 @@ class Factors(NamedTuple):
 
 
 class Covariance(ABC):
-    """What every structure offers; see the module's docstring."""
+    """What every structure offers. `nm.Gaussian` takes any, also one of your own: a frozen dataclass with the abstract
+    methods, from which all others follow, and `kept_dimensions`.
 
-    _kept_dimensions: ClassVar[dict[str, int]] = {}
-    """How many trailing dimensions of each tensor belong to one entry, by the name of its field."""
+    >>> covariance = LowRank(torch.ones(3, 1))
+    >>> isinstance(covariance, Covariance), covariance.size, covariance.variances()
+    (True, 3, tensor([1., 1., 1.]))
+    """
+
+    kept_dimensions: ClassVar[dict[str, int]] = {}
+    """How many trailing dimensions of each tensor belong to one entry, by the name of its field: all tensors of the
+    structure must be named, and those before the trailing ones are the batch."""
 
     @property
     @abstractmethod
@@ -124,23 +134,24 @@ class Covariance(ABC):
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> Self:
         """The same structure with `change(tensor, kept)` for each tensor, the last `kept` dimensions being no batch."""
-        kept = self._kept_dimensions
-        fields = {name: getattr(self, name) for name in kept}
-        changed = {name: change(value, kept[name]) for name, value in fields.items() if isinstance(value, Tensor)}
+        kept = self.kept_dimensions
+        values = {name: getattr(self, name) for name in kept}
+        changed = {name: change(value, kept[name]) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **changed)  # type: ignore[type-var]
 
     def tensors(self) -> list[Tensor]:
         """All numbers of the covariance as tensors, in the order that `with_tensors` takes."""
-        return [getattr(self, name) for name in self._kept_dimensions]
+        return [getattr(self, name) for name in self.kept_dimensions]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
         """The same structure with other numbers, in the order of `tensors`."""
-        return replace(self, **dict(zip(self._kept_dimensions, tensors, strict=False)))  # type: ignore[type-var]
+        return replace(self, **dict(zip(self.kept_dimensions, tensors, strict=False)))  # type: ignore[type-var]
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """What there is to know besides the tensors: the kind and the size."""
-        return type(self).__name__, self.size
+        """What there is to know besides the tensors: the kind, the size, and all fields that are none."""
+        others = [field.name for field in fields(self) if field.name not in self.kept_dimensions]  # type: ignore[arg-type]
+        return type(self), self.size, *(getattr(self, name) for name in others)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Every tensor converted as by `Tensor.to`."""
@@ -160,7 +171,7 @@ class Isotropic(Covariance):
 
     variance: Tensor
     dimension: int
-    _kept_dimensions: ClassVar[dict[str, int]] = {"variance": 0}
+    kept_dimensions: ClassVar[dict[str, int]] = {"variance": 0}
 
     @property
     def size(self) -> int:
@@ -204,7 +215,7 @@ class Diagonal(Covariance):
     """
 
     variance: Tensor
-    _kept_dimensions: ClassVar[dict[str, int]] = {"variance": 1}
+    kept_dimensions: ClassVar[dict[str, int]] = {"variance": 1}
 
     @property
     def size(self) -> int:
@@ -250,7 +261,7 @@ class LowRank(Covariance):
 
     factor: Tensor
     diagonal: Tensor | float = 0.0
-    _kept_dimensions: ClassVar[dict[str, int]] = {"factor": 2, "diagonal": 1}
+    kept_dimensions: ClassVar[dict[str, int]] = {"factor": 2, "diagonal": 1}
 
     @property
     def size(self) -> int:
@@ -331,7 +342,7 @@ class Dense(Covariance):
     """
 
     matrix: Tensor
-    _kept_dimensions: ClassVar[dict[str, int]] = {"matrix": 2}
+    kept_dimensions: ClassVar[dict[str, int]] = {"matrix": 2}
 
     @property
     def size(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from dataclasses import fields, is_dataclass
 from numbers import Real
 from typing import Any
 
@@ -24,7 +25,7 @@ from netmoments.checks import (
     require_float_tensors,
     values_hold,
 )
-from netmoments.covariances import Covariance, Dense, Diagonal, Isotropic, LowRank
+from netmoments.covariances import Blocks, Covariance, Dense, Diagonal, Isotropic, LowRank
 from netmoments.precision import matvec
 
 CALLER = "Gaussian"
@@ -39,8 +40,8 @@ class Gaussian:
             vectors, one of 3 or 4 an image or a batch of images, one of more a batch of inputs. Where a network takes
             another part of the dimensions as one input, its first run says so; `event_ndim` settles it.
         covariance: a number (the *variance* of every coordinate), a tensor of the mean's event shape (variances),
-            a dense (..., n, n) matrix, `LowRank(factor, diagonal)`, or any `Covariance`. Batch dimensions are the
-            mean's or absent; one variance an image has shape (batch..., 1, ..., 1).
+            a dense (..., n, n) matrix, `LowRank(factor, diagonal)`, or any `Covariance`, yours too. Batch dimensions
+            are the mean's or absent; one variance an image has shape (batch..., 1, ..., 1).
         std: instead of `covariance`: a number or a tensor of *standard deviations*.
         event_ndim: how many trailing dimensions of the mean make one input.
 
@@ -288,6 +289,10 @@ def _read_structure(value: Covariance, mean: Tensor, batch: torch.Size, event: t
         require_float_tensors(CALLER, mean=mean, covariance=value.matrix)
         if value.matrix.dim() < 2 or value.matrix.shape[-2] != value.matrix.shape[-1]:
             raise ValueError(f"{CALLER}: Dense needs a square matrix (..., n, n), got {describe(value.matrix)}")
+    else:
+        _require_declared_tensors(value)
+        named = {f"{type(value).__name__}'s tensor {place}": x for place, x in enumerate(value.tensors())}
+        require_float_tensors(CALLER, mean=mean, variances=value.variances(), **named)
     if value.size != size:
         raise ValueError(
             f"{CALLER}: the covariance has {value.size} coordinates but a mean of shape {tuple(mean.shape)} has {size}"
@@ -297,6 +302,20 @@ def _read_structure(value: Covariance, mean: Tensor, batch: torch.Size, event: t
             f"{CALLER}: the covariance's batch shape must be {tuple(batch)} or (), got {tuple(value.batch_shape)}"
         )
     return value
+
+
+def _require_declared_tensors(value: Covariance) -> None:
+    """Refuse a structure of the user's that is no dataclass, or has tensors that would not be moved and divided."""
+    kind = type(value).__name__
+    if not is_dataclass(value):
+        raise TypeError(f"{CALLER}: {kind} must be a frozen dataclass, because changed copies are made of it")
+    tensors = [field.name for field in fields(value) if isinstance(getattr(value, field.name), Tensor)]
+    undeclared = [name for name in tensors if name not in value.kept_dimensions]
+    if undeclared:
+        raise TypeError(
+            f"{CALLER}: {kind}.kept_dimensions must name every tensor of the structure and how many of its trailing "
+            f"dimensions belong to one entry; {', '.join(undeclared)} is missing"
+        )
 
 
 def _read_low_rank(value: LowRank, mean: Tensor, batch: torch.Size, event: torch.Size) -> LowRank:
@@ -390,6 +409,11 @@ def require_covariance_values(covariance: Covariance) -> None:
             require_finite(CALLER, "covariance", matrix)
             require_symmetric(matrix)
             require_positive_semidefinite(matrix)
+        case Blocks(parts=parts):
+            for part in parts:
+                require_covariance_values(part)
+        case _:
+            require_non_negative("variance", covariance.variances())
 
 
 def require_non_negative(name: str, value: Tensor) -> None:

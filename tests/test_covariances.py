@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 import netmoments as nm
 from netmoments.covariances import Blocks
 from tests.closeness import assert_close
 from tests.gaussians import KINDS, SIZE, structures
+from tests.networks import seeded
+
+CONTROLLED = nm.Sampling(4000, control="sketch")
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
@@ -145,3 +152,82 @@ def test_blocks_are_a_block_diagonal_covariance():
     assert (
         float(((sampled - dense) / (scale.unsqueeze(-1) * scale.unsqueeze(-2))).abs().max()) < 6 * (2 / 40_000) ** 0.5
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Tied(nm.Covariance):
+    """Noise of a user's own kind: neighbours share what varies, x₂ᵢ = x₂ᵢ₊₁, with variances (..., pairs)."""
+
+    shared: Tensor
+    note: str = "tied"
+    kept_dimensions: ClassVar[dict[str, int]] = {"shared": 1}
+
+    @property
+    def size(self) -> int:
+        return 2 * self.shared.shape[-1]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.shared.shape[:-1]
+
+    def variances(self) -> Tensor:
+        return self.shared.repeat_interleave(2, -1)
+
+    def coloured(self, white: Tensor) -> Tensor:
+        return (white[..., ::2] * self.shared.sqrt()).repeat_interleave(2, -1)
+
+    def times(self, matrix: Tensor) -> Tensor:
+        sums = matrix.unflatten(-1, (-1, 2)).sum(-1)
+        return (sums * self.shared.unsqueeze(-2)).repeat_interleave(2, -1)
+
+    def root(self) -> Tensor:
+        return torch.diag_embed(self.shared.sqrt()).repeat_interleave(2, -2)
+
+    @property
+    def rank(self) -> int:
+        return self.shared.shape[-1]
+
+
+def tied(*batch: int) -> Tied:
+    generator = torch.Generator().manual_seed(5)
+    return Tied(0.01 + 0.1 * torch.rand(*batch, 3, dtype=torch.float64, generator=generator))
+
+
+@pytest.mark.parametrize("method", ["auto", "layerwise", "sketch", "two-stage", "linear", "sampling", CONTROLLED])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_a_covariance_of_the_users_own_kind_goes_through_every_method(method, batch):
+    """As its dense twin does: exactly by formulas, within standard errors by samples."""
+    network = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 2)))
+    mean = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(2, 6)[: 2 if batch else 1].reshape(*batch, 6)
+    own = nm.Gaussian(mean, tied(*batch))
+    twin = nm.Gaussian(mean, nm.Dense(own.covariance.dense()))
+    found, expected = (nm.output_moments(network, noise, method) for noise in (own, twin))
+    if method in ("layerwise", "two-stage", "linear"):
+        assert_close(found.mean, expected.mean, atol=1e-12)
+        assert_close(found.variance, expected.variance, rtol=1e-3)  # layers as squares are exact, as rows nearly
+    else:
+        for name in ("mean", "variance"):
+            error = torch.hypot(getattr(found.error, name), getattr(expected.error, name))
+            difference = getattr(found, name) - getattr(expected, name)
+            assert bool((difference.abs() <= 5 * error + 1e-9).all()), name
+
+
+def test_a_covariance_of_the_users_own_kind_is_converted_checked_and_divided():
+    noise = nm.Gaussian(torch.zeros(2, 6, dtype=torch.float64), tied(2))
+    assert noise.to(torch.float32).covariance.shared.dtype == torch.float32
+    assert noise.entries(slice(1, 2)).covariance.shared.shape == (1, 3)
+    assert nm.flip_probability(seeded(lambda: nn.Linear(6, 3)), noise).probability.shape == (2,)
+    with pytest.raises(TypeError, match=r"must have one dtype, got torch.float32 and torch.float64"):
+        nm.Gaussian(torch.zeros(6), tied())
+    with pytest.raises(ValueError, match=r"variance must be ≥ 0 everywhere, got a smallest value of -1"):
+        nm.Gaussian(torch.zeros(6, dtype=torch.float64), Tied(torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64)))
+
+
+def test_a_structure_that_could_not_be_copied_is_refused():
+    class Plain(Tied):
+        """Its tensor is in no field that is declared."""
+
+        kept_dimensions: ClassVar[dict[str, int]] = {}
+
+    with pytest.raises(TypeError, match=r"Plain.kept_dimensions must name every tensor .* shared is missing"):
+        nm.Gaussian(torch.zeros(6), Plain(torch.ones(3)))

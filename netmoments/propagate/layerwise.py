@@ -19,9 +19,8 @@ from netmoments.memory import gigabytes, memory_limit, piece_bytes
 from netmoments.progress import progress_bar
 from netmoments.propagate import rows, squares
 from netmoments.propagate.plan import Plan
-from netmoments.propagate.replay import replayed
+from netmoments.propagate.replay import REPLAYED_BYTES, replayed
 from netmoments.propagate.rows import Need
-from netmoments.propagate.sketch import REPLAYED_BYTES
 
 IMAGES_TOGETHER = {"cpu": 1, "cuda": 32}
 """Images that go through a network together, at most; more would gain nothing."""

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 Work = Callable[..., tuple[Tensor, ...]]
+REPLAYED_BYTES = 4 * 2**30
+"""Work that takes more memory than this (or an eighth of the device's) is not recorded: a recording keeps its memory,
+and such work does not wait for launches anyway."""
 
 
 @dataclass(eq=False)

@@ -7,38 +7,32 @@ gives the covariance of the scores; `sketched` has the formulas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from netmoments.covariances import Covariance
+from netmoments.gaussian import random_seed
 from netmoments.memory import elements_together, memory_limit
 from netmoments.precision import full_precision
 from netmoments.progress import Show, progress_bar
 from netmoments.propagate.plan import Plan
-from netmoments.propagate.replay import replayed
+from netmoments.propagate.replay import REPLAYED_BYTES, replayed
 from netmoments.relu.triton.launch import MOST_IMAGES
 from netmoments.rules.base import SketchedLayer
 from netmoments.rules.sampled import LEAST_SAMPLES, QuadraticForms, nonlinear_covariance, paired
 
 PROBES = 64
 """Probes of each image, by default."""
-REPLAYED_BYTES = 4 * 2**30
-"""Work that takes more memory than this (or an eighth of the device's) is not recorded: a recording keeps its memory,
-and such work does not wait for launches anyway."""
 
 
-@dataclass(frozen=True, eq=False)
-class Sketched:
+class Sketched(NamedTuple):
     """Moments of k scores for N images, and the expected derivatives they come from."""
 
     mean: Tensor
     """(N, k), from the Gaussian formulas; differentiable in the image, the covariance and the weights."""
-    correction: Tensor
-    """(N, k), what to add to the mean to remove the formulas' bias, at the price of a little noise, √(rest/probes): the
-    probes' mean, less its linear part, less the mean. Without gradient."""
     covariance: Tensor
     """(N, k, k), without gradient."""
     slopes: Tensor
@@ -78,27 +72,26 @@ def sketched(
     the error of the gains, S being from few probes (√(2/probes) of each window's own, averaged over all windows) and
     deep z not quite Gaussian.
 
-    The probes of image number i have the seed `seed` + i, whatever the other images are. As many images go together as
-    the memory allows.
+    The probes of an image depend on `seed` and on its place in the batch, whatever the other images are. Their seed is
+    none that a user would choose: weights drawn with that would be the probes. As many images go together as the memory
+    allows.
     """
     if not plan.last.sources:
         constant = plan.last.value({})[outputs]
         nothing = constant.new_zeros(*outputs.shape, outputs.shape[1])
-        return Sketched(
-            constant, torch.zeros_like(constant), nothing, constant.new_zeros(*outputs.shape, mean[0].numel())
-        )
+        return Sketched(constant, nothing, constant.new_zeros(*outputs.shape, mean[0].numel()))
+    seeds = [random_seed(seed, "probes", place) for place in range(len(mean))]
     together = images_together(plan, mean, probes, outputs.shape[1], memory_budget)
     if together >= len(mean):
-        return _sketched(plan, mean, covariance, outputs, probes, seed)
+        return _sketched(plan, mean, covariance, outputs, probes, seeds)
     parts = []
     with progress_bar("sketches", len(mean)) as show:
         for start in range(0, len(mean), together):
             show(start)
             images = slice(start, start + together)
             entries = covariance.entries(images)
-            parts.append(_sketched(plan, mean[images], entries, outputs[images], probes, seed + start))
-    fields = ("mean", "correction", "covariance", "slopes")
-    return Sketched(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
+            parts.append(_sketched(plan, mean[images], entries, outputs[images], probes, seeds[images]))
+    return Sketched(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def images_together(plan: Plan, mean: Tensor, probes: int, scores: int, memory_budget: int | None) -> int:
@@ -119,25 +112,27 @@ def bytes_each(plan: Plan, probes: int, scores: int, itemsize: int) -> int:
     return itemsize * (sampled + 4 * scores * largest)
 
 
-def _sketched(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, probes: int, seed: int) -> Sketched:
-    """`sketched` for images that all go together."""
-    deviations = _probe_deviations(covariance, len(mean), probes, seed, mean)
+def _sketched(
+    plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, probes: int, seeds: list[int]
+) -> Sketched:
+    """`sketched` for images that all go together, with a seed for each."""
+    deviations = _probe_deviations(covariance, probes, seeds, mean)
     if mean.is_cuda and _can_be_replayed(plan, mean, deviations, outputs.shape[1]):
         work = partial(_forward_and_back, plan)
-        scores, correction, nonlinear, slopes = replayed(plan.recordings, work, mean, deviations, outputs)
+        scores, nonlinear, slopes = replayed(plan.recordings, work, mean, deviations, outputs)
     else:
-        scores, correction, nonlinear, slopes = _forward_and_back(plan, mean, deviations, outputs)
+        scores, nonlinear, slopes = _forward_and_back(plan, mean, deviations, outputs)
     with torch.no_grad():
         total = covariance.push(slopes) + nonlinear
-        return Sketched(scores, correction, (total + total.mT) / 2, slopes)
+        return Sketched(scores, (total + total.mT) / 2, slopes)
 
 
-def _probe_deviations(covariance: Covariance, images: int, probes: int, seed: int, like: Tensor) -> Tensor:
-    """The probes of every image less its mean, (N, K, n), drawn with a seed for each image."""
-    white = like.new_empty(images, probes, covariance.normals)
+def _probe_deviations(covariance: Covariance, probes: int, seeds: list[int], like: Tensor) -> Tensor:
+    """The probes of every image less its mean, (N, K, n), drawn with the image's seed."""
+    white = like.new_empty(len(seeds), probes, covariance.normals)
     generator = torch.Generator(like.device)
-    for place, of_image in enumerate(white):
-        torch.randn(of_image.shape, generator=generator.manual_seed((seed + place) % 2**63), out=of_image)
+    for of_image, seed in zip(white, seeds, strict=True):
+        torch.randn(of_image.shape, generator=generator.manual_seed(seed), out=of_image)
     return covariance.coloured(white.transpose(0, 1)).transpose(0, 1)
 
 
@@ -149,10 +144,8 @@ def _can_be_replayed(plan: Plan, mean: Tensor, deviations: Tensor, scores: int) 
     return len(mean) * bytes_each(plan, deviations.shape[1], scores, mean.element_size()) <= most
 
 
-def _forward_and_back(
-    plan: Plan, mean: Tensor, deviations: Tensor, outputs: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Take mean and probes through the network: the scores' mean, correction, nonlinear covariance, and slopes."""
+def _forward_and_back(plan: Plan, mean: Tensor, deviations: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Take mean and probes through the network: the scores' mean, nonlinear covariance, and slopes."""
     probes = deviations.shape[1]
     means = {plan.image: mean.flatten(1)}
     samples = {plan.image: means[plan.image].unsqueeze(1) + deviations}
@@ -173,8 +166,7 @@ def _forward_and_back(
             centre = deviations.mean(1, keepdim=True)
             remainders = sampled - sampled.mean(-1, keepdim=True) - slopes @ (deviations - centre).mT
             nonlinear = nonlinear_covariance(remainders.double(), forms).to(mean.dtype)
-            correction = sampled.mean(-1) - (slopes @ centre.mT).squeeze(-1) - scores.detach()
-    return scores, correction, nonlinear, slopes
+    return scores, nonlinear, slopes
 
 
 def _backward(
