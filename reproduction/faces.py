@@ -24,11 +24,12 @@ from netmoments.gaussian import random_seed
 from netmoments.linearize.two_stage import two_stage
 from netmoments.network import zoo
 from netmoments.network.model import NetworkModel
+from netmoments.network.weights import digest_of
 from netmoments.precision import full_precision
 from netmoments.sweep.item import Columns
 from reproduction.attack_rows import SparseSmoothFrom, answers_of
 from reproduction.experiment import Settings
-from reproduction.image_sweeps import blocks, digest_of, same_bits
+from reproduction.image_sweeps import blocks, same_bits
 
 EMOTIONS = ("Anger", "Disgust", "Fear", "Happiness", "Sadness", "Surprise", "Neutral")
 """The emotions as the paper writes them, in the order of FER2013's labels."""

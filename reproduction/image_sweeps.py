@@ -6,7 +6,6 @@ Every item is a block of images, every row one (image, noise level, logit).
 from __future__ import annotations
 
 import copy
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from netmoments.gaussian import random_seed
+from netmoments.network.weights import digest_of
 from netmoments.sweep.item import Columns
 
 SIGMAS = (0.001, 0.01, 0.05, 0.1)
@@ -96,16 +96,6 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 def _cholesky_round(matrix: Tensor) -> tuple[Tensor, Tensor]:
     root, failed = torch.linalg.cholesky_ex(matrix.mT @ matrix, upper=True)
     return torch.linalg.solve_triangular(root, matrix, upper=True, left=False), failed
-
-
-def digest_of(*tensors: Tensor) -> str:
-    """16 hexadecimal digits of the SHA-256 of tensors in order, with their shapes and dtypes."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        plain = tensor.detach().cpu().contiguous()
-        digest.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
-        digest.update(plain.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 @contextmanager

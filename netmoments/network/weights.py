@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,3 +114,13 @@ def _kind(tensor: Tensor) -> str:
     if tensor.is_complex():
         return "complex"
     return "of floats" if tensor.is_floating_point() else "of booleans" if tensor.dtype == torch.bool else "of integers"
+
+
+def digest_of(*tensors: Tensor) -> str:
+    """16 hexadecimal digits of the SHA-256 of tensors in order, with their shapes and dtypes: for configurations."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        plain = tensor.detach().cpu().contiguous()
+        digest.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from netmoments.data.images import LabelledImages
 from netmoments.gaussian import Gaussian
 from netmoments.network.model import NetworkModel, network_of
+from netmoments.network.weights import digest_of
 from netmoments.report.arguments import StudyConfig, Subject, with_classes_of
 from netmoments.report.noise_study import (
     CALLER,
@@ -81,24 +82,55 @@ def study_in_parts(subject: Subject, config: StudyConfig, classes: tuple[str, ..
     if config.method != "auto":
         raise ValueError(f"{CALLER}: with --engine scores are those of the samples; leave out --method")
     network, images = subject.load()
+    digests = Digests.of(subject, network, images)
     network = network_of(network.to(config.device), CALLER)
     model = classifier(network, images.images[:1].to(config.device), config)
     images, names = with_classes_of(images, classes, model.outputs, CALLER)
-    survey = SurveySweep(subject, config, len(images))
+    survey = SurveySweep(subject, config, digests, len(images))
     so_far = survey.study(run_sweep(survey, out, engine).columns, images, names, model.outputs)
     if numbers := rare_candidates(so_far):
-        rare = RareSweep(subject, config, tuple(numbers), tuple(so_far.predicted[numbers].tolist()))
+        rare = RareSweep(subject, config, digests, tuple(numbers), tuple(so_far.predicted[numbers].tolist()))
         so_far = with_refined(so_far, rare.refined(run_sweep(rare, out, engine).columns))
     noise = config.noise(images.images.to(config.device))
     so_far = dataclasses.replace(so_far, examples=examples_of(model, noise, so_far))
     if numbers := nearest_candidates(so_far):
-        sweep = NearestSweep(subject, config, tuple(numbers), tuple(so_far.predicted[numbers].tolist()))
+        sweep = NearestSweep(subject, config, digests, tuple(numbers), tuple(so_far.predicted[numbers].tolist()))
         nearest = sweep.nearest(run_sweep(sweep, out, engine).columns, images.event_shape)
         so_far = dataclasses.replace(so_far, nearest=nearest)
     return dataclasses.replace(so_far, attacks=attacks_on(network, so_far), seconds=time.perf_counter() - start)
 
 
-def _configuration(subject: Subject, config: StudyConfig) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Digests:
+    """What a report is of, whatever the files are called: parts of another network or of other images are refused."""
+
+    network_digest: str
+    """Of the weights, and of the file that the network comes from."""
+    images_digest: str
+
+    @classmethod
+    def of(cls, subject: Subject, network: nn.Module, images: LabelledImages) -> Digests:
+        """From the network and the images as they were read."""
+        weights = digest_of(*network.state_dict().values())
+        path = Path(subject.model.rpartition(":")[0] or subject.model)
+        code = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
+        return cls(weights + code, digest_of(images.images, *([] if images.labels is None else [images.labels])))
+
+
+def loaded(subject: Subject, digests: Digests) -> tuple[nn.Module, LabelledImages]:
+    """The network and the images, which must be those that the report began with."""
+    network, images = subject.load()
+    found = dataclasses.asdict(Digests.of(subject, network, images))
+    changed = [name.removesuffix("_digest") for name, value in found.items() if value != getattr(digests, name)]
+    if changed:
+        raise ValueError(
+            f"{CALLER}: this report began with other contents of the {' and the '.join(changed)}: a file was changed "
+            f"meanwhile, or is another one on this machine; take the same files, or another --out"
+        )
+    return network, images
+
+
+def _configuration(subject: Subject, config: StudyConfig, digests: Digests) -> dict[str, Any]:
     """Everything that the results depend on, as plain JSON."""
     covariance = None
     if config.covariance is not None:
@@ -106,6 +138,7 @@ def _configuration(subject: Subject, config: StudyConfig) -> dict[str, Any]:
     values = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject)}
     return {
         **{name: str(value) if isinstance(value, Path) else value for name, value in values.items()},
+        **dataclasses.asdict(digests),
         "sigma": config.sigma, "tolerance": config.tolerance, "samples_at_most": config.samples,
         "covariance": covariance, "seed": config.seed, "scores": config.scores, "levels": list(config.levels),
     }  # fmt: skip
@@ -117,20 +150,21 @@ class SurveySweep:
 
     subject: Subject
     config: StudyConfig
+    digests: Digests
     total: int
     name: str = "survey"
     unit: str = "images"
 
     @property
     def configuration(self) -> Mapping[str, Any]:
-        return {**_configuration(self.subject, self.config), "part": PART, "total": self.total}
+        return {**_configuration(self.subject, self.config, self.digests), "part": PART, "total": self.total}
 
     @property
     def counts(self) -> Sequence[int]:
         return [min(PART, self.total - start) for start in range(0, self.total, PART)]
 
     def prepare(self, device: str) -> Callable[[int], Columns]:
-        network, images = self.subject.load()
+        network, images = loaded(self.subject, self.digests)
         plan = TimePlan.without_limit(self.total)
 
         def compute(item: int) -> Columns:
@@ -205,20 +239,25 @@ class SomeImages:
 
     subject: Subject
     config: StudyConfig
+    digests: Digests
     numbers: tuple[int, ...]
     predicted: tuple[int, ...]
     unit: str = "images"
 
     @property
     def configuration(self) -> Mapping[str, Any]:
-        return {**_configuration(self.subject, self.config), "part": RARE_PART, "numbers": list(self.numbers)}
+        return {
+            **_configuration(self.subject, self.config, self.digests),
+            "part": RARE_PART,
+            "numbers": list(self.numbers),
+        }
 
     @property
     def counts(self) -> Sequence[int]:
         return [min(RARE_PART, len(self.numbers) - start) for start in range(0, len(self.numbers), RARE_PART)]
 
     def prepare(self, device: str) -> Callable[[int], Columns]:
-        network, images = self.subject.load()
+        network, images = loaded(self.subject, self.digests)
         network = network_of(network.to(device), CALLER)
         pixels = images.images.to(device)
         model = classifier(network, pixels[:1], self.config)

@@ -18,11 +18,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import netmoments as nm
 from netmoments.report import noise_sweep
 from netmoments.report.arguments import StudyConfig, Subject
 from netmoments.report.noise_study import NEAREST, Study, TimePlan, example_images, survey_of
-from netmoments.report.noise_sweep import PART, NearestSweep, RareSweep, SurveySweep, engine_named, study_in_parts
+from netmoments.report.noise_sweep import (
+    PART,
+    Digests,
+    NearestSweep,
+    RareSweep,
+    SurveySweep,
+    engine_named,
+    study_in_parts,
+)
 from netmoments.sweep.item import Finished, Sweep
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.on_ray import RayEngine
@@ -30,6 +40,7 @@ from netmoments.sweep.on_ray import RayEngine
 SUBJECT = Subject("digits", "digits", images=PART + 10)
 CONFIG = StudyConfig(0.1, tolerance=0.1, samples=400, rare=3, attacks=0, examples=2)
 FLIPS = dataclasses.replace(CONFIG, examples=0)
+DIGESTS = Digests("of the network", "of the images")
 
 
 class StoppedEngine(LocalEngine):
@@ -102,7 +113,7 @@ def test_parts_from_before_nearest_flips_are_still_used(whole, folder, tmp_path)
 
 
 def test_an_image_without_a_flip_is_a_row_that_is_left_out():
-    sweep = NearestSweep(SUBJECT, CONFIG, (3, 5), (1, 2))
+    sweep = NearestSweep(SUBJECT, CONFIG, DIGESTS, (3, 5), (1, 2))
     columns = {
         "image": np.array([3, 5]), "distance": np.array([2.5, np.inf]), "becomes": np.array([7, -1]),
         "change": np.array([noise_sweep._as_text(torch.tensor([[[0.5, -0.25]]])), ""]),
@@ -138,8 +149,8 @@ def test_processes_give_the_same(flips, tmp_path):
 
 def test_every_sweep_can_be_sent_to_a_process():
     for sweep in (
-        SurveySweep(SUBJECT, CONFIG, 9),
-        *(kind(SUBJECT, CONFIG, (3,), (1,)) for kind in (RareSweep, NearestSweep)),
+        SurveySweep(SUBJECT, CONFIG, DIGESTS, 9),
+        *(kind(SUBJECT, CONFIG, DIGESTS, (3,), (1,)) for kind in (RareSweep, NearestSweep)),
     ):
         assert pickle.loads(pickle.dumps(sweep)) == sweep
 
@@ -157,9 +168,26 @@ def test_another_configuration_needs_another_folder(folder):
         study_in_parts(SUBJECT, other, (), folder, LocalEngine(["cpu"]))
 
 
+def test_other_weights_under_the_same_name_need_another_folder(tmp_path):
+    """Parts of the one network beside answers of the other would be a report of neither."""
+    weights = tmp_path / "weights.safetensors"
+    network = nm.zoo.pretrained("digits")
+    save_file(network.state_dict(), weights)
+    subject, brief = dataclasses.replace(SUBJECT, weights=weights, images=3), dataclasses.replace(FLIPS, rare=0)
+    study_in_parts(subject, brief, (), tmp_path / "out", LocalEngine(["cpu"]))
+    before = Digests.of(subject, *subject.load())
+    with torch.no_grad():
+        next(network.parameters()).neg_()
+    save_file(network.state_dict(), weights)
+    with pytest.raises(ValueError, match="network_digest"):
+        study_in_parts(subject, brief, (), tmp_path / "out", LocalEngine(["cpu"]))
+    with pytest.raises(ValueError, match="this report began with other contents of the network"):
+        SurveySweep(subject, brief, before, 3).prepare("cpu")
+
+
 def test_parts_are_as_many_as_are_needed():
-    assert SurveySweep(SUBJECT, CONFIG, 130).counts == [64, 64, 2]
-    assert RareSweep(SUBJECT, CONFIG, tuple(range(20)), (0,) * 20).counts == [8, 8, 4]
+    assert SurveySweep(SUBJECT, CONFIG, DIGESTS, 130).counts == [64, 64, 2]
+    assert RareSweep(SUBJECT, CONFIG, DIGESTS, tuple(range(20)), (0,) * 20).counts == [8, 8, 4]
 
 
 def test_an_image_is_sampled_alike_in_any_part():
