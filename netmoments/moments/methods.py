@@ -30,7 +30,7 @@ from netmoments.linearize.bank import LinearizationBank
 from netmoments.linearize.two_stage import linearized, linearized_at, linearized_in_groups
 from netmoments.memory import gigabytes, matrices_together, memory_limit, points_together
 from netmoments.moments.request import CALLER, Request
-from netmoments.moments.result import MomentErrors, OutputMoments
+from netmoments.moments.result import SAMPLED, MomentErrors, OutputMoments
 from netmoments.propagate.layerwise import layerwise, need_of, without_negative_variances
 from netmoments.propagate.plan import NoRule, plan_of
 from netmoments.propagate.sketch import PROBES, sketched
@@ -287,7 +287,7 @@ class Sampling(Method):
     samples: int = 10_000
     control: Method | str | None = None
     seed: int = 0
-    name: ClassVar[str] = "sampling"
+    name: ClassVar[str] = SAMPLED
 
     def __post_init__(self) -> None:
         require_count("Sampling", "samples", self.samples, least=2)
@@ -306,7 +306,7 @@ class Sampling(Method):
         if self.control is None and not request.products(indices.shape[1]):
             with request.following_gradients():
                 found = sampled_plainly(request.model, noise, indices, self.samples, seed=self.seed)
-            return _sampled(found, indices, "sampling", torch.float64)
+            return _sampled(found, indices, torch.float64)
         scores = _ChosenScores(request, indices)
         if self.control is None:
             sampled = monte_carlo(scores, noise, self.samples, seed=self.seed)
@@ -378,7 +378,7 @@ class Auto(Method):
             memory_budget=request.memory_budget,
         )
         return dataclasses.replace(
-            _sampled(found, indices, "sampling", request.flat.dtype), tolerance=self.tolerance, reason=found.description
+            _sampled(found, indices, request.flat.dtype), tolerance=self.tolerance, reason=found.description
         )
 
     def formula(self, request: Request) -> tuple[str, str]:
@@ -446,7 +446,7 @@ def _exact(found: OutputMoments) -> OutputMoments:
     return dataclasses.replace(found, error=errors)
 
 
-def _sampled(found: SampledToGoal, indices: Tensor, method: str, dtype: torch.dtype) -> OutputMoments:
+def _sampled(found: SampledToGoal, indices: Tensor, dtype: torch.dtype) -> OutputMoments:
     estimate = found.estimate
     products = estimate.second.dim() == 3
     errors = MomentErrors(
@@ -458,7 +458,7 @@ def _sampled(found: SampledToGoal, indices: Tensor, method: str, dtype: torch.dt
         estimate.mean.to(dtype),
         estimate.variance.to(dtype),
         estimate.second.to(dtype) if products else None,
-        method,
+        SAMPLED,
         outputs=indices,
         error=errors,
         samples=int(found.samples.double().mean()),
@@ -473,7 +473,7 @@ def _with_errors(sampled: SampledMoments, outputs: Tensor | None) -> OutputMomen
         sampled.mean_standard_error, sampled.variance_standard_error, sampled.covariance_standard_error
     )
     return OutputMoments(
-        sampled.mean, sampled.variance, sampled.covariance, "sampling", outputs=outputs, error=errors,
+        sampled.mean, sampled.variance, sampled.covariance, SAMPLED, outputs=outputs, error=errors,
         samples=sampled.samples,
     )  # fmt: skip
 

@@ -27,6 +27,10 @@ class MomentErrors:
     covariance: Tensor | None = None
 
 
+SAMPLED = "sampling"
+"""The `method` of moments that are estimates from samples."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class OutputMoments:
     """Mean, variance and covariance of a network's outputs under noise, how they were computed, and how far to trust
@@ -79,6 +83,11 @@ class OutputMoments:
     def met(self) -> bool:
         """Whether the tolerance that was asked for was met; True where none was."""
         return self.stopped is None
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether these are estimates from samples, with errors of their own; formulas are checked by samples."""
+        return self.method == SAMPLED
 
     @property
     def mean_standard_error(self) -> Tensor | None:
@@ -208,9 +217,10 @@ class OutputMoments:
         """The difference to sampled moments of the same scores, in units of the samples' standard errors."""
         if not isinstance(other, OutputMoments | SampledMoments):
             raise TypeError(f"compare: other must be moments, got {describe(other)}")
-        if other.mean_standard_error is None:
+        if isinstance(other, OutputMoments) and not other.is_sampled:
             raise ValueError(
-                'compare: other must be sampled (method="sampling", or monte_carlo), so that it has errors'
+                f'compare: other must be sampled (method="auto", "sampling", or monte_carlo), with errors that are '
+                f"those of its samples; it is by {other.method}"
             )
         if self.mean.shape != other.mean.shape:
             raise ValueError(
@@ -225,7 +235,7 @@ class OutputMoments:
         for name in ("mean", "variance", "covariance"):
             mine, sampled = (getattr(moments, name).detach().double().cpu() for moments in (self, other))
             error = getattr(other, f"{name}_standard_error").double().cpu()
-            if self.wins is not None:  # sampled too
+            if self.is_sampled:
                 error = torch.hypot(error, getattr(self.error, name).double().cpu())
             parts[name] = _in_units_of(error, mine - sampled)
             if name != "covariance":

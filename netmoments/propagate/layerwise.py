@@ -114,7 +114,7 @@ def without_negative_variances(
             followed = [0] * len(plan.stages)
             again = squares.carried(plan, mean[image], covariance.entries(image), outputs[image], followed)
         else:
-            again = scores[image], covariances[image]
+            again = rows.carried(plan, mean[image], covariance.entries(image), outputs[image], beyond=None)
         if not bool(_finite(*again)):
             name = str(mean.dtype).removeprefix("torch.")
             raise ValueError(

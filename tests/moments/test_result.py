@@ -226,7 +226,24 @@ def test_comparison_needs_covariances_and_errors():
         with pytest.raises(ValueError, match=r"both must have a covariance; choose outputs=, or pass covariance=True"):
             one.compare(other)
     checked = nm.output_moments(net, given, "layerwise")
+    with pytest.raises(ValueError, match=r"other must be sampled .* it is by layerwise"):
+        sampled.compare(checked)  # its errors are from samples, but are not those of independent ones
     assert float(checked.compare(nm.output_moments(net, given)).mean.abs().max()) < 50  # a formula is a little off
+
+
+def test_parts_of_sampled_moments_are_compared_with_both_errors():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = deep(5)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"p": self.net(x), "q": self.net(2 * x)}
+
+    net, given = Two().eval(), noise(2)
+    one, other = (nm.output_moments(net, given, nm.Sampling(400, seed=seed), covariance=True) for seed in (1, 2))
+    error = torch.hypot(one["p"].error.mean, other["p"].error.mean).double()
+    assert_close(one["p"].compare(other["p"]).mean, (one["p"].mean - other["p"].mean).double() / error, rtol=1e-6)
 
 
 @pytest.mark.parametrize("ask", [lambda found: found.class_probabilities(), lambda found: found.flip_probability(0)])

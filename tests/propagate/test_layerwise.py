@@ -290,14 +290,14 @@ def test_scores_of_units_that_never_move_have_no_variance():
 
 @torch.no_grad()
 def test_computing_again_keeps_to_the_callers_memory():
-    """A negative variance is computed again without cumulants where a square fits, and is 0 where none does."""
+    """A negative variance is computed again without cumulants: as squares where these fit, else as rows."""
     make, shape = SMALL["2×2 pools"]
     network, x = make().double().eval(), image(*shape)
     covariance, outputs = isotropic(0.1, x), torch.arange(2).unsqueeze(0)
     plan = plan_for(network, x)
     scores, square = layerwise(plan, x, covariance, outputs)
     spoilt = scores, square - 2 * torch.diag_embed(square.diagonal(dim1=-2, dim2=-1))
-    assert (
-        without_negative_variances(spoilt, plan, x, covariance, outputs, None)[1].diagonal(dim1=-2, dim2=-1).min() > 0
-    )
-    assert without_negative_variances(spoilt, plan, x, covariance, outputs, 1000)[1].count_nonzero() == 0
+    for budget in (None, 1000):
+        again = without_negative_variances(spoilt, plan, x, covariance, outputs, budget)[1]
+        variances = again.diagonal(dim1=-2, dim2=-1)
+        assert_close(variances, square.diagonal(dim1=-2, dim2=-1), rtol=0.1)  # corrections are small at this noise

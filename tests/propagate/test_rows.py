@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from netmoments.covariances import Isotropic
 from netmoments.propagate import rows as rows_module
 from netmoments.propagate.directions import FactorLayout
 from netmoments.propagate.rows import (
@@ -61,6 +62,24 @@ def test_third_cumulants_make_it_tighter(name):
     assert errors[0] < 0.6 * errors[1]
 
 
+@torch.no_grad()
+def test_corrections_that_are_not_small_are_left_out(monkeypatch):
+    """The image with much noise is carried as Gaussian, its neighbour with little as it would be alone."""
+    make, shape = SMALL["residual"]
+    network, x = seeded(make), image(*shape).expand(2, *shape)
+    plan, outputs = plan_for(network, x[:1]), torch.arange(2).expand(2, 2)
+    noise = Isotropic(torch.tensor([0.01, 4.0], dtype=torch.float64), x[0].numel())
+    corrected, gaussian = (carried(plan, x, noise, outputs, beyond) for beyond in (third_order, None))
+    little, much = rows_module._carried(plan, x, noise, outputs, third_order)[2].tolist()
+    assert 0 < little < much
+    monkeypatch.setattr(rows_module, "MOST_TURNED", (little + much) / 2)
+    found = carried(plan, x, noise, outputs, third_order)
+    for part, expected, plain in zip(found, corrected, gaussian, strict=True):
+        assert_close(part[0], expected[0], rtol=1e-12)
+        assert_close(part[1], plain[1], rtol=1e-9)
+    assert not torch.allclose(corrected[1][1], gaussian[1][1], rtol=1e-3)
+
+
 def test_layers_lose_no_variance_on_the_way():
     """The variance of the third layer's input, summed over its units, of which `mixed_rows` are 7 %.
 
@@ -71,7 +90,8 @@ def test_layers_lose_no_variance_on_the_way():
     plan, std = plan_for(network, x), 1.0
     samples = x + std * normal(20_000, *shape, seed=1)
     with torch.no_grad():
-        joint = Joint({plan.image: x.flatten(1)}, {plan.image: isotropic(std, x).root().mT.expand(1, -1, -1)})
+        image_factor = isotropic(std, x).root().mT.expand(1, -1, -1)
+        joint = Joint(torch.zeros(1), {plan.image: x.flatten(1)}, {plan.image: image_factor})
         directions = directions_for(plan, joint.means, joint.factors[plan.image], torch.zeros(1, 1, dtype=torch.int64))
         sampled_values = {plan.image: samples.flatten(1)}
         for place, stage in enumerate(plan.stages[:-1]):
