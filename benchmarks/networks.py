@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import netmoments as nm
 from benchmarks.measure import class_frequencies, machine, seconds
 from benchmarks.problems import random_covariance
-from netmoments.moments.class_probabilities import winning_probabilities
+from netmoments.moments.contests import winning_probabilities
 from netmoments.precision import full_precision
 
 Row = tuple[str, str, str]

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.measure import machine, seconds
-from netmoments.moments.class_probabilities import winning_probabilities
+from netmoments.moments.contests import winning_probabilities
 
 IMAGES = 120
 SCORES = 10

@@ -358,7 +358,7 @@ class Auto(Method):
     def moments(self, request: Request) -> OutputMoments:
         may_be_exact = len(request.model.relus) <= 1 and not request.model.smooth
         if request.wants_gradient or may_be_exact:  # only then is the network's graph looked at
-            name, reason = self.formula(request)
+            name, reason = self._formula(request)
             if request.wants_gradient or name == "exact":
                 chosen = Sketch() if name == "sketch" else Layerwise()
                 computed = dataclasses.replace(chosen.moments(request), method=name, reason=reason)
@@ -381,7 +381,7 @@ class Auto(Method):
             _sampled(found, indices, request.flat.dtype), tolerance=self.tolerance, reason=found.description
         )
 
-    def formula(self, request: Request) -> tuple[str, str]:
+    def _formula(self, request: Request) -> tuple[str, str]:
         """The formula that fits, "exact" for a layerwise answer that is, and why, in words."""
         try:
             with request.following_gradients():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from netmoments.checks import describe
-from netmoments.moments.class_probabilities import losing_probability, winning_probabilities
+from netmoments.moments.contests import losing_probability, winning_probabilities
 from netmoments.network.interface import OutputPart
 from netmoments.sampling.monte_carlo import SampledMoments, relative_difference
 

@@ -95,7 +95,7 @@ def tightness(
     noise: Gaussian,
     outputs: Choice = None,
     *,
-    methods: Mapping[str, Method | Rival] | Sequence[Method | str] | None = None,
+    methods: Mapping[str, Method | Rival | str] | Sequence[Method | str] | None = None,
     samples: int = 100_000,
     seed: int = 0,
     memory_budget: int | None = None,
@@ -105,8 +105,7 @@ def tightness(
     Args:
         network, noise, outputs, memory_budget: as for `output_moments`; the noise may have a batch, over which errors
             are averaged and times added.
-        methods: a list of methods, or methods by the name of their row; by default all of
-            this library. A row may also be a function of your own, from the network, a flat batch of noise and indices
+        methods: a list of methods, or methods by the name of their row; by default all of this library. A row may also be a function of your own, from the network, a flat batch of noise and indices
             (N, k) of scores to their means and variances.
         samples: of the reference. Its own error is the floor below which no method can be told from exact.
         seed: of all random numbers; the default methods use others than the reference.
@@ -139,13 +138,16 @@ def tightness(
 
 
 def _named(
-    methods: Mapping[str, Method | Rival] | Sequence[Method | str] | None, seed: int
+    methods: Mapping[str, Method | Rival | str] | Sequence[Method | str] | None, seed: int
 ) -> dict[str, Method | Rival]:
     if methods is None:
         return {**our_methods(seed)}
     if isinstance(methods, Mapping):
-        return dict(methods)
-    values = [method_named(method, CALLER) for method in methods]
+        return {
+            name: method_named(method, CALLER) if isinstance(method, str) else method
+            for name, method in methods.items()
+        }
+    values = [method_named(method, CALLER) for method in ([methods] if isinstance(methods, str) else methods)]
     return {method.name if method == type(method)() else repr(method): method for method in values}
 
 

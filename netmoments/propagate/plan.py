@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from netmoments.checks import describe
 from netmoments.memory import elements_together
 from netmoments.network.exported import ExportedNetwork
 from netmoments.network.graph import LayerCall, NetworkGraph, Node, Values, family, shape_of
@@ -462,6 +463,14 @@ class _Planner:
         assert make_rule is not None
         example = self.like.new_zeros(shape_of(source))
         rule = make_rule(module, example)
+        if rule is not None and not (
+            isinstance(rule, Nonlinearity) and isinstance(getattr(rule, "windows", None), Tensor)
+        ):
+            raise TypeError(
+                f"{self.caller}: the rule registered for {call.name} ({type(module).__name__}) must return a "
+                f"netmoments.rules.Nonlinearity whose windows are set, or None for an affine layer, got "
+                f"{describe(rule)}"
+            )
         if rule is None:
             self.affine[result] = _affine_layer(call.name, module, source, result, example, self.caller)
         else:
@@ -584,7 +593,9 @@ def _affine_layer(path: str, module: nn.Module, source: Node, result: Node, exam
         error = module(first + second) - module(first) - module(second) + module(example)
         scale = module(first).abs().max() + module(second).abs().max() + 1
     if float(error.abs().max()) > 1e3 * torch.finfo(example.dtype).eps * float(scale):
-        raise ValueError(f"{caller}: {path} ({type(module).__name__}) is registered as affine, but is not")
+        raise ValueError(
+            f"{caller}: {path} ({type(module).__name__}) is registered as affine (its rule is None), but is not"
+        )
 
     def linear(values: Mapping[Node, Any]) -> Any:
         return value_and_slope(module, (example,), (values[source],))[1]

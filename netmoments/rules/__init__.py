@@ -1,6 +1,14 @@
 """Rules for nonlinear layers: those that come with the library, and what users need to write their own."""
 
-from netmoments.rules.base import Local, Nonlinearity, OneInput, ThirdCumulants
+from netmoments.rules.base import (
+    Local,
+    Nonlinearity,
+    OneInput,
+    PowerMoments,
+    SketchedLayer,
+    ThirdCumulants,
+    UnitMoments,
+)
 from netmoments.rules.composed import OfWindows, SumOfProducts
 from netmoments.rules.maximum import Largest
 from netmoments.rules.piecewise_linear import PiecewiseLinear
@@ -15,8 +23,11 @@ __all__ = [
     "OfWindows",
     "OneInput",
     "PiecewiseLinear",
+    "PowerMoments",
+    "SketchedLayer",
     "SumOfProducts",
     "ThirdCumulants",
+    "UnitMoments",
     "affine",
     "elementwise",
     "register_rule",

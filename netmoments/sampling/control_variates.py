@@ -3,6 +3,10 @@
 This is behind `Sampling(samples, control=...)`. Control variates (Glynn and Szechtman, "Some new perspectives on the
 method of control variates", 2002) are applied to means, variances and covariances. Their coefficients are fitted on
 other samples than those they are used on (cross-fitting, Chernozhukov et al. 2018), which `cross_fit` does.
+
+`Auto` has controls of its own (`slopes`, `pair_sums`): linear ones, whose sums over pairs of samples need no samples
+kept, so that it can go on until a tolerance is met. Here any surrogate is a control, of a number of samples given
+beforehand.
 """
 
 from __future__ import annotations

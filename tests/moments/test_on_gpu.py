@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import netmoments as nm
-from netmoments.moments.class_probabilities import winning_probabilities
+from netmoments.moments.contests import winning_probabilities
 from netmoments.network.model import NetworkModel
 from netmoments.sampling.fast_network import half_network
 from netmoments.sampling.monte_carlo import SampledMoments

@@ -7,7 +7,7 @@ import torch
 
 import netmoments as nm
 from benchmarks.measure import class_frequencies, extra_mebibytes, measured
-from netmoments.moments.class_probabilities import winning_probabilities
+from netmoments.moments.contests import winning_probabilities
 from netmoments.propagate.layerwise import need_of
 from netmoments.propagate.plan import plan_of
 from reproduction.image_sweeps import random_covariance

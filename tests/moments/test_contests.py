@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from netmoments.moments.class_probabilities import Contest, corner_distance, losing_probability, winning_probabilities
+from netmoments.moments.contests import Contest, corner_distance, losing_probability, winning_probabilities
 from tests.closeness import assert_close, assert_within_standard_errors
 
 QMC = 1e-2
