@@ -249,7 +249,7 @@ def after_the_cut(
     live = live_units(B)
     if live.shape[1] < B.shape[2]:
         B = B.gather(2, live.unsqueeze(1).expand(-1, B.shape[1], -1))
-    return z.flatten(1), out.detach().gather(1, rows), B, D, live
+    return z.reshape(len(z), -1), out.detach().gather(1, rows), B, D, live
 
 
 def live_units(B: Tensor) -> Tensor:
@@ -314,7 +314,7 @@ def by_reverse_mode(outputs: Tensor, inputs: tuple[Tensor, ...], rows: Tensor, c
             for place, part in enumerate(parts):
                 if part is None:
                     continue
-                jacobian, part = results[place], part.flatten(2)
+                jacobian, part = results[place], part.reshape(*part.shape[:2], -1)
                 if jacobian is None:
                     jacobian = results[place] = part.new_empty(images, count, part.shape[2])
                 jacobian[:, start : start + part.shape[0]] = part.transpose(0, 1)

@@ -277,6 +277,27 @@ def test_a_relu_that_does_not_matter_and_an_output_that_is_constant():
     assert_close(nm.output_moments(Constant().eval(), noise, "linear").variance, [0.0, 0.0], atol=0)
 
 
+class OneUnit(nn.Module):
+    """Its ReLU takes one number of each input, as (N,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 1), nn.Linear(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x).squeeze(1)).unsqueeze(1))
+
+
+def test_a_relu_of_one_number_for_each_input():
+    net = seeded(OneUnit)
+    points = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    g = nm.two_stage(net, points)
+    assert_close(g.A, net.first.weight.expand(3, 1, 4), rtol=1e-12, atol=1e-15)
+    assert_close(g(points), net(points), rtol=1e-12, atol=1e-15)
+    for batch in (points, points[:1]):
+        assert nm.output_moments(net, nm.Gaussian(batch, std=0.1), "two-stage").mean.shape == (len(batch), 2)
+
+
 # network, input and surroundings are left as they were
 
 
