@@ -29,7 +29,7 @@ from netmoments.network.exported import ExportedNetwork
 from netmoments.network.graph import NetworkGraph, traced_graph
 from netmoments.network.interface import HALVES, Arguments, FlatNetwork, OutputPart, needs_flattening, output_parts
 from netmoments.network.relu_calls import Cut, Relu, Trace, find_relu
-from netmoments.network.validate import REFUSALS, examined, first_line, require_plain_weights
+from netmoments.network.validate import REFUSALS, examined, first_line, random_state_kept, require_plain_weights
 from netmoments.precision import full_precision, one_at_a_time
 
 Result = TypeVar("Result")
@@ -207,7 +207,7 @@ class NetworkModel:
             return None
         flat = FlatNetwork(self.given, *self._form)
         try:
-            with full_precision():
+            with full_precision(), random_state_kept(self.image.device):
                 parts = output_parts(flat, self.image, self._caller)
         except REFUSALS as error:
             if str(error).startswith(f"{self._caller}: "):
@@ -552,7 +552,9 @@ class _Recorder(TorchDispatchMode):
         """An argument in a form that can be compared with that of another run."""
         if isinstance(value, Tensor):
             origin = self.origins.get(value)
-            return _Constant(value) if origin is None else (origin, value.shape)
+            if origin is not None:
+                return origin, None if value.is_nested else value.shape  # of a padded sequence, say: it has no shape
+            return _Constant(value)
         if isinstance(value, float) and value != value:  # NaN differs from itself
             return "nan"
         if isinstance(value, list | tuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,17 +27,24 @@ def examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
     together (does the batch matter?). All runs are those of a replica, and leave the random state as it was.
     """
     require_plain_weights(network, caller)
-    on_gpu = image.device.type == "cuda"
-    state, gpu_state = torch.get_rng_state(), torch.cuda.get_rng_state(image.device) if on_gpu else None
+    with torch.inference_mode(False), full_precision(), random_state_kept(image.device):
+        return _examined(replica(network), image.detach().clone(), caller)
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """A block after which torch's random state is as before, also where a network in it drew random numbers."""
+    on_gpu = device.type == "cuda"
+    state, gpu_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
     random_operations = _RandomOperations()
     try:
-        with torch.inference_mode(False), full_precision(), random_operations:
-            return _examined(replica(network), image.detach().clone(), caller)
+        with random_operations:
+            yield
     finally:
         if random_operations.seen:  # only then, since all threads share this state
             torch.set_rng_state(state)
             if gpu_state is not None:
-                torch.cuda.set_rng_state(gpu_state, image.device)
+                torch.cuda.set_rng_state(gpu_state, device)
 
 
 QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")

@@ -723,6 +723,19 @@ class _Delegating(nn.Module):
         return 10 * self.network(x)
 
 
+class _Padded(nn.Module):
+    """A sequence of six, of which a mask hides two: torch then computes with nested tensors, which have no shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder, self.last = nn.TransformerEncoder(layer, 1), nn.Linear(8, 2)
+
+    def forward(self, x):
+        hidden = torch.arange(6).expand(len(x), -1) >= 4
+        return self.last(self.encoder(x, src_key_padding_mask=hidden)[:, :4].mean(1))
+
+
 class _Counted(nn.Module):
     """Its scores depend on an integer buffer; another buffer is NaN."""
 
@@ -746,6 +759,17 @@ def test_a_profilers_record_is_no_obstacle(method):
     network = _Recorded().eval()
     plain = nm.output_moments(network.layers, _small_noise(), method)
     torch.testing.assert_close(nm.output_moments(network, _small_noise(), method).mean, plain.mean)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_inside_are_no_obstacle():
+    torch.manual_seed(0)
+    network = _Padded().eval()
+    noise = nm.Gaussian(torch.randn(6, 8), std=0.3, event_ndim=2)
+    plain = nm.monte_carlo(network, noise, samples=10_000)
+    for method in ("auto", "layerwise"):
+        moments = nm.output_moments(network, noise, method)
+        torch.testing.assert_close(moments.mean.double(), plain.mean.double(), rtol=0, atol=0.02)
 
 
 def test_a_wrapper_round_a_compiled_network_is_not_taken_off():
@@ -786,7 +810,7 @@ def test_weights_that_are_not_made_yet_are_refused():
 
 def test_an_example_that_is_refused_says_why():
     network = nn.Sequential(nn.Linear(4, 3), _Random()).eval()
-    with pytest.raises(ValueError, match="not deterministic"):
+    with pytest.raises(ValueError, match="not deterministic"), Untouched(network):
         nm.NetworkModel(network, torch.zeros(2, 4))
 
 
