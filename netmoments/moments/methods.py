@@ -41,6 +41,7 @@ from netmoments.sampling.control_variates import (
     Surrogate,
     TwoStageSurrogate,
     controlled_monte_carlo,
+    controlled_variances,
 )
 from netmoments.sampling.monte_carlo import SampledMoments, monte_carlo
 
@@ -313,6 +314,13 @@ class Sampling(Method):
         else:
             assert isinstance(self.control, Method)
             surrogate = self.control.surrogate(request, indices, self.seed)
+            if not request.products(indices.shape[1]):
+                alone = controlled_variances(scores, noise, surrogate, self.samples, seed=self.seed)
+                errors = MomentErrors(alone.mean_standard_error, alone.variance_standard_error)
+                return OutputMoments(
+                    alone.mean, alone.variance, None, self.name, outputs=indices, error=errors, samples=self.samples,
+                    wins=scores.wins / self.samples,
+                )  # fmt: skip
             sampled = controlled_monte_carlo(scores, noise, surrogate, self.samples, seed=self.seed)
         return dataclasses.replace(_with_errors(sampled, indices), wins=scores.wins / self.samples)
 

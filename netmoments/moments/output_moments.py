@@ -101,7 +101,7 @@ def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:
     With the difference b to samples whose standard error is s, √(b² + s²).
     """
     outputs = found.outputs if request.outputs is not None else None
-    products = found.covariance is not None
+    products = found.covariance is not None and request.products(found.mean.shape[-1])
     goal = Goal(tolerance=1e-12, samples=runs)
     sampled = sampled_to_tolerance(
         request.model, request.flat, outputs, goal, seed=CHECK_SEED, products=products,
@@ -114,7 +114,7 @@ def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:
 
     matrix = (
         error(found.covariance, estimate.second, estimate.second_error_squared)
-        if found.covariance is not None
+        if products and found.covariance is not None
         else None
     )
     errors = MomentErrors(

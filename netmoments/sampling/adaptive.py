@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from netmoments.gaussian import Gaussian, random_seed
-from netmoments.memory import elements_together
+from netmoments.memory import elements_together, gigabytes, memory_limit
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.progress import progress_bar
@@ -47,6 +47,8 @@ ENOUGH = 0.75
 """A round ends when this share of its inputs have the pairs they need; the others go on in the next."""
 SHORT = 2e-3
 """A round on a GPU that takes fewer seconds gives all inputs what the neediest needs: another one would take longer."""
+WITH_COPIES = 4
+"""Sums take up to so many times their own size while they are made and turned into estimates."""
 BLOCK = 1024
 """Pairs of one input that are summed at a time on a CPU."""
 ABANDONED = ", in float32 as {} {}"
@@ -110,6 +112,8 @@ def sampled_to_tolerance(
     start = time.perf_counter()
     count = model.outputs if outputs is None else outputs.shape[1]
     numbers_each = 2 * PILOT * (noise.size + count) + 2 * FOLDS * 9 * (count**2 if products else count)
+    if products:
+        require_room_for_products(numbers_each, count, noise.device)
     together = elements_together("backward", noise.mean, numbers_each)
     with torch.inference_mode(False), full_precision():
         if len(noise.mean) <= together:
@@ -121,6 +125,17 @@ def sampled_to_tolerance(
             sampling = _Sampling(model, noise.entries(inputs), group_outputs, products, group_seed, memory_budget)
             groups.append(sampling.until(goal, start))
     return joined(groups)
+
+
+def require_room_for_products(numbers: int, outputs: int, device: torch.device) -> None:
+    """Raise an error if the sums for all covariances of one input, so many numbers in float64, do not fit."""
+    needed, limit = WITH_COPIES * 8 * numbers, memory_limit(device, None)
+    if needed > limit:
+        raise MemoryError(
+            f"output_moments: sampling all covariances of {outputs:,} outputs takes {gigabytes(needed)} of the "
+            f"{gigabytes(limit)} there are for it; choose some with outputs=, leave out covariance=True, or give a "
+            f"formula without its comparison with samples, check=0"
+        )
 
 
 def joined(groups: list[SampledToGoal]) -> SampledToGoal:

@@ -147,6 +147,79 @@ def controlled_monte_carlo(
     large as the variance itself, the estimate may be negative; it is left so, because clipping would bias it. The
     values of function and surrogate are kept in float64, which takes 16 bytes for each sample, entry and output.
     """
+    run = _run(function, noise, surrogate, samples, seed, batch)
+    estimate = _estimated(run.values, run.known, run.moments, run.rounding)
+    outputs, shape = run.values.shape[1], run.shape
+    covariance, covariance_error = (
+        matrix.reshape(*shape[: len(shape) - run.output_ndim], outputs, outputs)
+        for matrix in (estimate.covariance, estimate.covariance_error_squared.sqrt())
+    )
+    return SampledMoments(
+        mean=estimate.mean.reshape(shape),
+        variance=covariance.diagonal(dim1=-2, dim2=-1).reshape(shape),
+        covariance=covariance,
+        mean_standard_error=estimate.mean_error_squared.sqrt().reshape(shape),
+        variance_standard_error=covariance_error.diagonal(dim1=-2, dim2=-1).reshape(shape),
+        covariance_standard_error=covariance_error,
+        samples=samples,
+    )
+
+
+class ControlledVariances(NamedTuple):
+    """Means and variances, (*batch, *output) in float64, with their standard errors."""
+
+    mean: Tensor
+    variance: Tensor
+    mean_standard_error: Tensor
+    variance_standard_error: Tensor
+
+
+@torch.no_grad()
+def controlled_variances(
+    function: Callable[[Tensor], Tensor],
+    noise: Gaussian,
+    surrogate: Surrogate,
+    samples: int = 1000,
+    *,
+    seed: int = 0,
+    batch: int | None = None,
+) -> ControlledVariances:
+    """The means and variances of `controlled_monte_carlo` without its covariances, for any number of outputs.
+
+    Each output is an entry of its own, as its mean and variance take no other output's control.
+    """
+    run = _run(function, noise, surrogate, samples, seed, batch)
+    variances = run.moments.covariance.diagonal(dim1=-2, dim2=-1)
+    alone = _Moments(run.moments.mean.reshape(-1, 1), variances.reshape(-1, 1, 1))
+    values, known = (x.reshape(-1, 1, samples) for x in (run.values, run.known))
+    estimate = _estimated(values, known, alone, run.rounding)
+    mean_error, variance_error = estimate.mean_error_squared.sqrt(), estimate.covariance_error_squared.sqrt()
+    found = estimate.mean, estimate.covariance, mean_error, variance_error
+    return ControlledVariances(*(x.reshape(run.shape) for x in found))
+
+
+class _Run(NamedTuple):
+    """What function and surrogate returned, (E, d, n) in float64."""
+
+    values: Tensor
+    known: Tensor
+    moments: _Moments
+    rounding: float
+    """The relative rounding of the surrogate's values."""
+    shape: torch.Size
+    """(*batch, *output)."""
+    output_ndim: int
+
+
+def _run(
+    function: Callable[[Tensor], Tensor],
+    noise: Gaussian,
+    surrogate: Surrogate,
+    samples: int,
+    seed: int,
+    batch: int | None,
+) -> _Run:
+    """Run function and surrogate on the same samples."""
     evaluated = evaluation(CALLER, function, noise, samples, seed, batch, least=1)
     if samples < LEAST_SAMPLES:
         raise ValueError(
@@ -165,23 +238,10 @@ def controlled_monte_carlo(
             rounding = torch.finfo(like.dtype).eps
             function_values.append(flat.double())
             surrogate_values.append(like.double())
-        assert moments is not None
-        estimate = _estimated(_samples_last(function_values), _samples_last(surrogate_values), moments, rounding)
-    batch_and_output = (*evaluated.entries, *output_shape)
-    outputs = output_shape.numel()
-    covariance, covariance_error = (
-        matrix.reshape(*evaluated.entries, outputs, outputs)
-        for matrix in (estimate.covariance, estimate.covariance_error_squared.sqrt())
-    )
-    return SampledMoments(
-        mean=estimate.mean.reshape(batch_and_output),
-        variance=covariance.diagonal(dim1=-2, dim2=-1).reshape(batch_and_output),
-        covariance=covariance,
-        mean_standard_error=estimate.mean_error_squared.sqrt().reshape(batch_and_output),
-        variance_standard_error=covariance_error.diagonal(dim1=-2, dim2=-1).reshape(batch_and_output),
-        covariance_standard_error=covariance_error,
-        samples=samples,
-    )
+    assert moments is not None
+    values, known = _samples_last(function_values), _samples_last(surrogate_values)
+    shape = torch.Size((*evaluated.entries, *output_shape))
+    return _Run(values, known, moments, rounding, shape, len(output_shape))
 
 
 class _Moments(NamedTuple):

@@ -5,6 +5,7 @@ Shapes, batches, structures of covariance, dtypes, errors, gradients, side effec
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 
@@ -243,6 +244,23 @@ def test_checks_take_chosen_outputs():
     share = some.error.mean / some.variance.sqrt()
     assert bool((share > 1e-4).all())
     assert bool((share < 0.2).all())
+
+
+def test_checks_take_no_covariances_that_are_not_wanted(monkeypatch):
+    """Their sums would take 576 bytes for each of the covariances: 58 GB for 10,000 outputs."""
+    module, asked = importlib.import_module("netmoments.moments.output_moments"), []
+    sampled = module.sampled_to_tolerance
+
+    def noting(*args, products, **options):
+        asked.append(products)
+        return sampled(*args, products=products, **options)
+
+    monkeypatch.setattr(module, "sampled_to_tolerance", noting)
+    for wanted in (None, True):
+        found = nm.output_moments(deep(101), noise(2), "sketch", covariance=wanted)
+        assert found.error.variance.shape == (2, 101)
+        assert (found.error.covariance is not None) == bool(wanted)
+    assert asked == [False, True]
 
 
 def test_a_tolerance_is_for_auto():

@@ -362,6 +362,15 @@ def test_many_inputs_go_in_groups(monkeypatch):
     assert float(((found.mean - truth.mean) / error).abs().max()) < 5
 
 
+def test_covariances_that_do_not_fit_are_refused_beforehand(monkeypatch):
+    noise = nm.Gaussian(torch.zeros(6), std=0.3)
+    monkeypatch.setattr(adaptive, "memory_limit", lambda device, budget: 2**10)
+    expected = r"all covariances of 3 outputs takes .* choose some with outputs=, leave out covariance=True"
+    with pytest.raises(MemoryError, match=expected):
+        nm.output_moments(NET, noise, tolerance=0.05)
+    assert nm.output_moments(NET, noise, tolerance=0.05, covariance=False).met
+
+
 # recorded work
 
 

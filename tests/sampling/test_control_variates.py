@@ -10,7 +10,12 @@ from torch import Tensor
 
 import netmoments as nm
 from netmoments.sampling import control_variates as control
-from netmoments.sampling.control_variates import LinearSurrogate, TwoStageSurrogate, controlled_monte_carlo
+from netmoments.sampling.control_variates import (
+    LinearSurrogate,
+    TwoStageSurrogate,
+    controlled_monte_carlo,
+    controlled_variances,
+)
 from netmoments.sampling.monte_carlo import SampledMoments
 from tests.closeness import assert_close
 from tests.networks import random_network
@@ -166,6 +171,16 @@ def test_the_samples_are_those_of_plain_sampling():
     assert found.samples == 203
     again = controlled_monte_carlo(NETWORK, NOISE, none, 203, seed=9, batch=50)
     assert torch.equal(found.covariance, again.covariance)
+
+
+def test_variances_alone_are_those_of_the_whole():
+    noise = repeated(3)
+    surrogate = LinearSurrogate(SLOPES + 0.1 * RANDOM, noise)
+    alone, whole = (
+        run(NETWORK, noise, surrogate, 101, seed=6) for run in (controlled_variances, controlled_monte_carlo)
+    )
+    for name in alone._fields:
+        assert_close(getattr(alone, name), getattr(whole, name), rtol=1e-9, what=name)
 
 
 def test_constant_outputs_and_equal_ones():
