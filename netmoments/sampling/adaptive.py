@@ -50,7 +50,7 @@ SHORT = 2e-3
 WITH_COPIES = 4
 """Sums take up to so many times their own size while they are made and turned into estimates."""
 BLOCK = 1024
-"""Pairs of one input that are summed at a time on a CPU."""
+"""Pairs that are summed at a time on a CPU, at most; fewer if their outputs would not stay in its cache."""
 ABANDONED = ", in float32 as {} {}"
 """The remark for low precision that overflowed or failed."""
 CORRECTED = ", in bfloat16, corrected by a share of them in float32"
@@ -343,7 +343,8 @@ class _Sampling:
             fitting = min(fitting, network.batch // (2 * inputs))
             pairs = rounded_up(pairs)
         else:
-            fitting = min(fitting, max(network.batch // (2 * inputs), BLOCK // inputs))
+            summed = elements_together("cache", self.mean, 2 * inputs * self.sums.centre.shape[1])
+            fitting = min(fitting, max(network.batch // (2 * inputs), min(BLOCK // inputs, summed)))
         pairs = min(pairs, int(left[active].min()))
         mirrored = pairs
         if self.mirrored_share < 1:
