@@ -113,8 +113,11 @@ class Nonlinearity(ABC):
 
     is_exact: ClassVar[bool] = False
     """Whether mean, variances and all covariances of the units are exact for a Gaussian input."""
-    has_formula: ClassVar[bool] = True
-    """Whether the moments have a formula; a black box is known from samples only."""
+
+    @property
+    def has_formula(self) -> bool:
+        """Whether a sketch has a formula for the moments; without one, as of a black box, they are those of samples."""
+        return True
 
     @abstractmethod
     def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:

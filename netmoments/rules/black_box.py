@@ -29,12 +29,14 @@ DISCONTINUOUS = {
 class BlackBox(Nonlinearity):
     """y = function(z), any differentiable function from (p,) to (n,)."""
 
-    has_formula = False
-
     name: str
     function: Callable[[Tensor], Tensor]
     windows: Tensor
     """(n, 0): no unit has a window."""
+
+    @property
+    def has_formula(self) -> bool:
+        return False
 
     def local(self, mean: Tensor, covariance: Tensor, cumulants: ThirdCumulants | None = None) -> Local:
         self._refuse()

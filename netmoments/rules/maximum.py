@@ -6,6 +6,7 @@ line (`_line_integrals`). For a sketch, where the errors of many windows average
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from netmoments.memory import elements_together
 from netmoments.normal import density, distribution
 from netmoments.rules import sketch_launch
 from netmoments.rules.base import Local, Nonlinearity, SketchedLayer, ThirdCumulants, cholesky_root
-from netmoments.rules.maximum_lines import largest_of_contenders
+from netmoments.rules.maximum_lines import SIZES, largest_of_contenders
 from netmoments.rules.sampled import (
     SampledUnits,
     UnitMoments,
@@ -41,6 +42,8 @@ POINT_SETS = 16
 """Independent sets of points. Windows take them in turn, so that their errors do not add up over a layer."""
 DECIDED = {torch.float32: 6.0, torch.float64: 8.5}
 """Standard deviations by which one number must lead all others for its window to count as linear."""
+WIDEST, DRAWN = SIZES[-1], 2**26
+"""In a sketch, windows with more inputs than that are drawn, so many numbers in all: lines would take much longer."""
 _FAR = 40.0
 """|τ|, in standard deviations along a line, at which integrals are cut off."""
 
@@ -82,6 +85,38 @@ class Largest(Nonlinearity):
             largest.gain.reshape(*batch, -1),
             self.sign * largest.curvature.reshape(*batch, self.width, self.width),
         )
+
+    @property
+    def has_formula(self) -> bool:
+        return self.width <= WIDEST
+
+    def sketched(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
+        """For the widest windows the moments are averages over further inputs, with the covariance of the samples."""
+        if self.has_formula:
+            return super().sketched(mean, samples)
+        count, middle = samples.shape[1], mean.detach()
+        root = (samples - samples.mean(1, keepdim=True)).detach() / math.sqrt(count - 1)
+        draws = min(MOST_POINTS, max(count, DRAWN // self.windows.numel()))
+        generator = torch.Generator().manual_seed(self.width)
+        white = torch.randn(draws, count, dtype=torch.float64, generator=generator).to(mean)
+        together = elements_together("cache", mean, len(mean) * self.windows.numel())
+        expected, gain = mean.new_zeros(len(mean), self.units), mean.new_zeros(len(mean), self.units, self.width)
+        for part in white.split(together):
+            values, leaders = self._led(middle.unsqueeze(1) + part @ root)
+            expected += values.sum(1) / draws
+            gain += leaders / draws
+        change = ((self.gathered(mean) - self.gathered(middle)) * gain).sum(-1)  # 0, with the derivative E ∇f
+        values = joined([self.values(self.gathered(part)) for part in samples.split(together, 1)], 1)
+        pull_back = partial(self.pull_back, gain, inputs=samples.shape[-1])
+        return SketchedLayer(expected + change, values, pull_back, None)
+
+    def _led(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """The units (N, K, n) at samples (N, K, p), and how many of these each input of a window leads, (N, n, w)."""
+        z = torch.where(self.windows >= 0, self.sign * self.gathered(samples), -torch.inf)
+        largest, leader = z.max(-1)
+        counts = (largest > 0).to(z) if self.with_zero else torch.ones_like(largest)
+        led = z.new_zeros(len(z), self.units, self.width).scatter_add_(2, leader.mT, counts.mT)
+        return self.sign * (torch.relu(largest) if self.with_zero else largest), led
 
     def observed(self, samples: Tensor) -> SampledUnits:
         columns = laid_out(samples.mT)
