@@ -28,7 +28,7 @@ from netmoments.checks import describe, require_count, require_positive, require
 from netmoments.gaussian import Gaussian, random_seed
 from netmoments.linearize.bank import LinearizationBank
 from netmoments.linearize.two_stage import linearized, linearized_at, linearized_in_groups
-from netmoments.memory import gigabytes, matrices_together, memory_limit, points_together
+from netmoments.memory import elements_together, gigabytes, matrices_together, memory_limit, points_together
 from netmoments.moments.request import CALLER, Request
 from netmoments.moments.result import SAMPLED, MomentErrors, OutputMoments
 from netmoments.propagate.layerwise import layerwise, need_of, without_negative_variances
@@ -43,6 +43,7 @@ from netmoments.sampling.control_variates import (
     controlled_monte_carlo,
     controlled_variances,
 )
+from netmoments.sampling.cross_fit import LEAST_SAMPLES
 from netmoments.sampling.monte_carlo import SampledMoments, monte_carlo
 
 TOLERANCE = 0.01
@@ -296,6 +297,7 @@ class Sampling(Method):
         control = SHORT_NAMES.get(self.control) if isinstance(self.control, str) else self.control
         if isinstance(control, Method) and type(control).surrogate is not Method.surrogate:
             object.__setattr__(self, "control", control)
+            require_count("Sampling with a control", "samples", self.samples, least=LEAST_SAMPLES)
         elif self.control is not None:
             raise ValueError(
                 f"{CALLER}: control must be one of {', '.join(CONTROLS)}, or None, or a method with options such as "
@@ -306,22 +308,24 @@ class Sampling(Method):
         noise, indices = request.flat, request.indices()
         if self.control is None and not request.products(indices.shape[1]):
             with request.following_gradients():
-                found = sampled_plainly(request.model, noise, indices, self.samples, seed=self.seed)
+                found = sampled_plainly(
+                    request.model, noise, indices, self.samples, seed=self.seed, memory_budget=request.memory_budget
+                )
             return _sampled(found, indices, torch.float64)
-        scores = _ChosenScores(request, indices)
+        scores, together = _ChosenScores(request, indices), _samples_together(request)
         if self.control is None:
-            sampled = monte_carlo(scores, noise, self.samples, seed=self.seed)
+            sampled = monte_carlo(scores, noise, self.samples, seed=self.seed, batch=together)
         else:
             assert isinstance(self.control, Method)
             surrogate = self.control.surrogate(request, indices, self.seed)
             if not request.products(indices.shape[1]):
-                alone = controlled_variances(scores, noise, surrogate, self.samples, seed=self.seed)
+                alone = controlled_variances(scores, noise, surrogate, self.samples, seed=self.seed, batch=together)
                 errors = MomentErrors(alone.mean_standard_error, alone.variance_standard_error)
                 return OutputMoments(
                     alone.mean, alone.variance, None, self.name, outputs=indices, error=errors, samples=self.samples,
                     wins=scores.wins / self.samples,
                 )  # fmt: skip
-            sampled = controlled_monte_carlo(scores, noise, surrogate, self.samples, seed=self.seed)
+            sampled = controlled_monte_carlo(scores, noise, surrogate, self.samples, seed=self.seed, batch=together)
         return dataclasses.replace(_with_errors(sampled, indices), wins=scores.wins / self.samples)
 
     def of_affine_relu_affine(self, network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
@@ -474,6 +478,14 @@ def _sampled(found: SampledToGoal, indices: Tensor, dtype: torch.dtype) -> Outpu
         stopped=found.stopped,
         wins=found.wins,
     )
+
+
+def _samples_together(request: Request) -> int | None:
+    """How many samples of every entry go through the network at a time within the caller's memory; None without one."""
+    if request.memory_budget is None:
+        return None
+    mean = request.flat.mean
+    return max(1, elements_together("backward", mean, request.model.pass_size, request.memory_budget) // len(mean))
 
 
 def _with_errors(sampled: SampledMoments, outputs: Tensor | None) -> OutputMoments:

@@ -105,8 +105,9 @@ def tightness(
     Args:
         network, noise, outputs, memory_budget: as for `output_moments`; the noise may have a batch, over which errors
             are averaged and times added.
-        methods: a list of methods, or methods by the name of their row; by default all of this library. A row may also be a function of your own, from the network, a flat batch of noise and indices
-            (N, k) of scores to their means and variances.
+        methods: a list of methods, or methods by the name of their row; by default all of this library. A row may also
+            be a function of your own, from the network, a flat batch of noise and indices (N, k) of scores to their
+            means and variances.
         samples: of the reference. Its own error is the floor below which no method can be told from exact.
         seed: of all random numbers; the default methods use others than the reference.
 

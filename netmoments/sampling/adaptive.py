@@ -149,10 +149,12 @@ def joined(groups: list[SampledToGoal]) -> SampledToGoal:
 
 
 @torch.no_grad()
-def sampled_plainly(model: NetworkModel, noise: Gaussian, outputs: Tensor, samples: int, *, seed: int) -> SampledToGoal:
+def sampled_plainly(
+    model: NetworkModel, noise: Gaussian, outputs: Tensor, samples: int, *, seed: int, memory_budget: int | None = None
+) -> SampledToGoal:
     """Means and variances from so many independent samples, without covariances: for any number of outputs."""
     with torch.inference_mode(False), full_precision():
-        sampling = _Sampling(model, noise, outputs, False, seed)
+        sampling = _Sampling(model, noise, outputs, False, seed, memory_budget)
         sampling.mirrored_share = 0.0
         return sampling.until(Goal(1e-12, samples), time.perf_counter())
 

@@ -94,9 +94,9 @@ BAD_OPTIONS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "not a bank": (lambda: nm.TwoStage(bank=3), TypeError, r"bank must be a netmoments\.LinearizationBank, got 3"),
     "few samples for a control": (
-        lambda: nm.output_moments(deep(), noise(), nm.Sampling(19, control="linear")),
+        lambda: nm.Sampling(19, control="linear"),
         ValueError,
-        r"at least 20 samples are needed, .* got 19",
+        r"Sampling with a control: samples must be an integer of at least 20, got 19",
     ),
     "unknown method": (
         lambda: nm.output_moments(deep(), noise(), "exact"),
@@ -329,6 +329,22 @@ def test_what_shares_a_mean_but_not_the_scores_is_linearized_apart(linearization
     for i, rows in enumerate([[0, 1], [4, 2], [0, 1]]):
         assert_close(found.mean[i], everything.mean[rows], atol=1e-15)
         assert_close(found.covariance[i], everything.covariance[rows][:, rows], atol=1e-15)
+
+
+@pytest.mark.parametrize("covariance", [True, False])
+@pytest.mark.parametrize("control", [None, "linear"])
+def test_sampling_keeps_to_the_callers_memory(control, covariance):
+    """No more inputs go through the network at a time than fit; the samples are other ones, as batches are."""
+    net, given, seen = deep(), noise(2), []
+    whole = nm.output_moments(net, given, nm.Sampling(2000, control=control), covariance=covariance)
+    handle = net.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    budget = 10 * 8 * nm.NetworkModel(net, given.mean[:1]).pass_size
+    method = nm.Sampling(2000, control=control)
+    small = nm.output_moments(net, given, method, covariance=covariance, memory_budget=budget)
+    handle.remove()
+    assert seen == [] or max(seen) <= 20
+    error = torch.hypot(whole.error.mean, small.error.mean)
+    assert bool(((whole.mean - small.mean).abs() < 5 * error).all())
 
 
 @pytest.mark.parametrize("method", [nm.TwoStage(1), nm.Linear()])

@@ -85,6 +85,11 @@ def test_methods_of_one_s_own_choice(network, noise):
     ].variance_error == pytest.approx(error, rel=1e-9)
 
 
+def test_short_names_by_the_name_of_a_row_or_alone(network, noise):
+    assert nm.tightness(network, noise, methods={"at the mean": "linear"}, samples=2000)["at the mean"].note == ""
+    assert [row.method for row in nm.tightness(network, noise, methods="linear", samples=2000).rows] == ["linear"]
+
+
 class Sorted(nn.Module):
     """An operator without a rule."""
 

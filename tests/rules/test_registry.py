@@ -306,3 +306,13 @@ def test_bad_rules(registered):
     rules.register_rule(Two, rules.elementwise)
     with pytest.raises(ValueError, match=r"both \(Two\) has a rule of its own, for which it must take one tensor"):
         nm.output_moments(seeded(TakesTwo), noise(), "layerwise")
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("returned", [3, object.__new__(nm.rules.Elementwise)])
+def test_what_is_no_rule_is_refused(returned):
+    """Something else, or a rule whose windows were never set."""
+    rules.register_rule(OwnTanh, lambda module, example: returned)
+    network = seeded(lambda: nn.Sequential(nn.Linear(4, 4), OwnTanh(), nn.Linear(4, 2)))
+    with pytest.raises(TypeError, match=r"must return a netmoments.rules.Nonlinearity whose windows are set, or None"):
+        nm.output_moments(network, noise(), "layerwise")
