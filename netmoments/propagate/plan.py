@@ -594,7 +594,8 @@ def _affine_layer(path: str, module: nn.Module, source: Node, result: Node, exam
         scale = module(first).abs().max() + module(second).abs().max() + 1
     if float(error.abs().max()) > 1e3 * torch.finfo(example.dtype).eps * float(scale):
         raise ValueError(
-            f"{caller}: {path} ({type(module).__name__}) is registered as affine, but is not; a rule that returns None says that it is"
+            f"{caller}: {path} ({type(module).__name__}) is registered as affine, but is not; a rule that returns None "
+            f"says that it is"
         )
 
     def linear(values: Mapping[Node, Any]) -> Any:
