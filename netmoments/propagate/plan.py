@@ -463,13 +463,10 @@ class _Planner:
         assert make_rule is not None
         example = self.like.new_zeros(shape_of(source))
         rule = make_rule(module, example)
-        if rule is not None and not (
-            isinstance(rule, Nonlinearity) and isinstance(getattr(rule, "windows", None), Tensor)
-        ):
+        if rule is not None and not isinstance(getattr(rule, "windows", None), Tensor):
             raise TypeError(
-                f"{self.caller}: the rule registered for {call.name} ({type(module).__name__}) must return a "
-                f"netmoments.rules.Nonlinearity whose windows are set, or None for an affine layer, got "
-                f"{describe(rule)}"
+                f"{self.caller}: the rule registered for {call.name} must return a netmoments.rules.Nonlinearity whose "
+                f"windows are set, or None for an affine layer, got {describe(rule)}"
             )
         if rule is None:
             self.affine[result] = _affine_layer(call.name, module, source, result, example, self.caller)
@@ -593,10 +590,7 @@ def _affine_layer(path: str, module: nn.Module, source: Node, result: Node, exam
         error = module(first + second) - module(first) - module(second) + module(example)
         scale = module(first).abs().max() + module(second).abs().max() + 1
     if float(error.abs().max()) > 1e3 * torch.finfo(example.dtype).eps * float(scale):
-        raise ValueError(
-            f"{caller}: {path} ({type(module).__name__}) is registered as affine, but is not; a rule that returns None "
-            f"says that it is"
-        )
+        raise ValueError(f"{caller}: {path} ({type(module).__name__}) is registered as affine (by None), but is not")
 
     def linear(values: Mapping[Node, Any]) -> Any:
         return value_and_slope(module, (example,), (values[source],))[1]

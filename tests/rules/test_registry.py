@@ -278,7 +278,7 @@ def test_exact_pairs_of_ones_own_are_used(registered):
 def test_what_is_not_affine_is_refused_as_affine(layer, registered):
     rules.register_rule(layer, rules.affine)
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 7), layer(), nn.Linear(7, 3)))
-    with pytest.raises(ValueError, match=rf"1 \({layer.__name__}\) is registered as affine, but is not"):
+    with pytest.raises(ValueError, match=rf"1 \({layer.__name__}\) is registered as affine \(by None\), but is not"):
         nm.output_moments(net, noise(), "layerwise")
 
 
