@@ -99,8 +99,8 @@ class Layerwise(Method):
     def moments(self, request: Request) -> OutputMoments:
         with request.following_gradients() as noise:
             indices, budget = request.indices().clone(), request.memory_budget
-            plan = plan_of(request.model, CALLER)
-            found = layerwise(plan, noise.mean, noise.covariance, indices, budget, CALLER)
+            plan = plan_of(request.model, request.caller)
+            found = layerwise(plan, noise.mean, noise.covariance, indices, budget, request.caller)
             request.model.look()  # while a GPU is still at work on it
             mean, covariance = without_negative_variances(found, plan, noise.mean, noise.covariance, indices, budget)
         return OutputMoments(mean, _variances(covariance), covariance, self.name, outputs=indices)
@@ -132,7 +132,7 @@ class Sketch(Method):
     def moments(self, request: Request) -> OutputMoments:
         with request.following_gradients() as noise:
             indices = request.indices().clone()
-            plan = plan_of(request.model, CALLER, black_box)
+            plan = plan_of(request.model, request.caller, black_box)
             options = {"probes": self.probes, "seed": self.seed, "memory_budget": request.memory_budget}
             found = sketched(plan, noise.mean, noise.covariance, indices, **options)  # type: ignore[arg-type]
         return OutputMoments(found.mean, _variances(found.covariance), found.covariance, self.name, outputs=indices)
@@ -141,7 +141,7 @@ class Sketch(Method):
         """The expected slopes; from probes that are not among the samples."""
         with torch.inference_mode(False), torch.no_grad():
             plan, noise, own = (
-                plan_of(request.model, CALLER, black_box),
+                plan_of(request.model, request.caller, black_box),
                 request.flat,
                 random_seed(seed, "sketch", self.seed),
             )
@@ -397,9 +397,9 @@ class Auto(Method):
         """The formula that fits, "exact" for a layerwise answer that is, and why, in words."""
         try:
             with request.following_gradients():
-                plan = plan_of(request.model, CALLER)
+                plan = plan_of(request.model, request.caller)
         except NoRule as error:
-            what = str(error).removeprefix(f"{CALLER}: ").split(" as it is called")[0]
+            what = str(error).removeprefix(f"{request.caller}: ").split(" as it is called")[0]
             return "sketch", f"there is {what}"
         except ValueError:  # no fixed graph
             return "sketch", "the network does not always do the same operations"

@@ -46,6 +46,8 @@ class Request:
     """Whether the noise requires a gradient, and gradients are on."""
     covariance: bool | None = None
     """Whether covariances are wanted; None for those of up to MANY_OUTPUTS outputs."""
+    caller: str = CALLER
+    """The function that was called, for error messages."""
 
     @classmethod
     def read(
@@ -73,7 +75,7 @@ class Request:
             flat = noise.flattened()
         if memory_budget is not None:
             memory_limit(flat.device, memory_budget)
-        return cls(model, noise, flat, outputs, memory_budget, wanted, covariance)
+        return cls(model, noise, flat, outputs, memory_budget, wanted, covariance, caller)
 
     def answered_by(self, moments: Callable[[Request], OutputMoments]) -> OutputMoments:
         """What a method's `moments` finds, and finds again if the network has changed; all within their dtype's range.
@@ -84,7 +86,7 @@ class Request:
         if not bool((found.mean.detach().isfinite() & found.variance.detach().isfinite()).all()):
             name = str(found.mean.dtype).removeprefix("torch.")
             raise ValueError(
-                f"{CALLER}: the moments are too large for {name}; take smaller units of the input"
+                f"{self.caller}: the moments are too large for {name}; take smaller units of the input"
                 f"{'' if name == 'float64' else ', or network and noise in float64'}"
             )
         return found
@@ -126,8 +128,8 @@ class Request:
         if outputs is None:
             return torch.arange(self.model.outputs, device=mean.device).expand(len(mean), -1)
         if not isinstance(outputs, int):
-            return output_indices(outputs, len(mean), self.model.outputs, CALLER).to(mean.device)
-        require_number_of_outputs(CALLER, outputs, self.model.outputs)
+            return output_indices(outputs, len(mean), self.model.outputs, self.caller).to(mean.device)
+        require_number_of_outputs(self.caller, outputs, self.model.outputs)
         with torch.no_grad(), full_precision():
             return torch.cat([self.model.network(part.clone()).topk(outputs, 1).indices for part in mean.split(64)])
 
