@@ -102,9 +102,8 @@ def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:
     """
     outputs = found.outputs if request.outputs is not None else None
     products = found.covariance is not None and request.products(found.mean.shape[-1])
-    goal = Goal(tolerance=1e-12, samples=runs)
     sampled = sampled_to_tolerance(
-        request.model, request.flat, outputs, goal, seed=CHECK_SEED, products=products,
+        request.model, request.flat, outputs, Goal.all_samples(runs), seed=CHECK_SEED, products=products,
         memory_budget=request.memory_budget,
     )  # fmt: skip
     estimate = sampled.estimate

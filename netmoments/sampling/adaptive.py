@@ -64,6 +64,11 @@ class Goal:
     samples: int
     seconds: float | None = None
 
+    @classmethod
+    def all_samples(cls, count: int) -> Goal:
+        """So many samples, whatever they show: a tolerance that none can meet."""
+        return cls(1e-12, count)
+
 
 @dataclass(frozen=True, eq=False)
 class SampledToGoal:
@@ -154,9 +159,8 @@ def sampled_plainly(
 ) -> SampledToGoal:
     """Means and variances from so many independent samples, without covariances: for any number of outputs."""
     with torch.inference_mode(False), full_precision():
-        sampling = _Sampling(model, noise, outputs, False, seed, memory_budget)
-        sampling.mirrored_share = 0.0
-        return sampling.until(Goal(1e-12, samples), time.perf_counter())
+        sampling = _Sampling(model, noise, outputs, False, seed, memory_budget, mirrored_share=0.0)
+        return sampling.until(Goal.all_samples(samples), time.perf_counter())
 
 
 class _Sampling:
@@ -174,6 +178,7 @@ class _Sampling:
         products: bool,
         seed: int,
         memory_budget: int | None = None,
+        mirrored_share: float = 1.0,
     ) -> None:
         self.model, self.noise, self.outputs, self.products = model, noise, outputs, products
         self.mean, self.seed, self.memory_budget = noise.mean.detach(), seed, memory_budget
@@ -185,7 +190,7 @@ class _Sampling:
         """On a CPU, the network in low precision, if most pairs go through that; `exact` are those that correct it."""
         self.exact: ExactPairs | None = None
         self.never_low = noise.device.type != "cpu"
-        self.mirrored_share = 1.0
+        self.mirrored_share = mirrored_share
         """The share of pairs to be mirrored; 0 from the start if all are to be independent."""
         self.remark = ""
 
