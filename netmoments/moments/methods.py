@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import describe, require_count, require_positive, require_seed
+from netmoments.checks import describe, require_count, require_finite, require_positive, require_seed
 from netmoments.gaussian import Gaussian, random_seed
 from netmoments.linearize.bank import LinearizationBank
 from netmoments.linearize.two_stage import linearized, linearized_at, linearized_in_groups
 from netmoments.memory import elements_together, gigabytes, matrices_together, memory_limit, points_together
 from netmoments.moments.request import CALLER, Request
 from netmoments.moments.result import SAMPLED, MomentErrors, OutputMoments
-from netmoments.propagate.layerwise import layerwise, need_of, without_negative_variances
+from netmoments.propagate.layerwise import layerwise, need_of, too_large, without_negative_variances
 from netmoments.propagate.plan import NoRule, plan_of
 from netmoments.propagate.sketch import PROBES, sketched
 from netmoments.rules.black_box import black_box
@@ -100,9 +100,14 @@ class Layerwise(Method):
         with request.following_gradients() as noise:
             indices, budget = request.indices().clone(), request.memory_budget
             plan = plan_of(request.model, request.caller)
-            found = layerwise(plan, noise.mean, noise.covariance, indices, budget, request.caller)
-            request.model.look()  # while a GPU is still at work on it
-            mean, covariance = without_negative_variances(found, plan, noise.mean, noise.covariance, indices, budget)
+            try:
+                found = layerwise(plan, noise.mean, noise.covariance, indices, budget, request.caller)
+                request.model.look()  # while a GPU is still at work on it
+                mean, covariance = without_negative_variances(
+                    found, plan, noise.mean, noise.covariance, indices, budget
+                )
+            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+                raise too_large(noise.dtype) from error
         return OutputMoments(mean, _variances(covariance), covariance, self.name, outputs=indices)
 
 
@@ -149,6 +154,9 @@ class Sketch(Method):
                 plan, noise.mean, noise.covariance, indices,
                 probes=self.probes, seed=own, memory_budget=request.memory_budget,
             )  # fmt: skip
+        require_finite(
+            CALLER, "the sketch that samples are compared with (take another control, or none)", found.slopes
+        )
         return LinearSurrogate(found.slopes, request.flat)
 
 

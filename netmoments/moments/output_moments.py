@@ -127,10 +127,12 @@ def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:
 def allowing_for_rounding(found: OutputMoments, errors: MomentErrors, rounding: Tensor) -> MomentErrors:
     """Errors of samples of scores that are known to `rounding` each: never less than that leaves open.
 
-    It counts where noise is so small that it hardly moves the last digits of the scores.
+    It counts where noise is so small that it hardly moves the last digits of the scores, and where scores are so small
+    that their variance is 0 in its dtype.
     """
-    spread = found.variance.detach().sqrt()
-    least = (rounding * (2 * spread + rounding)).to(errors.variance.dtype)
+    spread, dtype = found.variance.detach().sqrt(), errors.variance.dtype
+    smallest = (errors.mean > 0).to(dtype) * torch.finfo(dtype).smallest_normal
+    least = torch.maximum((rounding * (2 * spread + rounding)).to(dtype), smallest)
     mean = torch.maximum(errors.mean, rounding.to(errors.mean.dtype))
     return MomentErrors(mean, torch.maximum(errors.variance, least), errors.covariance)
 

@@ -116,15 +116,21 @@ def without_negative_variances(
         else:
             again = rows.carried(plan, mean[image], covariance.entries(image), outputs[image], beyond=None)
         if not bool(_finite(*again)):
-            name = str(mean.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"layerwise: the variances on the way through the network are too large for {name}; take smaller units "
-                f"of the input{'' if mean.dtype == torch.float64 else ', or network and noise in float64'}"
-            )
+            raise too_large(mean.dtype)
         moves = again[1].diagonal(dim1=-2, dim2=-1) >= 0
         square = again[1] * (moves.unsqueeze(-1) & moves.unsqueeze(-2))
         scores, covariances = scores.index_copy(0, place, again[0]), covariances.index_copy(0, place, square)
     return scores, covariances
+
+
+def too_large(dtype: torch.dtype) -> ValueError:
+    """The error for variances that are infinite in a dtype, or so large that no covariance of theirs has a root."""
+    name = str(dtype).removeprefix("torch.")
+    return ValueError(
+        f"layerwise: the variances on the way through the network are too large for {name}; take smaller units of the "
+        f'input{"" if dtype == torch.float64 else ", or network and noise in float64"}, or method="auto" if the '
+        f"network is very steep at the mean"
+    )
 
 
 def _finite(scores: Tensor, covariances: Tensor) -> Tensor:

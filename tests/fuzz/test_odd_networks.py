@@ -149,3 +149,35 @@ def test_inputs_that_are_taken_for_masks():
     with pytest.raises(ValueError, match="no rule for addmm in 0 as it is called there"):
         nm.output_moments(perceptron(), noise, "layerwise")
     assert bool(nm.output_moments(perceptron(), noise, "sketch").mean.isfinite().all())
+
+
+@pytest.mark.parametrize("method", ["auto", "layerwise", "sketch"])
+def test_variances_too_small_for_the_dtype_have_an_error(method):
+    """1e-62 is 0 in float32, which is not said to be exact."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).eval()
+    for parameter in network[2].parameters():
+        parameter.data *= 1e-30
+    found = nm.output_moments(network, nm.Gaussian(torch.zeros(3), std=0.5), method)
+    assert bool((found.variance == 0).all())
+    assert bool((found.error.mean > 0).all())
+    assert bool((found.error.variance > 0).all())
+
+
+class Steep(nn.Module):
+    """Each input divided by the spread of all, which is 0 at the mean: a slope of 1e8."""
+
+    def forward(self, x):
+        return torch.tanh((x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-8))
+
+
+def test_formulas_say_that_they_cannot_follow_a_steep_network():
+    noise = nm.Gaussian(torch.zeros(6), std=0.1)
+    for method, expected in (
+        ("layerwise", r'too large for float32.* or method="auto"'),
+        ("sketch", r"too large for float32"),
+        (nm.Sampling(100, control=nm.Sketch()), r"the sketch that samples are compared with .* must be finite"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            nm.output_moments(Steep().eval(), noise, method)
+    assert bool(nm.output_moments(Steep().eval(), noise, tolerance=0.1).variance.isfinite().all())
