@@ -106,8 +106,19 @@ def call(node: Node, values: Mapping[Node, Any]) -> Any:
 
 def shape_of(node: Node) -> torch.Size:
     """The shape of a node's value for one image, (1, ...)."""
+    return _first_value(node).shape
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    """The dtype of a node's value."""
+    return _first_value(node).dtype
+
+
+def _first_value(node: Node) -> Tensor:
+    """The value of a node in the recorded run, or the first of several."""
     value = node.meta["val"]
-    return value.shape if isinstance(value, Tensor) else value[0].shape
+    first: Tensor = value if isinstance(value, Tensor) else value[0]
+    return first
 
 
 def family(target: Any) -> Any:

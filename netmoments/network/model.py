@@ -29,6 +29,7 @@ from netmoments.network.exported import ExportedNetwork
 from netmoments.network.graph import NetworkGraph, traced_graph
 from netmoments.network.interface import HALVES, Arguments, FlatNetwork, OutputPart, needs_flattening, output_parts
 from netmoments.network.relu_calls import Cut, Relu, Trace, find_relu
+from netmoments.network.replica import replica
 from netmoments.network.validate import REFUSALS, examined, first_line, random_state_kept, require_plain_weights
 from netmoments.precision import full_precision, one_at_a_time
 
@@ -147,7 +148,7 @@ class NetworkModel:
         return model
 
     def _require_fitting(self, inputs: Tensor, caller: str) -> None:
-        """Raise an error unless the inputs are a batch with the network's dtype and device."""
+        """Raise an error unless the inputs are a batch on the network's device and of a dtype it may take."""
         if inputs.dim() < 2 or inputs.numel() == 0:
             raise ValueError(
                 f"{caller}: the input must be a batch (N, ...) of at least one image, got {describe(inputs)}"
@@ -157,15 +158,28 @@ class NetworkModel:
             if parameter.layout is not torch.strided:
                 require_plain_weights(self.given, caller)
             if parameter.is_floating_point() and parameter.dtype not in allowed:
-                raise TypeError(
-                    f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert one, "
-                    f"e.g. network.to({inputs.dtype})"
-                )
+                if not self._converts(inputs[:1]):
+                    raise TypeError(
+                        f"{caller}: the network is {parameter.dtype} ({name}) but the input {inputs.dtype}; convert "
+                        f"one, e.g. network.to({inputs.dtype})"
+                    )
+                allowed = (*allowed, parameter.dtype)
             if parameter.device != inputs.device:
                 raise ValueError(
                     f"{caller}: the network is on {parameter.device} ({name}) but the input on {inputs.device}; move "
                     f"one, e.g. input.to({str(parameter.device)!r})"
                 )
+
+    def _converts(self, image: Tensor) -> bool:
+        """Whether the network takes an image (1, ...) of another dtype than some of its parameters have."""
+        if self._form is None or (flat := FlatNetwork(self.given, *self._form)).dtype is not None:
+            return False
+        try:
+            with torch.inference_mode(False), torch.no_grad(), full_precision(), random_state_kept(image.device):
+                replica(flat)(image.detach().clone())
+        except REFUSALS:
+            return False
+        return True
 
     def _learn(self) -> None:
         """Take up what is known of the network for inputs like the image, or look at the network if nothing is."""

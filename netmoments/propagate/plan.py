@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from netmoments.checks import describe
 from netmoments.memory import elements_together
 from netmoments.network.exported import ExportedNetwork
-from netmoments.network.graph import LayerCall, NetworkGraph, Node, Values, family, shape_of
+from netmoments.network.graph import LayerCall, NetworkGraph, Node, Values, dtype_of, family, shape_of
 from netmoments.network.model import NetworkModel
 from netmoments.network.validate import another_image
 from netmoments.precision import full_precision, value_and_slope
@@ -82,6 +82,9 @@ class Segment:
         self._together = elements_together("pass", like, max(shape.numel() for shape in self.shapes.values()))
         """How many entries go through it at a time."""
         self._constant_results = {node: constants[node] for node in results if node in constants}
+        self._converted = {node: dtype_of(node) for node in sources if dtype_of(node) != like.dtype}
+        """The sources that the network has in another dtype, since it converts tensors on its way."""
+        self._converts = any(dtype_of(node) != like.dtype for node in (*sources, *results))
         self._values = [(step.node, step.value) for step in steps]
         self._linears = [(step.node, step.linear) for step in steps]
 
@@ -119,11 +122,15 @@ class Segment:
     def _run(
         self, steps: list[tuple[Node, Callable[..., Any]]], known: Mapping[Node, Any], sources: Mapping[Node, Any]
     ) -> Tensor:
-        """Run all steps. Several results are put end to end, a single one is not copied."""
+        """Run all steps. Several results are put end to end, a single one is not copied; all in the sources' dtype."""
         values: Values = {**known, **sources}
+        for node, dtype in self._converted.items():
+            values[node] = values[node].to(dtype)
         for node, step in steps:
             values[node] = step(values)
         parts = [values[node].reshape(-1) for node in self.results]
+        if self._converts and sources:
+            parts = [part.to(next(iter(sources.values())).dtype) for part in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _mapped(

@@ -333,3 +333,38 @@ def test_a_function_of_a_plan_is_computed_once():
 
     assert plan.once(count_stages) == plan.once(count_stages) == len(plan.stages)
     assert calls == [plan]
+
+
+class Converting(nn.Module):
+    """Computes in the dtype of its inner layer between layers of float32, with skip connections in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = torch.relu(self.first(x))
+        z = y.to(self.inner.weight.dtype)
+        z = z + nn.functional.gelu(self.inner(z))
+        return self.last((z.softmax(-1) + torch.relu(z)).to(y.dtype) + y)
+
+
+@pytest.mark.parametrize("method", ["auto", "layerwise", "sketch", "two-stage", "linear"])
+@pytest.mark.filterwarnings("ignore:.*is linearized at the given point")
+def test_a_network_that_converts_tensors_on_its_way(method):
+    """The same as in one dtype throughout."""
+    plain, network = seeded(Converting, torch.float32), seeded(Converting, torch.float32)
+    network.inner.double()
+    noise = nm.Gaussian(torch.linspace(-1, 1, 5), std=0.5)
+    found, expected = (nm.output_moments(each, noise, method) for each in (network, plain))
+    assert torch.allclose(found.mean, expected.mean, atol=1e-5)
+    assert torch.allclose(found.covariance, expected.covariance, atol=1e-5)
+
+
+def test_a_network_of_another_dtype_is_refused():
+    """It has layers of other dtypes, and does not convert its input."""
+    network = seeded(Converting, torch.float64)
+    with pytest.raises(
+        TypeError, match=r"the network is torch\.float64 \(first\.weight\) but the input torch\.float32"
+    ):
+        nm.output_moments(network, nm.Gaussian(torch.zeros(5), std=0.5))
