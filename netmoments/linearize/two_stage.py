@@ -159,8 +159,9 @@ def refusing_what_torch_cannot_derive() -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise
+        reason = first_line(error).partition(". ")[0]  # what follows asks to report that to torch
         raise ValueError(
-            f"the network cannot be linearized: {first_line(error)} (derivatives are taken many at once, by torch's "
+            f"the network cannot be linearized: {reason} (derivatives are taken many at once, by torch's "
             f"vmap, which not every network allows); use method='auto' or 'sampling'"
         ) from error
 
