@@ -77,6 +77,8 @@ class OutputPart:
     name: str
     shape: torch.Size
     start: int
+    half: bool = False
+    """Whether the network returns it in half precision, as inside autocast; it is then converted."""
 
     @property
     def stop(self) -> int:
@@ -159,7 +161,7 @@ def output_parts(flat: FlatNetwork, image: Tensor, caller: str) -> tuple[OutputP
             )
         if value.numel() == 0:
             raise ValueError(f"{caller}: the network must return at least one number, got {describe(value)}")
-        part = OutputPart(name, value.shape[1:], start)
+        part = OutputPart(name, value.shape[1:], start, value.dtype in HALVES)
         start = part.stop
         parts.append(part)
     return tuple(parts)
@@ -170,4 +172,4 @@ def needs_flattening(parts: tuple[OutputPart, ...], flat: FlatNetwork) -> bool:
     if flat.arguments is not None or flat.key is not None or flat.dtype is not None:
         return True
     first = parts[0]
-    return len(parts) > 1 or first.name != "" or len(first.shape) != 1
+    return len(parts) > 1 or first.name != "" or len(first.shape) != 1 or first.half

@@ -102,7 +102,7 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
     if alone.output.dtype != image.dtype:
         raise ValueError(
             f"{caller}: the network returns {alone.output.dtype} for an input of {image.dtype}"
-            f"{other_dtypes(network, image)}"
+            f"{other_dtypes(network, image) or f'; convert what it returns, with .to({image.dtype})'}"
         )
     other_image = another_image(image)
     both = torch.cat([image, other_image])

@@ -46,7 +46,23 @@ def quantized() -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(perceptron(), {nn.Linear}, dtype=torch.qint8).eval()
 
 
+class InFloat64(nn.Module):
+    """Returns float64, for no tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).double()
+
+
 BAD = {
+    "scores of another dtype": (
+        InFloat64,
+        ValueError,
+        r"returns torch.float64 for an input of torch.float32; convert what it returns, with .to\(torch.float32\)",
+    ),
     "a buffer that changes the dtype": (
         Shifted,
         ValueError,

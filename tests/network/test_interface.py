@@ -309,3 +309,26 @@ def test_half_precision_but_for_some_layers():
     assert nm.output_moments(net, nm.Gaussian(x, std=0.1), tolerance=0.1).mean.shape == (5, 2)
     with pytest.raises(TypeError, match=r"the network is torch\.float32 \(norm.weight\) but the input torch\.float64"):
         nm.output_moments(net, nm.Gaussian(rows(2), std=0.1))
+
+
+class InAutocast(nn.Module):
+    """Float32 weights, and scores in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layers(x)
+
+
+def test_scores_in_half_precision_are_converted():
+    net = seeded(InAutocast, torch.float32)
+    noise = nm.Gaussian(torch.zeros(4), std=0.5)
+    found, exact = (nm.output_moments(each, noise, tolerance=0.05) for each in (net, net.layers))
+    assert found.mean.dtype == torch.float32
+    # bfloat16 has 8 bits
+    assert float(((found.mean - exact.mean) / exact.variance.sqrt()).abs().max()) < 0.3
+    assert float((found.variance / exact.variance).log().abs().max()) < 0.3
+    assert nm.class_probabilities(net, noise).probability.shape == (2,)
