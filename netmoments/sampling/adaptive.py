@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from netmoments.gaussian import Gaussian, random_seed
-from netmoments.memory import elements_together, gigabytes, memory_limit
+from netmoments.memory import elements_together, gigabytes, memory_limit, piece_bytes
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.progress import progress_bar
@@ -134,8 +134,8 @@ def sampled_to_tolerance(
 
 def require_room_for_products(numbers: int, outputs: int, device: torch.device) -> None:
     """Raise an error if the sums for all covariances of one input, so many numbers in float64, do not fit."""
-    needed, limit = WITH_COPIES * 8 * numbers, memory_limit(device, None)
-    if needed > limit:
+    needed = WITH_COPIES * 8 * numbers
+    if needed > piece_bytes("backward", device) and needed > (limit := memory_limit(device, None)):
         raise MemoryError(
             f"output_moments: sampling all covariances of {outputs:,} outputs takes {gigabytes(needed)} of the "
             f"{gigabytes(limit)} there are for it; choose some with outputs=, leave out covariance=True, or give a "
