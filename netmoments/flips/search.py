@@ -63,7 +63,7 @@ LONGEST_PULL = 12.0
 """The longest of these steps, in standard deviations of the noise."""
 MOST_DIRECTIONS = 384
 """A surrogate has at most so many directions."""
-GRADIENTS_EACH = 3
+GRADIENTS_EACH = 2
 """A surrogate has at most one direction for so many gradients."""
 OWN_SHARE = 0.12
 """Each of several surrogates gets this share of a round for itself, all of them together at most half of it."""

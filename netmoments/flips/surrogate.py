@@ -26,7 +26,7 @@ LLOYD_STEPS = 6
 """Steps of the algorithm that finds the two means."""
 FIRST_DIRECTIONS = 32
 """The first of the two fits of a surrogate has at most so many directions."""
-NEAR, NEAR_SLOPES = 1.5, 4.0
+NEAR, NEAR_SLOPES = 1.5, 8.0
 """Runs whose margins are within so many standard deviations of the boundary count most in fits of values and of slopes.
 Values say where the boundary is. A curvature has many more numbers and changes slowly, and needs all the runs there
 are.
@@ -220,50 +220,74 @@ def principal_directions(rows: Tensor, most: int) -> Tensor:
 
 
 def regressed_slopes(z: Tensor, slopes: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """H (k, k), symmetric, and b (k,) with slopes ≈ b + H z, by ridge regression.
+    """H (k, k), symmetric, and b (k,) with slopes ≈ b + H z at z (N, k), by ridge regression.
 
-    A direction along which the slope varies much is expected to bend much: row i of H is penalized by 1/d_i², where d_i
-    is the deviation of slope i, no less than `LEAST_DEVIATION` of the largest.
+    A direction along which the slope varies much is expected to bend much: H_ij = d_i d_j W_ij, where d_i is the
+    deviation of slope i, no less than `LEAST_DEVIATION` of the largest. Of all symmetric W, the one that makes the mean
+    of |y − W x|² + λ|W|² least is found, with x = d z and y = slopes/d less their means (`symmetric_ridge`): what z
+    shows of one direction then counts for all others, even for those that z hardly has.
     """
     share = weight / weight.sum()
     middle, level = share @ z, share @ slopes
     deviation = (share @ (slopes - level).square()).sqrt()
     deviation = deviation.clamp(min=max(LEAST_DEVIATION * float(deviation.max()), 1e-300))
-    scaled = deviation / deviation.max()
-    curvature = scaled.unsqueeze(1) * ridge((z - middle) * scaled, slopes - level, share)[0]
-    curvature = 0.5 * (curvature + curvature.mT)
+    bent = symmetric_ridge((z - middle) * deviation, (slopes - level) / deviation, share)
+    curvature = deviation.unsqueeze(1) * bent * deviation
     return curvature, level - curvature @ middle
+
+
+def symmetric_ridge(x: Tensor, y: Tensor, share: Tensor) -> Tensor:
+    """The symmetric W (k, k) with y ≈ W x by ridge regression; rows (N, k) of both have weights (N,) that sum to 1.
+
+    In the eigenvectors of C = Σ xxᵀ, with eigenvalues c, and with R = Σ xyᵀ, the solution of CW + WC + 2λW = R + Rᵀ is
+    W_ij = (R + Rᵀ)_ij/(c_i + c_j + 2λ). Its trace of influence, by which generalized cross-validation chooses λ, is
+    Σ_ij c_j/(c_i + c_j + 2λ) + ½ Σ_i c_i/(c_i + λ) over k outputs.
+    """
+    root = share.sqrt().unsqueeze(1)
+    x, y = root * x, root * y
+    square, vectors = torch.linalg.eigh(x.mT @ x)
+    square = square.clamp(min=0)
+    product = vectors.mT @ (x.mT @ y) @ vectors
+    total, both, effective = float(y.square().sum()), product + product.mT, 1 / float(share.square().sum())
+    best, least = torch.zeros_like(product), math.inf
+    for penalty in (square.mean() * relative for relative in RIDGES):
+        bottom = square.unsqueeze(1) + square + 2 * penalty + 1e-300
+        solution = both / bottom
+        residual = total - 2 * float((solution * product).sum()) + float((square @ solution.square()).sum())
+        influence = float((square / bottom).sum() + 0.5 * (square / (square + penalty + 1e-300)).sum()) / len(square)
+        freedom = 1 - (influence + 1) / effective
+        score = max(residual, 0.0) / freedom**2 if freedom > LEAST_FREEDOM else math.inf
+        if score < least:
+            best, least = solution, score
+    return vectors @ best @ vectors.mT
 
 
 def regressed_values(z: Tensor, rest: Tensor, weight: Tensor) -> tuple[float, Tensor, float]:
     """A constant and slopes (k,) fitted to what is left of values (N,), and the spread of new runs about this fit."""
     share = weight / weight.sum()
     middle, level = share @ z, share @ rest
-    slopes, error = ridge(z - middle, (rest - level).unsqueeze(1), share)
-    return float(level - slopes[:, 0] @ middle), slopes[:, 0], math.sqrt(max(error, 0.0))
+    slopes, error = ridge(z - middle, rest - level, share)
+    return float(level - slopes @ middle), slopes, math.sqrt(max(error, 0.0))
 
 
 def ridge(x: Tensor, y: Tensor, share: Tensor) -> tuple[Tensor, float]:
-    """B (k, p) with y ≈ x B by ridge regression, and its error; rows (N, k) and (N, p) have weights (N,) that sum to 1.
+    """b (k,) with y ≈ x b by ridge regression, and its error; rows (N, k) and (N,) have weights (N,) that sum to 1.
 
     The penalty is chosen by generalized cross-validation (Golub, Heath & Wahba 1979). The error is the mean square of
-    what is left, summed over p, that cross-validation expects of new data.
+    what is left that cross-validation expects of new data.
     """
-    root = share.sqrt().unsqueeze(1)
+    root = share.sqrt()
     target = root * y
-    left, singular, right = torch.linalg.svd(root * x, full_matrices=False)
+    left, singular, right = torch.linalg.svd(root.unsqueeze(1) * x, full_matrices=False)
     projected = left.mT @ target
-    total = float(target.square().sum())
-    energy = projected.square().sum(1)
-    square = singular.square()
+    total, square = float(target.square().sum()), singular.square()
     effective = 1 / float(share.square().sum())
     penalties = singular.new_tensor(RIDGES).unsqueeze(1) * square.mean()
     shrink = square / (square + penalties + 1e-300)
-    residual = (total - (2 * shrink - shrink**2) @ energy).clamp(min=0)
+    residual = (total - (2 * shrink - shrink**2) @ projected.square()).clamp(min=0)
     freedom = 1 - (shrink.sum(1) + 1) / effective
     score = torch.where(freedom > LEAST_FREEDOM, residual / freedom.clamp(min=LEAST_FREEDOM) ** 2, torch.inf)
     best = int(score.argmin())
     if not math.isfinite(float(score[best])):
-        return y.new_zeros(x.shape[1], y.shape[1]), total
-    coefficients = (right.mT * (shrink[best] / singular.clamp(min=1e-150))) @ projected
-    return coefficients, float(score[best])
+        return y.new_zeros(x.shape[1]), total
+    return (right.mT * (shrink[best] / singular.clamp(min=1e-150))) @ projected, float(score[best])

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from netmoments.flips.surrogate import (
+    RIDGES,
     Evidence,
     fitted,
     leading_directions,
@@ -10,6 +11,7 @@ from netmoments.flips.surrogate import (
     relevance,
     ridge,
     split_by_face,
+    symmetric_ridge,
 )
 
 
@@ -74,11 +76,41 @@ def test_ridge_error_is_what_new_data_show():
     """The residual variance 0.25, from 400 rows: its own standard error is 0.25·√(2/400), five of them 0.09."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 10, generator=generator, dtype=torch.float64)
-    truth = torch.randn(10, 1, generator=generator, dtype=torch.float64)
-    y = x @ truth + 0.5 * torch.randn(400, 1, generator=generator, dtype=torch.float64)
+    truth = torch.randn(10, generator=generator, dtype=torch.float64)
+    y = x @ truth + 0.5 * torch.randn(400, generator=generator, dtype=torch.float64)
     found, error = ridge(x, y, torch.full((400,), 1 / 400, dtype=torch.float64))
     assert abs(error - 0.25) < 0.09
     torch.testing.assert_close(found, truth, rtol=0, atol=5 * 0.5 / 20 * 1.1)
+
+
+def symmetric_rows(count, size, noise):
+    """Weighted rows x, and y = W x with a symmetric W, with noise."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, size, generator=generator, dtype=torch.float64)
+    square = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    truth = 0.5 * (square + square.mT)
+    share = torch.rand(count, generator=generator, dtype=torch.float64)
+    y = x @ truth + noise * torch.randn(count, size, generator=generator, dtype=torch.float64)
+    return x, y, share / share.sum(), truth
+
+
+def test_symmetric_ridge_solves_its_equation_for_one_of_the_penalties():
+    """CW + WC + 2λW = R + Rᵀ: what makes Σ share |y − W x|² + λ|W|² least among symmetric W."""
+    x, y, share, _ = symmetric_rows(60, 8, noise=1.0)
+    found = symmetric_ridge(x, y, share)
+    square, product = x.mT @ (share.unsqueeze(1) * x), x.mT @ (share.unsqueeze(1) * y)
+    torch.testing.assert_close(found, found.mT)
+    left = product + product.mT - square @ found - found @ square
+    penalties = left / (2 * found) / (square.trace() / 8)
+    assert float((penalties / penalties.mean() - 1).abs().max()) < 1e-6
+    assert min(abs(float(penalties.mean()) / each - 1) for each in RIDGES) < 1e-6
+
+
+def test_what_is_seen_of_one_direction_counts_for_the_others():
+    """25 points in 40 directions show all of W but its block of 15 by 15, which has (15/40)² of its square."""
+    x, y, share, truth = symmetric_rows(25, 40, noise=0.0)
+    missed = float((symmetric_ridge(x, y, share) - truth).square().sum() / truth.square().sum())
+    assert missed < 1.5 * (15 / 40) ** 2
 
 
 def test_relevance_falls_with_the_distance():
@@ -109,8 +141,7 @@ def test_slopes_that_vary_more_may_bend_more():
         slopes = z @ hessian + 0.5 * torch.randn(100, 40, generator=generator, dtype=torch.float64)
         weight = torch.full((100,), 0.01, dtype=torch.float64)
         found, _ = regressed_slopes(z, slopes, weight)
-        plain, _ = ridge(z - z.mean(0), slopes - slopes.mean(0), weight)
-        plain = 0.5 * (plain + plain.mT)
+        plain = symmetric_ridge(z - z.mean(0), slopes - slopes.mean(0), weight)
         shares.append(float((found - hessian).norm() / (plain - hessian).norm()))
     assert sum(shares) / 10 < 0.97
 
