@@ -182,6 +182,11 @@ class Guide:
         fresh = self._filled(list(self.pool_sizes), generator)[0]
         return replace(self, pool=fresh.pool, weights=fresh.weights, chances=fresh.chances)
 
+    def without_pool(self) -> Guide:
+        """The same guide, only to evaluate its density: no samples are drawn from it any more."""
+        nothing = self.weights[:0]
+        return replace(self, pool=nothing, weights=nothing, chances=nothing)
+
     def averaged_over_pools(self, pools: int, generator: torch.Generator) -> Guide:
         """The same guide with levels and E h that are means over so many pools, of which this one is the first."""
         rows = [(self.expected, *self.levels)]
@@ -305,6 +310,9 @@ class PlainNoise:
     expected: float = 0.0
     expected_error: float = 0.0
     predicted_variance: float = 0.0
+
+    def without_pool(self) -> PlainNoise:
+        return self
 
     def draw(self, normal: Tensor, generator: torch.Generator) -> Tensor:
         return normal

@@ -13,6 +13,7 @@ to the size of a pool. The samples of A alone and of B alone give two more estim
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,14 +42,10 @@ LARGEST_ROUND = 0.5
 """A further round has at most this share of the runs so far: errors from few runs ask for too many."""
 PATIENCE = 1.0
 """The searches go on while the estimate would take more than so many times the runs so far."""
-ATTEMPTS = 3
-"""An estimate is begun at most so many times."""
-SEARCH_GROWTH = 2.2
-"""Two more rounds of both searches take about so many times the runs so far."""
-LIKELY_LEFT = 0.5
-"""The share of the variance that further rounds are taken to leave, before anything is known of it."""
-LEAST_LEFT = 0.3
-"""The share that they are taken to leave at best."""
+ATTEMPTS = 4
+"""An estimate is begun or gets new guides at most so many times."""
+LIKELY_LEFT = 0.65
+"""The share of the variance that another round of both searches is taken to leave, before anything is known of it."""
 SEARCH_SHARE = 0.4
 """The searches take at most this share of the runs that are allowed."""
 LEAST_KNOWN = 0.3
@@ -66,8 +63,9 @@ async def by_importance(
 ) -> EntryResult | None:
     """Estimate with the guides of this search and of another, which starts from pulled samples.
 
-    Where an estimate turns out to need many more runs, the searches go on and it begins anew. None where there is
-    nothing to follow.
+    Where an estimate turns out to need many more runs, the searches go on, and then the estimate with their new guides.
+    Where the searches disagree it begins anew, and so where flips are common: h of a new guide is not known at all runs
+    of the old ones. None where there is nothing to follow.
     """
     before = margins.runs - 3 * search.gradients
     searches = (search, await Search.from_pulled(margins, generator))
@@ -75,9 +73,12 @@ async def by_importance(
         for search in searches:
             await search.advance()
     await _share_rivals(searches)
-    last_variance = math.nan
+    estimation: RareEstimation | None = None
+    variances, met = list[float](), False
     for attempt in range(ATTEMPTS):
-        both = await _searched_while_it_pays(searches, target, margins.runs - before, SEARCH_SHARE * limit)
+        missing = 1.0 if estimation is None else 1 - 1 / max(estimation.times_needed(target), 1.0)
+        taken, most_taken = margins.runs - before, SEARCH_SHARE * limit
+        both = await _searched_while_it_pays(searches, target, missing, taken, most_taken, variances)
         if both.guide is not None and both.guide.expected < NEGLIGIBLE:
             limit = min(limit, margins.runs + NEGLIGIBLE_RUNS)
         guides = []
@@ -86,11 +87,13 @@ async def by_importance(
             if search.guide is None:
                 return None
             guides.append(with_exact_levels(search.guide, target, generator))
-        taken, left = margins.runs - before, guides[-1].predicted_variance / last_variance
-        last_variance = guides[-1].predicted_variance
-        most = limit - margins.runs if attempt + 1 == ATTEMPTS else worth_estimating(taken, left)
-        estimation = Estimation(margins, tuple(guides), MIXTURE, generator)
-        met = await estimation.run_until(target, most, limit)
+        if estimation is not None and estimation.result(met).agreed and not common((*estimation.guides, *guides)):
+            estimation.go_on_with(guides)
+        else:
+            estimation = RareEstimation(margins, guides, generator)
+        last = attempt + 1 == ATTEMPTS
+        most = math.inf if last else round_runs(searches) / max(1 - likely_left(variances), 1e-9)
+        met = await estimation.run_until(target, estimation.samples + most, limit)
         if (
             (met and estimation.result(met).agreed)
             or margins.runs >= limit
@@ -100,7 +103,7 @@ async def by_importance(
             break
         for search in searches:
             await search.advance()
-            await search.advance()
+    assert estimation is not None
     return estimation.result(met)
 
 
@@ -120,29 +123,49 @@ async def _share_rivals(searches: tuple[Search, Search]) -> None:
                 await uninformed.advance()
 
 
-async def _searched_while_it_pays(searches: tuple[Search, Search], target: Target, taken: int, limit: float) -> Search:
+async def _searched_while_it_pays(
+    searches: tuple[Search, Search],
+    target: Target,
+    missing: float,
+    taken: int,
+    limit: float,
+    variances: list[float],
+) -> Search:
     """What both searches know after further rounds, each of which makes the estimate cheaper by more than it costs.
 
-    A round is expected to leave as much of the variance as the one before did. Where surrogates leave more unexplained
-    than can be afforded, their variance says nothing, and the searches go on. Negligible flips are left alone.
+    `missing` is the share of the estimate that is still to be made. The variance that is expected after each round is
+    added to `variances`. Where surrogates leave more unexplained than can be
+    afforded, their variance says nothing, and the searches go on. Negligible flips are left alone.
     """
     both = Search.joined(*searches)
     both.refit()
-    margins, start, left = both.margins, both.margins.runs - taken, LIKELY_LEFT
+    margins, start = both.margins, both.margins.runs - taken
     while both.guide is not None and both.guide.expected >= NEGLIGIBLE:
-        needed = both.guide.predicted_variance * target.times_needed(both.guide.expected, both.guide.expected)
+        variances.append(both.guide.predicted_variance)
+        needed = missing * variances[-1] * target.times_needed(both.guide.expected, both.guide.expected)
         taken = margins.runs - start
-        saved = needed if both.guide.unaffordable else (1 - left) * needed
-        round_runs = (1 + BACKWARD) * sum(search.next_round for search in searches)
-        if needed <= PATIENCE * taken or saved < round_runs or taken > limit or margins.clock.over:
+        saved = needed if both.guide.unaffordable else (1 - likely_left(variances)) * needed
+        if needed <= PATIENCE * taken or saved < round_runs(searches) or taken > limit or margins.clock.over:
             break
         for search in searches:
             await search.advance()
-        better = Search.joined(*searches)
-        better.refit()
-        left = 1.0 if better.guide is None else better.guide.predicted_variance / both.guide.predicted_variance
-        both = better
+        both = Search.joined(*searches)
+        both.refit()
     return both
+
+
+def round_runs(searches: tuple[Search, Search]) -> int:
+    """The runs of the network that another round of both searches takes."""
+    return (1 + BACKWARD) * sum(search.next_round for search in searches)
+
+
+def likely_left(variances: Sequence[float]) -> float:
+    """The share of the variance that another round is likely to leave, after rounds that left these variances.
+
+    It is what a round left on average. One round with `LIKELY_LEFT` is counted in, as a single variance is uncertain:
+    it grows where a round finds flips of another kind.
+    """
+    return min(1.0, (LIKELY_LEFT * variances[-1] / variances[0]) ** (1 / len(variances)))
 
 
 def with_exact_levels(guide: Guide, target: Target, generator: torch.Generator) -> Guide:
@@ -151,14 +174,9 @@ def with_exact_levels(guide: Guide, target: Target, generator: torch.Generator) 
     return guide.averaged_over_pools(min(MOST_POOLS, math.ceil(pools)), generator) if pools > 1 else guide
 
 
-def worth_estimating(taken: int, left: float) -> float:
-    """The runs up to which it is cheaper to go on with an estimate than to search on, after so many runs in all.
-
-    Two more rounds would take `SEARCH_GROWTH` times as many, and leave the share `left` of the variance if they are
-    like the last ones (NaN where there were none).
-    """
-    left = LIKELY_LEFT if math.isnan(left) else max(LEAST_LEFT, left)
-    return math.inf if left >= 1 else SEARCH_GROWTH * taken / (1 - left)
+def common(guides: Iterable[Guide | PlainNoise]) -> bool:
+    """Whether one of these guides expects flips to be so common that its h is a control variate."""
+    return any(guide.expected >= COMMON for guide in guides)
 
 
 class Estimation:
@@ -209,7 +227,7 @@ class Estimation:
 
     def divided(self, count: int) -> list[int]:
         """How many of so many runs each guide gets."""
-        return [max(2, round(share * count)) for share in self.shares]
+        return [max(2, round(share * count)) if share > 0 else 0 for share in self.shares]
 
     def source(self, number: int, count: int) -> Guide | PlainNoise:
         """The guide with that number, its pool filled anew if so many samples would be too many for the old one."""
@@ -232,31 +250,10 @@ class Estimation:
     def samples(self) -> int:
         return sum(map(len, self.flips))
 
-    def result(self, met: bool) -> EntryResult:
-        """The estimate of all runs, and whether those of the two searches agree with it."""
-        every, wins = self.estimate(), self.wins(self.margins.classes)
-        if min(int((torch.cat(self.origins) == number).sum()) for number in (0, 1)) < 2:  # the time was over before
-            return EntryResult(every, None, False, "importance", wins, False)
-        one, two = self.estimate_of_guide(0), self.estimate_of_guide(1)
-        agreed = agree(one, two) and agree(every, one) and agree(every, two) and self.guides_known()
-        return EntryResult(every, farther(every, one, two), agreed, "importance", wins, met and agreed)
-
-    def guides_known(self) -> bool:
-        """Whether E h of every guide is known: a pool of which few points matter does not have the density it says."""
-        return all(guide.expected_error <= LEAST_KNOWN * guide.expected for guide in self.guides)
-
     def estimate(self) -> FlipEstimate:
         """The estimate from all runs, which have the density of the mixture in the shares that were drawn."""
         estimate = controlled(torch.cat(self.flips), self.mixture_ratios(), self.controls())
         return replace(_with_prediction(estimate, self.guides[-1]), unseen_error=self.unseen_error)
-
-    def estimate_of_guide(self, number: int) -> FlipEstimate:
-        """The estimate from the runs of one guide, as if there were no other."""
-        of_guide = torch.cat(self.origins) == number
-        flips, chances, ratios = (torch.cat(x)[of_guide] for x in (self.flips, self.flip_chances, self.ratios))
-        guide = self.guides[number]
-        estimate = controlled(flips, ratios[:, number], Controls.of_guide(chances[:, number], guide))
-        return _with_prediction(estimate, guide)
 
     def controls(self) -> Controls:
         """The control variates of all runs: h of the last guide."""
@@ -286,6 +283,66 @@ class Estimation:
         weight = torch.cat(self.flips) / self.mixture_ratios()
         total = torch.zeros(classes, dtype=torch.float64, device=weight.device)
         return total.index_add(0, torch.cat(self.winners), weight) / self.samples
+
+
+class RareEstimation(Estimation):
+    """An estimate with guides A and B of two searches and C of both, again and again: those of later attempts follow.
+
+    Where flips are rare, only densities at runs that flipped matter, so that later guides need no others.
+    """
+
+    def __init__(self, margins: NoisyMargins, guides: Sequence[Guide], generator: torch.Generator) -> None:
+        super().__init__(margins, tuple(guides), MIXTURE, generator)
+        self.flipped: list[Tensor] = []
+        """ε of the runs that flipped."""
+
+    def add(self, white: Tensor, margins: Tensor, number: int) -> None:
+        super().add(white, margins, number)
+        self.flipped.append(white[self.flips[-1] > 0])
+
+    def go_on_with(self, guides: Sequence[Guide]) -> None:
+        """Draw further runs from these guides. The runs so far keep counting, in the mixture of old and new guides.
+
+        Where flips are rare, only the densities at flips matter.
+        """
+        flips, white = torch.cat(self.flips), torch.cat(self.flipped)
+        for rows, values in (
+            (self.ratios, [guide.ratio(white) for guide in guides]),
+            (self.flip_chances, [guide.flip_chance(white) for guide in guides]),
+        ):
+            added = flips.new_zeros(len(flips), len(guides))
+            added[flips > 0] = torch.stack(values, 1)
+            rows[:] = [torch.cat([torch.cat(rows), added], 1)]
+        self.flips, self.flipped = [flips], [white]
+        self.shares = (*(0.0 for _ in self.guides), *MIXTURE)
+        self.guides = (*(guide.without_pool() for guide in self.guides), *guides)
+        self.sources, self.drawn = list(self.guides), [0] * len(self.guides)
+
+    def of_search(self, number: int) -> Tensor:
+        """Which runs (N,) were drawn from a guide of the search with that number."""
+        return torch.cat(self.origins) % len(MIXTURE) == number
+
+    def estimate_of_search(self, number: int) -> FlipEstimate:
+        """The estimate from the runs of one search, as if there were no others."""
+        own, every = self.of_search(number), len(MIXTURE)
+        flips, chances, ratios = (torch.cat(x)[own] for x in (self.flips, self.flip_chances, self.ratios))
+        drawn = torch.cat(self.origins)[own].bincount(minlength=len(self.guides))[number::every].double()
+        guide = self.guides[number - every]
+        controls = Controls.of_guide(chances[:, number - every], guide)
+        return _with_prediction(controlled(flips, ratios[:, number::every] @ drawn / drawn.sum(), controls), guide)
+
+    def result(self, met: bool) -> EntryResult:
+        """The estimate of all runs, and whether those of the two searches agree with it."""
+        every, wins = self.estimate(), self.wins(self.margins.classes)
+        if min(int(self.of_search(number).sum()) for number in (0, 1)) < 2:  # the time was over before
+            return EntryResult(every, None, False, "importance", wins, False)
+        one, two = self.estimate_of_search(0), self.estimate_of_search(1)
+        agreed = agree(one, two) and agree(every, one) and agree(every, two) and self.guides_known()
+        return EntryResult(every, farther(every, one, two), agreed, "importance", wins, met and agreed)
+
+    def guides_known(self) -> bool:
+        """Whether E h of every guide is known: a pool of which few points matter does not have the density it says."""
+        return all(guide.expected_error <= LEAST_KNOWN * guide.expected for guide in self.guides)
 
 
 def with_shrinking_share(times: float, estimate: FlipEstimate) -> float:
