@@ -165,7 +165,8 @@ def likely_left(variances: Sequence[float]) -> float:
     It is what a round left on average. One round with `LIKELY_LEFT` is counted in, as a single variance is uncertain:
     it grows where a round finds flips of another kind.
     """
-    return min(1.0, (LIKELY_LEFT * variances[-1] / variances[0]) ** (1 / len(variances)))
+    rounds = max(1, len(variances))
+    return min(1.0, (LIKELY_LEFT * variances[-1] / variances[0]) ** (1 / rounds)) if variances else LIKELY_LEFT
 
 
 def with_exact_levels(guide: Guide, target: Target, generator: torch.Generator) -> Guide:
