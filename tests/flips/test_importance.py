@@ -5,12 +5,15 @@ import torch
 
 import netmoments as nm
 from netmoments.flips.importance import (
+    LIKELY_LEFT,
     MIXTURE,
     POOL_SAMPLES,
     Controls,
     Estimation,
+    RareEstimation,
     by_importance,
     controlled,
+    likely_left,
     with_exact_levels,
     with_shrinking_share,
 )
@@ -153,3 +156,43 @@ def test_no_pool_has_more_samples_than_it_has_points_for():
     assert estimation.source(1, 1) is search.guide
     run_alone(estimation.run(POOL_SAMPLES))
     assert abs(estimation.estimate().probability - tail(4)) < 5 * estimation.estimate().careful_error
+
+
+def rare_estimation(network, noise, runs):
+    """An estimate of rare flips with the same guide for both searches and for all they know, after so many runs."""
+    margins = margins_of(network, noise)
+    search = run_alone(Search.from_noise(margins, margins.generator))
+    run_alone(search.advance())
+    estimation = RareEstimation(margins, (search.guide,) * 3, margins.generator)
+    run_alone(estimation.run(runs))
+    return estimation, search
+
+
+def test_runs_keep_counting_with_new_guides():
+    """The estimate is that of the mixture of old and new guides, as if all of their densities were known everywhere."""
+    estimation, search = rare_estimation(Corner(4.0, 4.1).eval(), nm.Gaussian(torch.zeros(6), std=1.0), 400)
+    run_alone(search.advance())
+    before = torch.cat(estimation.flips)
+    estimation.go_on_with((search.guide,) * 3)
+    assert torch.equal(torch.cat(estimation.flips), before)
+    assert estimation.divided(100) == [0, 0, 0, 20, 20, 60]
+    run_alone(estimation.run(600))
+    assert estimation.samples == 1000
+    flipped = torch.cat(estimation.flips) > 0
+    white, shares = torch.cat(estimation.flipped), torch.tensor([0.08, 0.08, 0.24, 0.12, 0.12, 0.36])
+    expected = torch.stack([guide.ratio(white) for guide in estimation.guides], 1) @ shares.double()
+    torch.testing.assert_close(estimation.mixture_ratios()[flipped], expected)
+    found = estimation.estimate()
+    assert abs(found.probability - Corner.probability(4.0, 4.1)) < 5 * found.careful_error
+    for number, runs in ((0, 200), (1, 200)):
+        alone = estimation.estimate_of_search(number)
+        assert alone.samples == runs
+        assert abs(alone.probability - Corner.probability(4.0, 4.1)) < 5 * alone.careful_error
+
+
+def test_what_a_round_leaves_is_an_average_of_what_rounds_left():
+    assert likely_left([]) == LIKELY_LEFT
+    assert likely_left([50.0]) == LIKELY_LEFT
+    assert likely_left([50.0, 20.0]) == pytest.approx(math.sqrt(LIKELY_LEFT * 0.4))
+    assert likely_left([50.0, 20.0, 50.0]) == pytest.approx(LIKELY_LEFT ** (1 / 3))
+    assert likely_left([50.0, 5e6]) == 1.0
