@@ -36,7 +36,9 @@ WORTH = 0.08
 POOR = 0.6
 """An estimate that would take more than this share of the runs of plain sampling asks for better surrogates first."""
 ATTEMPTS = 2
-"""An estimate is begun at most so many times."""
+"""An estimate is begun at most so many times. Plain samples count in the next attempt, too."""
+KEPT = 1000
+"""So many plain samples are kept for the next attempt."""
 ROUND_SHARE = 0.25
 """A further round of gradients takes at most this share of the runs that the estimate would still take."""
 PLAIN_BLOCK = 256
@@ -138,10 +140,11 @@ async def by_guided_frequencies(
     await search_while_it_pays(margins, search, target)
     if not expects_flips(search):
         return await by_frequencies(margins, target, limit, (len(shown.white), shown.wins))
+    kept = [] if pilot is None else [pilot]
     for attempt in range(ATTEMPTS):
         counting = guided_counting(margins, search, target, generator, shown)
-        if pilot is not None:
-            counting.add(pilot.white, pilot.margins, 0)
+        for samples in kept:
+            counting.add(samples.white, samples.margins, 0)
         plain_runs = likely_plain_runs(search, target)
         most = math.inf if attempt + 1 == ATTEMPTS else POOR * plain_runs
         met = await counting.run_until(target, most, limit, FIRST_RUNS, MARGIN)
@@ -151,10 +154,11 @@ async def by_guided_frequencies(
         await search.advance()
         if not expects_flips(search):
             break
+        kept = counting.plain
     if not met:
         met = await counting.run_until(target, math.inf, limit, FIRST_RUNS, MARGIN)
-    estimate, (flips, samples) = counting.estimate(), counting.plain_flips
-    second = plain_estimate(round(plain.probability * plain.samples) + flips, plain.samples + samples)
+    estimate, (flips, seen) = counting.estimate(), counting.plain_flips
+    second = plain_estimate(round(plain.probability * plain.samples) + flips, plain.samples + seen)
     agreed = agree(estimate, second)
     wins = counting.wins(margins.classes)
     return EntryResult(estimate, second, agreed, "frequencies", wins, met and agreed)
@@ -210,9 +214,13 @@ class GuidedCounting(Estimation):
         super().__init__(margins, (PlainNoise(), guide), (share, 1 - share), generator)
         self.least_plain, self.guide = least_plain, guide
         self.calibrated_flip_chances: list[Tensor] = []
+        self.plain: list[Pilot] = []
+        """The first plain samples, which count whatever the guide is."""
 
     def add(self, white: Tensor, margins: Tensor, number: int) -> None:
         super().add(white, margins, number)
+        if number == 0 and self.plain_samples <= KEPT:
+            self.plain.append(Pilot(white, margins))
         if self.guide.calibration is not None:
             self.calibrated_flip_chances.append(self.guide.calibrated_flip_chance(white))
 
