@@ -118,7 +118,7 @@ def flip_probability(
     the noise and one from samples pulled across the boundary, fit surrogates to gradients; their densities are mixed,
     and the estimate of one must agree with that of the other. Without gradients, rare flips are found by splitting. No
     run of an estimate was used in a fit, except the first plain samples of common flips, for two numbers. That sampling
-    stops when the error looks small enough, and begins anew when it does not, leaves a small bias.
+    stops when the error looks small enough, and goes on with better surrogates when it does not, leaves a small bias.
 
     An interval speaks of what was found: flips of a kind that neither search meets, nor any sample, are in no interval.
     An upper bound that holds for any network never comes cheaper than plain sampling.

@@ -5,8 +5,10 @@ give
 
     p = E_ρ[1{flip}/ρ],   ρ = 0.2 ρ_A + 0.2 ρ_B + 0.6 ρ_C,
 
-where no run of the estimate was used in a fit (that sampling stops by its own error leaves a small bias). Where
-surrogates expect flips to be common, h_C is a control variate (`controlled`); its mean E h needs no runs and is known
+where no run of the estimate was used in a fit (that sampling stops by its own error leaves a small bias). Where it
+would need many more runs, the searches go on, and so does the estimate with their new guides: ρ is then the mixture of
+old and new ones, and all runs count (adaptive multiple importance sampling, Cornuet et al. 2012). Where surrogates
+expect flips to be common, h_C is a control variate (`controlled`); its mean E h needs no runs and is known
 to the size of a pool. The samples of A alone and of B alone give two more estimates, and all three must agree.
 """
 
@@ -287,9 +289,9 @@ class Estimation:
 
 
 class RareEstimation(Estimation):
-    """An estimate with guides A and B of two searches and C of both, again and again: those of later attempts follow.
+    """Runs of guides A and B of two searches and C of both, and where these were not enough of later A, B and C.
 
-    Where flips are rare, only densities at runs that flipped matter, so that later guides need no others.
+    Where flips are rare, 1{flip}/ρ is 0 at all runs but those that flipped: later guides are evaluated at these alone.
     """
 
     def __init__(self, margins: NoisyMargins, guides: Sequence[Guide], generator: torch.Generator) -> None:
@@ -302,10 +304,7 @@ class RareEstimation(Estimation):
         self.flipped.append(white[self.flips[-1] > 0])
 
     def go_on_with(self, guides: Sequence[Guide]) -> None:
-        """Draw further runs from these guides. The runs so far keep counting, in the mixture of old and new guides.
-
-        Where flips are rare, only the densities at flips matter.
-        """
+        """Draw further runs from these guides. The runs so far keep counting, in the mixture of old and new guides."""
         flips, white = torch.cat(self.flips), torch.cat(self.flipped)
         for rows, values in (
             (self.ratios, [guide.ratio(white) for guide in guides]),
