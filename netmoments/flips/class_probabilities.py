@@ -41,8 +41,8 @@ CALLER = "class_probabilities"
 def class_probabilities(
     network: Any,
     noise: Gaussian | Mapping[str, Any] | Sequence[Any],
-    absolute_error: float = 0.01,
     *,
+    absolute_error: float = 0.01,
     runs: int = DEFAULT_RUNS,
     seconds: float | None = None,
     seed: int = 0,
@@ -99,10 +99,11 @@ def _shares_of_entries(request: Request, goal: FlipGoal) -> list[ClassShares]:
         labels = labels_of(CALLER, request, None)
         with progress_bar("class probabilities", len(labels)) as show:
             margins = margins_of_entries(
-                CALLER, request.model, request.flat, labels.tolist(), goal.seed, "flips", clock
+                CALLER, request.model, request.flat, labels.tolist(), goal.seed, "flips", clock, request.memory_budget
             )
             works = (entry_shares(each, goal) for each in margins)
-            for place, shares in run_together(works, inputs_together(request.model, request.flat)):
+            together = inputs_together(request.model, request.flat, request.memory_budget)
+            for place, shares in run_together(works, together):
                 done[place] = shares
                 show(len(done))
     return [done[place] for place in range(len(labels))]

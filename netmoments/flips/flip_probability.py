@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,8 @@ COMMON = 0.01
 BELIEVED, DOUBTED = 4, 128
 """Flips are common if at least `BELIEVED` are among the first samples, or among these and `DOUBTED` further ones. One
 or two may be chance."""
+BOUND_RUNS = 10_000
+"""Flips that no search can follow are bounded by so many plain samples, or as many as an `absolute_error` asks for."""
 DEFAULT_RUNS = 1_000_000
 
 
@@ -74,6 +76,10 @@ class FlipGoal:
         require_positive(caller, "relative_error", relative_error, "0.1 for ten per cent")
         if absolute_error is not None:
             require_positive(caller, "absolute_error", absolute_error, "0.01 for one point, or None")
+            if absolute_error >= 0.5:
+                raise ValueError(
+                    f"{caller}: absolute_error must be below 0.5, such as 0.01 for one point, got {absolute_error}"
+                )
         if seconds is not None:
             require_positive(caller, "seconds", seconds, "None for no limit")
         require_count(caller, "runs", runs, least=100)
@@ -105,13 +111,14 @@ def flip_probability(
             at the mean of the noise.
         relative_error: the standard error that is enough, relative to the probability.
         absolute_error: a half-width of the 95 % interval that is enough too: 0.01 for one point.
-        runs: at most so many runs of the network for each input; a backward pass counts two.
+        runs: at most so many runs of the network for each input; a backward pass counts two. Flips that the searches
+            expect below 1e-20 are only bounded, by 10,000 samples, or as many as an `absolute_error` asks for.
         seconds: at most so many seconds for all inputs together.
         seed: same seed, same network, same device: same answer. Every input has random numbers of its own, by the seed
             and its mean: alone or in a batch its answer is the same but for rounding, which may move a sample or a
             stop, within the stated error.
         key: which output, for a network that returns several.
-        memory_budget: bytes, as elsewhere.
+        memory_budget: bytes that a batch of the network may take, by default as many as is fastest.
 
     Inputs of a batch go through the network together. Common flips are counted, on samples that a quadratic surrogate
     of the margin chooses and with it as control. Rare flips are found by importance sampling: two searches, one from
@@ -167,19 +174,26 @@ class _Estimates:
 def _estimates(request: Request, label: int | Tensor | None, goal: FlipGoal) -> _Estimates:
     with torch.inference_mode(False), torch.no_grad(), full_precision():
         labels = labels_of(CALLER, request, label)
-    entries = sorted(entries_found(request.model, request.flat, labels.tolist(), goal), key=lambda entry: entry[0])
+    found = entries_found(request.model, request.flat, labels.tolist(), goal, memory_budget=request.memory_budget)
+    entries = sorted(found, key=lambda entry: entry[0])
     return _Estimates(labels, [result for _, result, _ in entries], [runs for _, _, runs in entries])
 
 
 def entries_found(
-    model: NetworkModel, noise: Gaussian, labels: Sequence[int], goal: FlipGoal, description: str = "flips"
+    model: NetworkModel,
+    noise: Gaussian,
+    labels: Sequence[int],
+    goal: FlipGoal,
+    description: str = "flips",
+    memory_budget: int | None = None,
 ) -> Iterator[tuple[int, EntryResult, int]]:
     """Estimate for inputs (noise with one batch dimension), and yield place, result and runs of each as it ends.
 
     The network is run for many inputs together. The result of one does not depend on the others, to rounding.
     """
-    margins = margins_of_entries(CALLER, model, noise, labels, goal.seed, "flips", Clock(goal.seconds))
-    ending = run_together((_result_and_runs(each, goal) for each in margins), inputs_together(model, noise))
+    clock, together = Clock(goal.seconds), inputs_together(model, noise, memory_budget)
+    margins = margins_of_entries(CALLER, model, noise, labels, goal.seed, "flips", clock, memory_budget)
+    ending = run_together((_result_and_runs(each, goal) for each in margins), together)
     with progress_bar(description, len(labels)) as show:
         for done in itertools.count():
             show(done)
@@ -248,9 +262,12 @@ async def _with_gradients(margins: NoisyMargins, goal: FlipGoal) -> EntryResult 
         )
     result = await by_importance(margins, search, goal.target, goal.runs, margins.generator)
     if result is not None and result.estimate.probability > 0:
-        return result
+        if result.met or result.estimate.probability >= NEGLIGIBLE:
+            return result
+        return replace(result, bounds=(0.0, max(result.interval[1], NEGLIGIBLE)))  # too few runs to say how rare
     if search.guide is not None and search.guide.expected < NEGLIGIBLE:  # too rare for splitting as well
-        return await by_frequencies(margins, goal.target, goal.runs, (PILOT, await plain_wins(margins, PILOT)))
+        limit = goal.runs if absolute is not None else min(goal.runs, margins.runs + BOUND_RUNS)
+        return await by_frequencies(margins, goal.target, limit, (PILOT, await plain_wins(margins, PILOT)))
     return None
 
 

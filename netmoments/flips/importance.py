@@ -172,7 +172,12 @@ def likely_left(variances: Sequence[float]) -> float:
 
 
 def with_exact_levels(guide: Guide, target: Target, generator: torch.Generator) -> Guide:
-    """The guide with levels that are known better than the estimate is to be, from as many pools as that takes."""
+    """The guide with levels that are known better than the estimate is to be, from as many pools as that takes.
+
+    Negligible flips get no further pool: each takes as long as a thousand runs, and says nothing of them.
+    """
+    if guide.expected < NEGLIGIBLE:
+        return guide
     pools = target.times_needed(guide.expected, LEVEL_PRECISION * guide.expected_error)
     return guide.averaged_over_pools(min(MOST_POOLS, math.ceil(pools)), generator) if pools > 1 else guide
 

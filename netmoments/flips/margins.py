@@ -11,6 +11,7 @@ The work on each input is a coroutine, written as if that input were alone. It a
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from netmoments.sampling.fast_network import FastNetwork, fast_network
 
 CHECKED_SAMPLES = 7
 """The outputs at so many samples, and at the mean, decide whether a network returns probabilities."""
+HUGE = 1e10
+"""Scores beyond this are counted in units of their own size."""
 BACKWARD = 2
 """The cost of a gradient, in runs of the network, beside the run it belongs to."""
 RUNS_AT_A_TIME = 32
@@ -73,12 +76,16 @@ class NoisyMargins:
     generator: torch.Generator
     clock: Clock = field(default_factory=Clock)
     caller: str = "flip_probability"
+    memory_budget: int | None = None
+    """Bytes that a batch of the network may take; None for as many as is fastest."""
     runs: int = field(default=0, init=False)
     """Runs of the network so far; a backward pass counts two. The few that check its outputs are not counted."""
     _returns_probabilities: bool | None = field(default=None, init=False)
+    _unit: float = field(default=1.0, init=False)
+    """What margins and gradients are divided by: of scores of 1e20 no square is a number in float32."""
 
     def __post_init__(self) -> None:
-        self.fast: FastNetwork = fast_network(self.model)
+        self.fast: FastNetwork = fast_network(self.model, self.memory_budget)
         self.covariance = self.noise.covariance.entries(0)
         self.mean = self.noise.flat_mean[0]
         self.has_gradient = self.model.has_gradient and not any(
@@ -113,6 +120,8 @@ class NoisyMargins:
             white[1:].normal_(generator=generator)
             answer = await RunRequest(self, white, runs_each=0)
             self._returns_probabilities = are_probabilities(answer.scores)
+            largest = float(answer.scores.abs().nan_to_num(0.0, 0.0).max())
+            self._unit = 2.0 ** (math.frexp(largest)[1] - 1) if largest > HUGE else 1.0
         return self._returns_probabilities
 
     async def at(self, white: Tensor) -> Tensor:
@@ -129,10 +138,10 @@ class NoisyMargins:
         probabilities = await self.returns_probabilities()
         answer = await RunRequest(self, white, GradientRequest(rivals, probabilities), 1 + BACKWARD)
         assert answer.gradients is not None
-        return self._margins(answer.scores), answer.gradients
+        return self._margins(answer.scores), answer.gradients / self._unit
 
     def _margins(self, scores: Tensor) -> Tensor:
-        scores = scores.double()
+        scores = scores.double() / self._unit
         if not bool(torch.isfinite(scores).all()):
             bad = int((~torch.isfinite(scores)).any(1).sum())
             raise ValueError(
@@ -145,13 +154,20 @@ class NoisyMargins:
 
 
 def margins_of_entries(
-    caller: str, model: NetworkModel, noise: Gaussian, labels: Sequence[int], seed: int, purpose: str, clock: Clock
+    caller: str,
+    model: NetworkModel,
+    noise: Gaussian,
+    labels: Sequence[int],
+    seed: int,
+    purpose: str,
+    clock: Clock,
+    memory_budget: int | None = None,
 ) -> Iterator[NoisyMargins]:
     """The margins of every entry of noise with one batch dimension, each with random numbers of its own."""
     for place, label in enumerate(labels):
         entry = noise.entries(torch.tensor([place], device=noise.device))
         generator = torch.Generator(noise.device).manual_seed(seed_of_input(seed, purpose, entry.flat_mean[0]))
-        yield NoisyMargins(model, entry, label, generator, clock, caller)
+        yield NoisyMargins(model, entry, label, generator, clock, caller, memory_budget)
 
 
 def seed_of_input(seed: int, purpose: str, mean: Tensor) -> int:
@@ -221,11 +237,11 @@ def run_together(works: Iterable[Work[Result]], most: int) -> Iterator[tuple[int
             work.close()
 
 
-def inputs_together(model: NetworkModel, noise: Gaussian) -> int:
+def inputs_together(model: NetworkModel, noise: Gaussian, memory_budget: int | None = None) -> int:
     """How many inputs to work on at a time: as many as fill a batch of the network, if they fit into memory."""
-    filling = -(-fast_network(model).batch // RUNS_AT_A_TIME)
+    filling = -(-fast_network(model, memory_budget).batch // RUNS_AT_A_TIME)
     held = HELD_POINTS * noise.covariance.normals + HELD_NUMBERS
-    return min(filling, elements_together("matrices", noise.mean, held))
+    return min(filling, elements_together("matrices", noise.mean, held, memory_budget))
 
 
 def _resumed(work: Work[Result], answer: Answer | OutOfTime | None) -> RunRequest:
@@ -258,10 +274,11 @@ class _Part:
 
 def _answers_to_one_kind(requests: list[RunRequest]) -> list[Answer | OutOfTime]:
     margins = requests[0].margins
+    budget = margins.memory_budget
     if requests[0].gradients is not None:
-        most = min(margins.fast.batch, elements_together("backward", margins.mean, margins.model.pass_size))
+        most = min(margins.fast.batch, elements_together("backward", margins.mean, margins.model.pass_size, budget))
     else:
-        most = elements_together("pass", margins.mean, 2 * margins.noise.size + margins.dimension)
+        most = elements_together("pass", margins.mean, 2 * margins.noise.size + margins.dimension, budget)
     answers: list[list[Answer]] = [[] for _ in requests]
     for parts in batches([len(request.white) for request in requests], max(1, most)):
         if any(requests[part.request].margins.clock.over for part in parts):

@@ -268,7 +268,7 @@ def nearest_flip(
         limit: standard deviations beyond which nothing is looked for.
         seed: the seed of the samples of the noise from which some of the searches start.
         key: which output, for a network that returns several.
-        memory_budget: bytes, as elsewhere.
+        memory_budget: bytes that a batch of the network may take, by default as many as is fastest.
 
     Newton-like steps go from the mean towards the nearest rivals, and from a few samples, then along the boundary as
     long as that shortens the change: a few hundred runs for each input. The network itself was seen to flip at every
@@ -297,11 +297,11 @@ def _nearest_of_entries(request: Request, label: int | Tensor | None, limit: flo
     ):
         labels = labels_of("nearest_flip", request, label)
         margins = margins_of_entries(
-            "nearest_flip", request.model, flat, labels.tolist(), seed, "nearest flip", Clock()
+            "nearest_flip", request.model, flat, labels.tolist(), seed, "nearest flip", Clock(), request.memory_budget
         )
         works = (_nearest_of_entry(each, limit) for each in margins)
         done = dict[int, NearestSoFar]()
-        for place, nearest in run_together(works, inputs_together(request.model, flat)):
+        for place, nearest in run_together(works, inputs_together(request.model, flat, request.memory_budget)):
             done[place] = nearest
             show(len(done))
         ordered = [done[place] for place in range(len(done))]

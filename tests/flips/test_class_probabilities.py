@@ -48,6 +48,8 @@ def test_what_is_refused():
     noise = nm.Gaussian(torch.zeros(12), std=1.0)
     with pytest.raises(ValueError, match="absolute_error must be a number above 0"):
         nm.class_probabilities(linear(), noise, absolute_error=-0.1)
+    with pytest.raises(ValueError, match=r"absolute_error must be below 0.5, such as 0.01 for one point, got 1"):
+        nm.class_probabilities(linear(), noise, absolute_error=1)
     with pytest.raises(ValueError, match="at least two scores"):
         nm.class_probabilities(linear(classes=1), noise)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import netmoments as nm
-from netmoments.flips.flip_probability import FlipGoal, require_positive
+from netmoments.flips.flip_probability import BOUND_RUNS, FlipGoal, require_positive
 from netmoments.flips.margins import seed_of_input
 from netmoments.flips.search import START
 from tests.flips.classifiers import Corner, Rounded, at_distance, linear, tail
@@ -213,7 +213,10 @@ def test_flips_that_are_too_rare_for_float64(distance):
     assert int(found.runs) < 4000
     classes = nm.class_probabilities(network, noise)
     assert float(classes.probability[0]) == 1
-    assert int(nm.flip_probability(network, noise, runs=20_000).runs) <= 20_000
+    assert int(nm.flip_probability(network, noise, runs=2000).runs) <= 2000
+    by_default = nm.flip_probability(network, noise)
+    assert int(by_default.runs) < 2 * BOUND_RUNS
+    assert float(by_default.interval[1]) <= 4 / BOUND_RUNS
 
 
 def test_what_is_negligible_is_not_searched_for():
@@ -239,3 +242,27 @@ def test_decisions_without_gradients_are_counted():
     assert float(farther.interval[1]) < 1e-3  # 3 over the half of the runs that is not for splitting
     nm.nearest_flip(Decides().eval(), nm.Gaussian(torch.ones(6), std=0.1))
     nm.class_probabilities(Decides().eval(), nm.Gaussian(torch.ones(6), std=0.1))
+
+
+@pytest.mark.parametrize("scale", [1e20, 1e36])
+@pytest.mark.parametrize("distance", [1.0, 5.0])
+def test_scores_whose_squares_are_no_numbers(scale, distance):
+    """Flips, common or rare, do not depend on the scale of the scores."""
+    network = linear()
+    noise = nm.Gaussian(at_distance(network, distance), std=1.0)
+    network.weight.data.mul_(scale)
+    found = nm.flip_probability(network, noise)
+    assert bool(found.met)
+    assert float(found.interval[0]) <= tail(distance) <= float(found.interval[1])
+
+
+def test_batches_keep_to_the_callers_memory():
+    """With gradients and without, in searches too; the answer is the same, as samples do not depend on batches."""
+    network, noise, seen = linear(), nm.Gaussian(torch.stack([torch.zeros(12)] * 3), std=1.0), []
+    network.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    budget = 2 * 20 * nm.NetworkModel(network, noise.mean[:1]).pass_size * 4
+    for function in (nm.flip_probability, nm.class_probabilities, nm.nearest_flip):
+        seen.clear()
+        function(network, noise, memory_budget=budget)
+        assert seen
+        assert max(seen) <= 20, function.__name__
