@@ -30,8 +30,9 @@ from netmoments.network.model import NetworkModel
 from netmoments.normal import density, standard_deviation, standardize
 from netmoments.precision import full_precision
 from netmoments.propagate.affine import OPERATORS, linear_arguments
-from netmoments.propagate.plan import AffineStep, Plan, Segment, plan_of
+from netmoments.propagate.plan import Plan, plan_of
 from netmoments.propagate.rows import carried, need_of
+from netmoments.propagate.segments import AffineStep, Segment
 from netmoments.rules.piecewise_linear import PiecewiseLinear
 from netmoments.rules.registry import operator_name
 

@@ -5,8 +5,8 @@
 
 The calls cover every method with every structure of covariance, both dtypes, residual, smooth and black-box networks,
 derivatives, flip probabilities, the kernels, expected logits, attacks, and the record that the attack report writes.
-They were recorded before methods became values. Since then sampling was recorded anew when its random numbers changed,
-and layerwise when it became tighter. The default samples black boxes, so its call is recorded anew when sampling
+They were recorded before methods became values. Since then sampling and sketches were recorded anew when their random
+numbers changed, and layerwise when it became tighter. The default samples black boxes, so its call is recorded anew when sampling
 changes.
 
 Numbers are compared field by field (`mean`, `covariance`, …): the largest difference relative to the largest value of

@@ -48,6 +48,8 @@ ATTEMPTS = 4
 """An estimate is begun or gets new guides at most so many times."""
 LIKELY_LEFT = 0.65
 """The share of the variance that another round of both searches is taken to leave, before anything is known of it."""
+MOST_LEFT = 0.9
+"""It is never taken to leave more than this share: what a variance that grew has shown is learned in later rounds."""
 SEARCH_SHARE = 0.4
 """The searches take at most this share of the runs that are allowed."""
 LEAST_KNOWN = 0.3
@@ -136,8 +138,8 @@ async def _searched_while_it_pays(
     """What both searches know after further rounds, each of which makes the estimate cheaper by more than it costs.
 
     `missing` is the share of the estimate that is still to be made. The variance that is expected after each round is
-    added to `variances`. Where surrogates leave more unexplained than can be
-    afforded, their variance says nothing, and the searches go on. Negligible flips are left alone.
+    added to `variances`. Where surrogates leave more unexplained than can be afforded, their variance says nothing, and
+    the searches go on. Negligible flips are left alone.
     """
     both = Search.joined(*searches)
     both.refit()
@@ -165,10 +167,10 @@ def likely_left(variances: Sequence[float]) -> float:
     """The share of the variance that another round is likely to leave, after rounds that left these variances.
 
     It is what a round left on average. One round with `LIKELY_LEFT` is counted in, as a single variance is uncertain:
-    it grows where a round finds flips of another kind.
+    it grows where a round finds flips of another kind, and where it does, the next rounds learn these (`MOST_LEFT`).
     """
     rounds = max(1, len(variances))
-    return min(1.0, (LIKELY_LEFT * variances[-1] / variances[0]) ** (1 / rounds)) if variances else LIKELY_LEFT
+    return min(MOST_LEFT, (LIKELY_LEFT * variances[-1] / variances[0]) ** (1 / rounds)) if variances else LIKELY_LEFT
 
 
 def with_exact_levels(guide: Guide, target: Target, generator: torch.Generator) -> Guide:

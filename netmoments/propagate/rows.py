@@ -39,7 +39,8 @@ from netmoments.propagate.directions import (
     random_signs,
     signs_of_colours,
 )
-from netmoments.propagate.plan import Plan, Segment, Stage
+from netmoments.propagate.plan import Plan, Stage
+from netmoments.propagate.segments import Segment
 from netmoments.rules.base import Local, Nonlinearity, ThirdCumulants, cholesky_root, whitened
 
 PAIRED = 48

@@ -29,8 +29,9 @@ from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision
 from netmoments.progress import progress_bar
 from netmoments.propagate.cumulants import Cumulants, FourthCumulants, FourthOrder, OwnCumulants
-from netmoments.propagate.plan import Passage, Plan
+from netmoments.propagate.plan import Plan
 from netmoments.propagate.rows import MOST_DIRECTIONS, Need
+from netmoments.propagate.segments import Passage
 from netmoments.rules.base import Local, Nonlinearity, PowerMoments, ThirdCumulants, whitened
 
 MOST_CENTRES = 4096

@@ -7,6 +7,7 @@ import netmoments as nm
 from netmoments.flips.importance import (
     LIKELY_LEFT,
     MIXTURE,
+    MOST_LEFT,
     POOL_SAMPLES,
     Controls,
     Estimation,
@@ -195,4 +196,4 @@ def test_what_a_round_leaves_is_an_average_of_what_rounds_left():
     assert likely_left([50.0]) == LIKELY_LEFT
     assert likely_left([50.0, 20.0]) == pytest.approx(math.sqrt(LIKELY_LEFT * 0.4))
     assert likely_left([50.0, 20.0, 50.0]) == pytest.approx(LIKELY_LEFT ** (1 / 3))
-    assert likely_left([50.0, 5e6]) == 1.0
+    assert likely_left([50.0, 5e6]) == MOST_LEFT
