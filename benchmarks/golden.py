@@ -6,18 +6,8 @@
 The calls cover every method with every structure of covariance, both dtypes, residual, smooth and black-box networks,
 derivatives, flip probabilities, the kernels, expected logits, attacks, and the record that the attack report writes.
 They were recorded before methods became values. Since then sampling and sketches were recorded anew when their random
-numbers changed, and layerwise when it became tighter. The default samples black boxes, so its call is recorded anew when sampling
-changes.
-
-Numbers are compared field by field (`mean`, `covariance`, …): the largest difference relative to the largest value of
-the field, because small entries of a covariance carry the rounding of the large ones. Words, labels and shapes must be
-the same. So much counts as rounding, since other CPUs and libraries add in another order:
-
-| calls   | allowed | why                                                                                         |
-|---------|---------|---------------------------------------------------------------------------------------------|
-| float64 | 1e-9    | roots of nearly singular covariances: work in pieces of other sizes alone changes them by 2e-12 |
-| float32 | 1e-4    | a thousand units in the last place (6e-8), as layers multiply what goes in                  |
-| attacks | 1e-3    | hundreds of iterations with thresholds; on another CPU one may go another way and be further off |
+numbers changed, and layerwise when it became tighter. The default samples black boxes, so its call is recorded anew
+when sampling changes.
 """
 
 from __future__ import annotations

@@ -45,20 +45,6 @@ def test_a_plan_computes_what_the_network_computes(name):
         torch.testing.assert_close(run_plan(plan, x), network(x)[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_the_linear_part_of_every_segment_is_its_derivative(name):
-    make, shape = SMALL[name]
-    network = seeded(make)
-    plan = plan_for(network, image(*shape))
-    for segment in [stage.before for stage in plan.stages] + [plan.last]:
-        points = {node: torch.randn(shape_of(node), dtype=torch.float64) for node in segment.sources}
-        steps = {node: torch.randn(shape_of(node), dtype=torch.float64) for node in segment.sources}
-        moved = {node: points[node] + steps[node] for node in segment.sources}
-        change = segment.value(moved) - segment.value(points)
-        linear = segment.linears({node: step.flatten(1) for node, step in steps.items()})[0]
-        torch.testing.assert_close(linear, change, rtol=1e-10, atol=1e-10)
-
-
 def test_pools_and_relus_are_one_function_of_the_window():
     rules = [stage.rule for stage in plan_for(seeded(Normalised), image(1, 9, 9)).stages]
     assert [type(rule) for rule in rules] == [Largest, Largest]
@@ -302,25 +288,6 @@ def test_a_plan_that_holds_the_network_is_not_kept(monkeypatch):
     del network
     gc.collect()
     assert alive() is None
-
-
-def test_passages_carry_all_live_numbers_along():
-    """The numbers that a residual adds later pass a layer unchanged; there may be no rows of numbers at all."""
-    make, shape = SMALL["residual"]
-    x = image(*shape)
-    plan = plan_for(seeded(make), x)
-    assert plan.passages[0].before == x[0].numel()
-    for passage, stage, following in zip(plan.passages, plan.stages, plan.passages[1:], strict=False):
-        assert following.before == passage.after - stage.before.size + stage.rule.units
-        numbers = torch.randn(2, 3, passage.before, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
-        moved = passage.values(numbers) - passage.values(torch.zeros_like(numbers))
-        torch.testing.assert_close(passage.linears(numbers), moved)
-        for place, kept in enumerate(passage.kept):
-            start = passage.segment.size + sum(other.stop - other.start for other in passage.kept[:place])
-            assert torch.equal(moved[..., start : start + kept.stop - kept.start], numbers[..., kept])
-        assert passage.linears(numbers[:, :0]).shape == (2, 0, passage.after)
-    assert any(passage.kept for passage in plan.passages)
-    assert plan.passages[-1].after == plan.last.size
 
 
 def test_a_function_of_a_plan_is_computed_once():
