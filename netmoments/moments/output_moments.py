@@ -18,7 +18,7 @@ from netmoments.memory import memory_limit
 from netmoments.moments.methods import Method, method_named
 from netmoments.moments.request import CALLER, Choice, Request, require_number_of_outputs
 from netmoments.moments.result import MomentErrors, OutputMoments
-from netmoments.sampling.adaptive import Goal, sampled_to_tolerance
+from netmoments.sampling.mirrored import mirrored_moments
 
 CHECK = 256
 """Runs of the network that say how far a formula is off."""
@@ -102,26 +102,20 @@ def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:
     """
     outputs = found.outputs if request.outputs is not None else None
     products = found.covariance is not None and request.products(found.mean.shape[-1])
-    sampled = sampled_to_tolerance(
-        request.model, request.flat, outputs, Goal.all_samples(runs), seed=CHECK_SEED, products=products,
+    sampled = mirrored_moments(
+        request.model, request.flat, outputs, runs, products=products, seed=CHECK_SEED,
         memory_budget=request.memory_budget,
     )  # fmt: skip
-    estimate = sampled.estimate
 
     def error(formula: Tensor, value: Tensor, squared: Tensor) -> Tensor:
         return ((formula.detach().double() - value) ** 2 + squared).sqrt().to(formula.dtype)
 
-    matrix = (
-        error(found.covariance, estimate.second, estimate.second_error_squared)
-        if products and found.covariance is not None
-        else None
-    )
-    errors = MomentErrors(
-        error(found.mean, estimate.mean, estimate.mean_error_squared),
-        error(found.variance, estimate.variance, estimate.variance_error_squared),
-        matrix,
-    )
-    return dataclasses.replace(found, error=errors, samples=int(sampled.samples.double().mean()))
+    mean = error(found.mean, sampled.mean, sampled.mean_error_squared)
+    variance = error(found.variance, sampled.variance, sampled.variance_error_squared)
+    if not products or found.covariance is None:
+        return dataclasses.replace(found, error=MomentErrors(mean, variance), samples=runs)
+    covariance = error(found.covariance, sampled.second, sampled.second_error_squared)
+    return dataclasses.replace(found, error=MomentErrors(mean, variance, covariance), samples=runs)
 
 
 def allowing_for_rounding(found: OutputMoments, errors: MomentErrors, rounding: Tensor) -> MomentErrors:

@@ -440,13 +440,17 @@ class _Sampling:
         """Raise an error that says how many samples gave no numbers, and which outputs; or try again in float32."""
         if self.half is not None or self.low is not None:
             raise _Abandoned("overflowed")
-        where = self.sums.bad[1:].nonzero().squeeze(1).tolist()
-        named = ", ".join(map(str, where[:4])) + (", …" if len(where) > 4 else "")
-        raise ValueError(
-            f"output_moments: {standing.infinite} of {2 * int(standing.pairs.sum())} samples gave NaN or infinite "
-            f"outputs (output {named}), so that there are no moments; use less noise, clamp the network's input, or "
-            f"choose other outputs="
-        )
+        raise infinite_outputs(self.sums.bad, 2 * int(standing.pairs.sum()))
+
+
+def infinite_outputs(infinite: Tensor, samples: int) -> ValueError:
+    """The error that some samples gave no numbers: how many did, and how often each output was none, (1 + d,)."""
+    where = infinite[1:].nonzero().squeeze(1).tolist()
+    named = ", ".join(map(str, where[:4])) + (", …" if len(where) > 4 else "")
+    return ValueError(
+        f"output_moments: {int(infinite[0])} of {samples} samples gave NaN or infinite outputs (output {named}), so "
+        f"that there are no moments; use less noise, clamp the network's input, or choose other outputs="
+    )
 
 
 class _Abandoned(Exception):

@@ -80,19 +80,40 @@ def expected_slopes(
 ) -> SlopeControls:
     """The gradients averaged over so many mirrored points of the noise, or taken at the mean itself for one point.
 
-    There are no slopes where the network cannot be differentiated, where they are not finite, or where they would take
-    too much memory.
+    There are no slopes where `gradients_under_noise` has none, and where they are not finite.
+    """
+    generator = torch.Generator(noise.device).manual_seed(random_seed(seed, "slopes", 0))
+    slopes = gradients_under_noise(model, fast, noise, outputs, points, generator, memory_budget)
+    if slopes is None or (slopes.device.type != "cuda" and not bool(torch.isfinite(slopes).all())):
+        return SlopeControls()
+    covariance = noise.covariance
+    kind, work = ("controls", covariance.structure, products), partial(_of_variance_one, covariance, products)
+    scaled, known = fast.replayed(kind, work, slopes, *covariance.tensors())
+    return SlopeControls(scaled, known, points)
+
+
+def gradients_under_noise(
+    model: NetworkModel,
+    fast: FastNetwork,
+    noise: Gaussian,
+    outputs: Tensor | None,
+    points: int,
+    generator: torch.Generator,
+    memory_budget: int | None = None,
+) -> Tensor | None:
+    """The gradients (E, d, n) averaged over so many mirrored points of the noise, or at the mean itself for one point.
+
+    None for no points, where the network cannot be differentiated, or where they would take too much memory.
     """
     count, entries = model.outputs if outputs is None else outputs.shape[1], len(noise.mean)
     if points == 0 or not model.has_gradient or noise.size * count * entries > SLOPE_NUMBERS:
-        return SlopeControls()
+        return None
     if any(map(Tensor.is_inference, model.network.parameters())):
-        return SlopeControls()
-    mean, covariance = noise.mean.detach().flatten(1), noise.covariance
+        return None
+    mean = noise.mean.detach().flatten(1)
     inputs = mean.unsqueeze(0)
     if points > 1:
-        generator = torch.Generator(noise.device).manual_seed(random_seed(seed, "slopes", 0))
-        half = covariance.draw((points // 2, entries), generator)
+        half = noise.covariance.draw((points // 2, entries), generator)
         inputs = torch.cat([mean + half, mean - half])
     each = points * (count if noise.device.type == "cuda" else 1)
     together = elements_together("backward", mean, each * model.pass_size, memory_budget)
@@ -102,13 +123,8 @@ def expected_slopes(
             span = slice(start, start + together)
             parts.append(_average_gradients(fast, rows[:, span], count, None if outputs is None else outputs[span]))
     except RuntimeError:
-        return SlopeControls()
-    slopes = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if slopes.device.type != "cuda" and not bool(torch.isfinite(slopes).all()):
-        return SlopeControls()
-    kind, work = ("controls", covariance.structure, products), partial(_of_variance_one, covariance, products)
-    scaled, known = fast.replayed(kind, work, slopes, *covariance.tensors())
-    return SlopeControls(scaled, known, points)
+        return None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _average_gradients(fast: FastNetwork, points: Tensor, count: int, outputs: Tensor | None) -> Tensor:

@@ -1,0 +1,201 @@
+"""Moments from a few mirrored pairs of samples: what a formula's answer is compared with.
+
+A pair is y₊ = f(m + δ) and y₋ = f(m − δ). About a centre a near the mean, with e = (y₊ + y₋)/2 − a and o = (y₊ − y₋)/2,
+
+    E e = μ − a,        E t = Cov f + (μ − a)(μ − a)ᵀ for t = o oᵀ + e eᵀ.
+
+The control of both are the products ℓᵢℓⱼ of the lines ℓ = S δ, whose means (S Σ Sᵀ)ᵢⱼ are known; the slopes S are
+gradients of the network. The coefficients are fitted to the same pairs, which biases an estimate by 1/pairs of what
+the control explains: far less than its error. `adaptive` is for more samples; it fits across folds, and draws until a
+tolerance is met.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from netmoments.gaussian import Gaussian
+from netmoments.memory import elements_together
+from netmoments.network.model import NetworkModel
+from netmoments.precision import full_precision
+from netmoments.progress import progress_bar
+from netmoments.sampling.adaptive import PILOT, infinite_outputs, require_room_for_products
+from netmoments.sampling.estimate import (
+    WIDE_PAIRS,
+    WIDENING,
+    PairEstimate,
+    allowing_for_skewness,
+    allowing_for_the_unseen,
+    wide_residuals,
+)
+from netmoments.sampling.fast_network import FastNetwork, fast_network
+from netmoments.sampling.slopes import BACKWARD, gradients_under_noise
+
+GRADIENTS_SHARE = 0.25
+"""Gradients may cost so much of the runs; they are taken at two mirrored points, at the mean, or not at all."""
+
+
+@torch.no_grad()
+def mirrored_moments(
+    model: NetworkModel,
+    noise: Gaussian,
+    outputs: Tensor | None,
+    runs: int,
+    *,
+    products: bool,
+    seed: int,
+    memory_budget: int | None = None,
+) -> PairEstimate:
+    """Moments of the outputs (all, or those with indices (E, k)) for noise with one batch dimension, E inputs.
+
+    They come from so many runs of the network for each input, and a few gradients. `products` asks for all covariances,
+    else there are variances only. As many inputs and pairs go together as fit into a piece of work. The errors allow
+    for what so few samples cannot have shown, and for skewness (see `estimate`).
+    """
+    count = model.outputs if outputs is None else outputs.shape[1]
+    numbers_each = 2 * PILOT * (noise.size + count) + 2 * len(MirroredSums._fields) * (count**2 if products else count)
+    if products:
+        require_room_for_products(numbers_each, count, noise.device)
+    together = elements_together("backward", noise.mean, numbers_each)
+    points = min(2, int(GRADIENTS_SHARE * runs / (BACKWARD * count) + 0.5))
+    generator = Generator(noise.device).manual_seed(seed)
+    estimates = []
+    with torch.inference_mode(False), full_precision(), progress_bar("comparing", len(noise.mean)) as show:
+        network = fast_network(model, memory_budget)
+        for start in range(0, len(noise.mean), together):
+            show(start)
+            entries = slice(start, start + together)
+            inputs, chosen = noise.entries(entries), None if outputs is None else outputs[entries]
+            slopes = gradients_under_noise(model, network, inputs, chosen, points, generator, memory_budget)
+            pairs = MirroredPairs(network, inputs, chosen, slopes, generator)
+            estimates.append(pairs.estimate(runs // 2, products))
+    return PairEstimate(*map(torch.cat, zip(*estimates, strict=True)))
+
+
+class MirroredPairs(NamedTuple):
+    """Mirrored pairs of samples of E inputs: how they are drawn, and what follows from them."""
+
+    network: FastNetwork
+    noise: Gaussian
+    outputs: Tensor | None
+    """Indices (E, d) of the wanted outputs; None for all."""
+    slopes: Tensor | None
+    """S, (E, d, n)."""
+    generator: Generator
+
+    def drawn(self, pairs: int, widening: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+        """Values (p, E, d) at both samples of so many pairs, at noise of so many times the deviation, and the lines ℓ.
+
+        Without slopes the lines are 0.
+        """
+        deviations = widening * self.noise.covariance.draw((pairs, len(self.noise.mean)), self.generator)
+        first, second = self.network.pairs(self.noise.mean.detach(), deviations, None, self.outputs)
+        if self.slopes is None:
+            return first, second, torch.zeros_like(first)
+        return first, second, (deviations.movedim(0, 1) @ self.slopes.mT).movedim(0, 1)
+
+    def estimate(self, pairs: int, products: bool) -> PairEstimate:
+        """The moments from so many pairs, of which some are at wider noise if there are enough."""
+        mean, wide = self.noise.mean, None
+        if pairs >= PILOT:
+            wide, pairs = self.residuals_at_wider_noise(), pairs - WIDE_PAIRS
+        together = elements_together("pass", mean, 2 * mean.numel())
+        first, second, line = self.drawn(min(together, pairs))
+        centre = (0.5 * (first + second)).mean(0).double()
+        sums = sums_of(first, second, line, centre, products)
+        for begun in range(together, pairs, together):
+            block = sums_of(*self.drawn(min(together, pairs - begun)), centre, products)
+            sums = MirroredSums(*map(torch.add, sums, block))
+        if bool(sums.infinite.any()):
+            raise infinite_outputs(sums.infinite, 2 * pairs * len(mean))
+        estimate = estimated(sums, pairs, centre, self.mean_of_lines(centre, products))
+        samples = torch.full((len(mean),), 2.0 * pairs, dtype=torch.float64, device=mean.device)
+        return allowing_for_skewness(allowing_for_the_unseen(estimate, samples, wide))
+
+    def residuals_at_wider_noise(self) -> Tensor | None:
+        """`wide_residuals`; None if the network refuses inputs that the noise itself would hardly produce."""
+        try:
+            return wide_residuals(*self.drawn(WIDE_PAIRS, WIDENING))
+        except Exception:
+            return None
+
+    def mean_of_lines(self, like: Tensor, products: bool) -> Tensor:
+        """The mean of ℓᵢℓⱼ, (E, d, d), or of ℓᵢ², (E, d), in float64."""
+        if self.slopes is None:
+            return torch.zeros_like(like).unsqueeze(-1).expand(*like.shape, like.shape[1]) if products else like * 0
+        covariance, slopes = self.noise.covariance.to(torch.float64), self.slopes.double()
+        return covariance.push(slopes) if products else covariance.push_diagonal(slopes)
+
+
+class MirroredSums(NamedTuple):
+    """Sums over p pairs of E inputs: of e, (E, d); and of products, for all pairs of d outputs or for each alone."""
+
+    e: Tensor
+    e_line: Tensor
+    """Of eᵢℓᵢ², (E, d)."""
+    e_e: Tensor
+    """Of eᵢeⱼ, (E, d, d), or eᵢ², (E, d); the following are alike."""
+    target: Tensor
+    """Of tᵢⱼ."""
+    target_square: Tensor
+    target_line: Tensor
+    """Of tᵢⱼℓᵢℓⱼ."""
+    line: Tensor
+    """Of ℓᵢℓⱼ."""
+    line_square: Tensor
+    infinite: Tensor
+    """How many samples are not finite, and how often each output is not, (1 + d,)."""
+
+
+def sums_of(first: Tensor, second: Tensor, line: Tensor, centre: Tensor, products: bool) -> MirroredSums:
+    """The sums over pairs with values (p, E, d) and lines (p, E, d), about a centre (E, d)."""
+
+    def squares(x: Tensor) -> Tensor:
+        """The sum over the pairs of x xᵀ, or of the squares alone."""
+        return x.movedim(0, 1).mT @ x.movedim(0, 1) if products else x.square().sum(0)
+
+    infinite = ~torch.stack([first, second]).isfinite()
+    e, o, line = 0.5 * (first + second) - centre, 0.5 * (first - second).double(), line.double()
+    e_e = squares(e)
+    return MirroredSums(
+        e=e.sum(0),
+        e_line=(e * line.square()).sum(0),
+        e_e=e_e,
+        target=squares(o) + e_e,
+        target_square=squares(o.square()) + squares(e.square()) + 2 * squares(o * e),
+        target_line=squares(o * line) + squares(e * line),
+        line=squares(line),
+        line_square=squares(line.square()),
+        infinite=torch.cat([infinite.any(-1).sum().reshape(1), infinite.flatten(0, 2).sum(0)]),
+    )
+
+
+def estimated(sums: MirroredSums, pairs: int, centre: Tensor, known: Tensor) -> PairEstimate:
+    """The moments from sums over so many pairs about a centre, with `known` the mean of ℓᵢℓⱼ."""
+    products = known.dim() == 3
+    e_e, line, line_square, known_each = (
+        x.diagonal(dim1=-2, dim2=-1) if products else x for x in (sums.e_e, sums.line, sums.line_square, known)
+    )
+    mean, mean_error = controlled(pairs, sums.e, e_e, sums.e_line, line, line_square, known_each)
+    second, second_error = controlled(
+        pairs, sums.target, sums.target_square, sums.target_line, sums.line, sums.line_square, known
+    )
+    # subtract an unbiased estimate of (μ − a)(μ − a)ᵀ, from products of different pairs
+    square = sums.e.unsqueeze(-1) * sums.e.unsqueeze(-2) if products else sums.e.square()
+    second = second - (square - sums.e_e) / (pairs * (pairs - 1))
+    return PairEstimate(centre + mean, second, mean_error, second_error)
+
+
+def controlled(
+    count: int, total: Tensor, square: Tensor, with_line: Tensor, line: Tensor, line_square: Tensor, known: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mean of y with a control u of mean `known`, and its squared error, from sums of y, y², yu, u and u²."""
+    mean, middle = total / count, line / count
+    varies, shared = line_square / count - middle.square(), with_line / count - mean * middle
+    useful = varies > 1e-12 * line_square / count
+    slope = torch.where(useful, shared / torch.where(useful, varies, 1.0), 0.0)
+    residual = (square / count - mean.square() - slope * shared).clamp(min=0)
+    return mean - slope * (middle - known), residual / (count - 2)
