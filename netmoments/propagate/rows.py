@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.covariances import Covariance
+from netmoments.covariances import Covariance, cholesky_root, whitened
 from netmoments.network.graph import Node, shape_of
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision
@@ -41,7 +41,7 @@ from netmoments.propagate.directions import (
 )
 from netmoments.propagate.plan import Plan, Stage
 from netmoments.propagate.segments import Segment
-from netmoments.rules.base import Local, Nonlinearity, ThirdCumulants, cholesky_root, whitened
+from netmoments.rules.base import Local, Nonlinearity, ThirdCumulants
 
 PAIRED = 48
 """Colours of the noise, at most; each gives a direction, and all pairs of these are followed through the network. Noise

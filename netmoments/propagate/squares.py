@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.covariances import Covariance
+from netmoments.covariances import Covariance, whitened
 from netmoments.memory import elements_together
 from netmoments.normal import standard_deviation
 from netmoments.precision import full_precision
@@ -32,7 +32,7 @@ from netmoments.propagate.cumulants import Cumulants, FourthCumulants, FourthOrd
 from netmoments.propagate.plan import Plan
 from netmoments.propagate.rows import MOST_DIRECTIONS, Need
 from netmoments.propagate.segments import Passage
-from netmoments.rules.base import Local, Nonlinearity, PowerMoments, ThirdCumulants, whitened
+from netmoments.rules.base import Local, Nonlinearity, PowerMoments, ThirdCumulants
 
 MOST_CENTRES = 4096
 """Centres at any place in the network, at most: units of all earlier layers whose cumulants are followed."""
@@ -128,11 +128,10 @@ def carried(
     """
     layout = plan.once(layout_of)
     followed, fourth = (layout.followed, layout.fourth) if followed is None else (followed, False)
-    flat = mean.flatten(1)
-    dense = covariance.dense().expand(len(flat), -1, -1)
-    joint = DenseJoint(flat, dense, Cumulants.none(flat, fourth=fourth))
-    *passages, last = plan.passages
+    flat, (*passages, last) = mean.flatten(1), plan.passages
     with full_precision(), progress_bar("layerwise", len(plan.passages)) as show:
+        dense = covariance.dense().expand(len(flat), -1, -1)
+        joint = DenseJoint(flat, dense, Cumulants.none(flat, fourth=fourth))
         for place, (passage, stage, count) in enumerate(zip(passages, plan.stages, followed, strict=True)):
             show(place)
             joint = DenseJoint(*through_segment(joint, passage), joint.cumulants.through(passage.linears))

@@ -182,14 +182,15 @@ class _ReluCovariance(Function):
     def forward(
         mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int | None, entrywise: bool
     ) -> Tensor:
-        budget = scratch_budget(mean.device, memory_budget)
         if fused.ENABLED and fused.available(mean):
+            budget = scratch_budget(mean.device, memory_budget)
             return fused.relu_covariance(mean, variance, covariance, entrywise, budget)
         units = units_of(mean, variance)
-        result = _plain_covariance(units, mean, variance, covariance, budget)
         again = dead(units) if entrywise else deep_layers(units, None).unsqueeze(-1)
+        result = _plain_covariance(units, mean, variance, covariance, memory_budget)
         if bool(again.any()):
             again = again if entrywise else again & noticeable(units, None)
+            budget = scratch_budget(mean.device, memory_budget)
             _replace_pairs(result, again, mean, variance, covariance, _covariance_of_pairs, budget)
             result.diagonal(dim1=1, dim2=2).copy_(variance_of(mean, variance))
         return result
@@ -257,7 +258,9 @@ def mirror_(square: Tensor) -> Tensor:
     return square
 
 
-def _plain_covariance(units: Units, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int) -> Tensor:
+def _plain_covariance(
+    units: Units, mean: Tensor, variance: Tensor, covariance: Tensor, memory_budget: int | None
+) -> Tensor:
     """The layer's covariance with an absolute error in units of sᵢsⱼ."""
     images = max(len(units.h), len(covariance))
     gate = distribution(units.h)
@@ -266,7 +269,8 @@ def _plain_covariance(units: Units, mean: Tensor, variance: Tensor, covariance: 
     if result.numel() <= SMALL_LAYER:
         result += nonlinear_matrix(units, covariance)
     else:
-        _add_pairs(result, units, covariance, nonlinear_covariance, memory_budget)
+        budget = scratch_budget(mean.device, memory_budget)
+        _add_pairs(result, units, covariance, nonlinear_covariance, budget)
     result.diagonal(dim1=1, dim2=2).copy_(variance_of(mean, variance))
     return mirror_(result)
 

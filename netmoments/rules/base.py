@@ -31,8 +31,6 @@ from netmoments.rules.sampled import (
     windows_in_parts,
 )
 
-FLOOR = {torch.float32: 1e-6, torch.float64: 1e-12}
-"""Part of a window's largest variance that is added to all of them, so that tied inputs have a Cholesky factor."""
 EXACT_PAIRS = 2048
 """The most units of a layer for which exact covariances of all pairs are computed beside rows."""
 
@@ -253,31 +251,3 @@ class OneInput(Nonlinearity):
 
     def pull_back(self, gain: Tensor, weights: Tensor, inputs: int) -> Tensor:
         return weights * gain.mT
-
-
-def cholesky_root(covariance: Tensor) -> Tensor:
-    """Cholesky's R with RRᵀ = S, (..., w, w), after `FLOOR` of a window's largest variance is added to its diagonal."""
-    variance = covariance.diagonal(dim1=-2, dim2=-1)
-    floor = FLOOR[covariance.dtype] * variance.detach().amax(-1, keepdim=True) + 1e-30
-    if variance.shape[-1] == 1:
-        return (variance + floor).sqrt().unsqueeze(-1)
-    return torch.linalg.cholesky(covariance + torch.diag_embed(floor.expand_as(variance)))
-
-
-def whitened(covariance: Tensor, curvature: Tensor, present: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """R with RRᵀ = S, and R⁻¹, (n, w, w) each; if w > first, units bend most along the first columns of R.
-
-    R is Cholesky's R', or for w > first R' times the eigenvectors of R'ᵀHR' in the order of their eigenvalues' size.
-    Any rotation of a root is a root, so nothing is differentiated through the eigenvectors.
-    """
-    root = cholesky_root(covariance)
-    if root.shape[-1] > first:
-        with torch.no_grad():
-            pair_present = present.unsqueeze(-1) & present.unsqueeze(-2)
-            bend = root.mT @ torch.where(pair_present, curvature, 0.0) @ root
-            size = bend.abs().amax((-2, -1), keepdim=True)
-            values, vectors = torch.linalg.eigh((bend / torch.where(size > 0, size, 1.0)).double())
-            order = values.abs().argsort(-1, descending=True).unsqueeze(-2).expand_as(vectors)
-            rotation = vectors.gather(-1, order).to(root.dtype)
-        root = root @ rotation
-    return root, torch.linalg.inv(root)

@@ -16,10 +16,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from netmoments.covariances import cholesky_root
 from netmoments.memory import elements_together
 from netmoments.normal import standard_deviation
 from netmoments.precision import value_and_slope
-from netmoments.rules.base import Local, Nonlinearity, OneInput, PowerMoments, ThirdCumulants, cholesky_root
+from netmoments.rules.base import Local, Nonlinearity, OneInput, PowerMoments, ThirdCumulants
 from netmoments.rules.sampled import UnitMoments, normal_points
 from netmoments.rules.smooth import Elementwise
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from netmoments.covariances import cholesky_root
 from netmoments.memory import elements_together
 from netmoments.normal import density, distribution
 from netmoments.rules import sketch_launch
-from netmoments.rules.base import Local, Nonlinearity, SketchedLayer, ThirdCumulants, cholesky_root
+from netmoments.rules.base import Local, Nonlinearity, SketchedLayer, ThirdCumulants
 from netmoments.rules.maximum_lines import SIZES, largest_of_contenders
 from netmoments.rules.sampled import (
     SampledUnits,

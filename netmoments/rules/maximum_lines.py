@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from netmoments.covariances import FLOOR
 from netmoments.memory import elements_together
-from netmoments.rules.base import FLOOR
 from netmoments.rules.sampled import joined
 
 CHANCE = 3.5

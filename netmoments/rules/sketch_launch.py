@@ -12,10 +12,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from netmoments.covariances import FLOOR
 from netmoments.precision import matmul
 from netmoments.relu.triton.launch import available as kernels_available
 from netmoments.rules import sketch_kernels as kernels
-from netmoments.rules.base import FLOOR, PowerMoments
+from netmoments.rules.base import PowerMoments
 from netmoments.rules.maximum_lines import average_radius, direction_sets, frames_for
 from netmoments.rules.sampled import QuadraticForms, UnitMoments, paired
 

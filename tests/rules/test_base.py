@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from netmoments.rules.base import Nonlinearity, ThirdCumulants, whitened
+from netmoments.covariances import whitened
+from netmoments.rules.base import Nonlinearity, ThirdCumulants
 from netmoments.rules.maximum import Largest
 from netmoments.rules.piecewise_linear import between, one_kink, relu
 from netmoments.rules.smooth import Elementwise

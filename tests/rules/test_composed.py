@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from netmoments.rules.base import Local, Nonlinearity, ThirdCumulants, whitened
+from netmoments.covariances import whitened
+from netmoments.rules.base import Local, Nonlinearity, ThirdCumulants
 from netmoments.rules.composed import (
     LogSumExp,
     NormalisedRows,
