@@ -35,7 +35,7 @@ from netmoments.propagate.layerwise import layerwise, need_of, too_large, withou
 from netmoments.propagate.plan import NoRule, plan_of
 from netmoments.propagate.sketch import PROBES, sketched
 from netmoments.rules.black_box import black_box
-from netmoments.sampling.adaptive import PILOT, Goal, SampledToGoal, sampled_plainly, sampled_to_tolerance
+from netmoments.sampling.adaptive import Goal, SampledToGoal, sampled_plainly, sampled_to_tolerance
 from netmoments.sampling.control_variates import (
     LinearSurrogate,
     Surrogate,
@@ -44,6 +44,7 @@ from netmoments.sampling.control_variates import (
     controlled_variances,
 )
 from netmoments.sampling.cross_fit import LEAST_SAMPLES
+from netmoments.sampling.estimate import PILOT
 from netmoments.sampling.monte_carlo import SampledMoments, monte_carlo
 
 TOLERANCE = 0.01

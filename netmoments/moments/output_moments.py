@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,13 +87,24 @@ def output_moments(
         matrix = found.covariance if covariance is not False else None
         return dataclasses.replace(found, covariance=matrix, seconds=time.perf_counter() - start)
     request = Request.read(network, noise, outputs, memory_budget, CALLER, key=key, covariance=covariance)
-    flat = request.answered_by(chosen.moments)
+    flat = request.model.answer(partial(chosen.moments, request))
+    if not bool((flat.mean.detach().isfinite() & flat.variance.detach().isfinite()).all()):
+        raise too_large_for(flat.mean.dtype)
     if flat.error is None and check != 0 and (check is not None or not request.wants_gradient):
         flat = checked(request, flat, CHECK if check is None else check)
     if flat.samples and flat.error is not None:
         rounding = torch.finfo(request.flat.mean.dtype).eps * flat.mean.detach().abs()
         flat = dataclasses.replace(flat, error=allowing_for_rounding(flat, flat.error, rounding))
     return request.shaped(flat, seconds=time.perf_counter() - start)
+
+
+def too_large_for(dtype: torch.dtype) -> ValueError:
+    """The error for moments beyond the range of a dtype: where a variance is, no number of a formula is one."""
+    name = str(dtype).removeprefix("torch.")
+    return ValueError(
+        f"{CALLER}: the moments are too large for {name}; take smaller units of the input"
+        f"{'' if name == 'float64' else ', or network and noise in float64'}"
+    )
 
 
 def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:

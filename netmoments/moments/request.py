@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -76,20 +75,6 @@ class Request:
         if memory_budget is not None:
             memory_limit(flat.device, memory_budget)
         return cls(model, noise, flat, outputs, memory_budget, wanted, covariance, caller)
-
-    def answered_by(self, moments: Callable[[Request], OutputMoments]) -> OutputMoments:
-        """What a method's `moments` finds, and finds again if the network has changed; all within their dtype's range.
-
-        Where a variance is beyond that, no number of a formula is one.
-        """
-        found = self.model.answer(partial(moments, self))
-        if not bool((found.mean.detach().isfinite() & found.variance.detach().isfinite()).all()):
-            name = str(found.mean.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"{self.caller}: the moments are too large for {name}; take smaller units of the input"
-                f"{'' if name == 'float64' else ', or network and noise in float64'}"
-            )
-        return found
 
     def products(self, count: int) -> bool:
         """Whether all covariances of so many outputs are wanted."""

@@ -19,11 +19,18 @@ import torch
 from torch import Tensor
 
 from netmoments.gaussian import Gaussian, random_seed
-from netmoments.memory import elements_together, gigabytes, memory_limit, piece_bytes
+from netmoments.memory import elements_together
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.progress import progress_bar
-from netmoments.sampling.estimate import WIDE_PAIRS, WIDENING, PairEstimate
+from netmoments.sampling.estimate import (
+    PILOT,
+    WIDE_PAIRS,
+    WIDENING,
+    PairEstimate,
+    infinite_outputs,
+    require_room_for_products,
+)
 from netmoments.sampling.fast_network import FastNetwork, fast_network, half_network, low_network
 from netmoments.sampling.pair_sums import (
     FOLDS,
@@ -37,8 +44,6 @@ from netmoments.sampling.pair_sums import (
 from netmoments.sampling.slopes import SlopeControls, expected_slopes, points_worth
 from netmoments.sampling.two_level import MOST_SHARE, WORTH, Correction, ExactPairs, exact_pairs_worth, exact_share
 
-PILOT = 64
-"""Pairs of the first round. WIDE_PAIRS of them are at wider noise, and only show what may be missed (`estimate`)."""
 GROWTH = 8
 """A round has at most so many times the pairs of all before: few pairs say little of a variance."""
 MARGIN = 1.05
@@ -47,8 +52,6 @@ ENOUGH = 0.75
 """A round ends when this share of its inputs have the pairs they need; the others go on in the next."""
 SHORT = 2e-3
 """A round on a GPU that takes fewer seconds gives all inputs what the neediest needs: another one would take longer."""
-WITH_COPIES = 4
-"""Sums take up to so many times their own size while they are made and turned into estimates."""
 BLOCK = 1024
 """Pairs that are summed at a time on a CPU, at most; fewer if their outputs would not stay in its cache."""
 ABANDONED = ", in float32 as {} {}"
@@ -130,17 +133,6 @@ def sampled_to_tolerance(
             sampling = _Sampling(model, noise.entries(inputs), group_outputs, products, group_seed, memory_budget)
             groups.append(sampling.until(goal, start))
     return joined(groups)
-
-
-def require_room_for_products(numbers: int, outputs: int, device: torch.device) -> None:
-    """Raise an error if the sums for all covariances of one input, so many numbers in float64, do not fit."""
-    needed = WITH_COPIES * 8 * numbers
-    if needed > piece_bytes("backward", device) and needed > (limit := memory_limit(device, None)):
-        raise MemoryError(
-            f"output_moments: sampling all covariances of {outputs:,} outputs takes {gigabytes(needed)} of the "
-            f"{gigabytes(limit)} there are for it; choose some with outputs=, leave out covariance=True, or give a "
-            f"formula without its comparison with samples, check=0"
-        )
 
 
 def joined(groups: list[SampledToGoal]) -> SampledToGoal:
@@ -441,16 +433,6 @@ class _Sampling:
         if self.half is not None or self.low is not None:
             raise _Abandoned("overflowed")
         raise infinite_outputs(self.sums.bad, 2 * int(standing.pairs.sum()))
-
-
-def infinite_outputs(infinite: Tensor, samples: int) -> ValueError:
-    """The error that some samples gave no numbers: how many did, and how often each output was none, (1 + d,)."""
-    where = infinite[1:].nonzero().squeeze(1).tolist()
-    named = ", ".join(map(str, where[:4])) + (", …" if len(where) > 4 else "")
-    return ValueError(
-        f"output_moments: {int(infinite[0])} of {samples} samples gave NaN or infinite outputs (output {named}), so "
-        f"that there are no moments; use less noise, clamp the network's input, or choose other outputs="
-    )
 
 
 class _Abandoned(Exception):

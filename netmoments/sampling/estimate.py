@@ -33,6 +33,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from netmoments.memory import gigabytes, memory_limit, piece_bytes
+
+PILOT = 64
+"""Pairs of a first look at a network. WIDE_PAIRS of them are at wider noise, and only show what may be missed."""
 WIDENING = 2.5
 """The samples that look for rare events have noise of so many times the deviation."""
 WIDE_PAIRS = 16
@@ -44,6 +48,8 @@ MOST_SHARE = 1.0
 """Relative errors of variances above this are widened for skewness only as much as this one."""
 ROUNDING = 16
 """An output that varies by less than so many units in the last place of its mean is taken not to vary."""
+WITH_COPIES = 4
+"""Sums take up to so many times their own size while they are made and turned into estimates."""
 
 
 class PairEstimate(NamedTuple):
@@ -62,6 +68,27 @@ class PairEstimate(NamedTuple):
     def variance_error_squared(self) -> Tensor:
         squared = self.second_error_squared
         return squared if squared.dim() == 2 else squared.diagonal(dim1=-2, dim2=-1)
+
+
+def require_room_for_products(numbers: int, outputs: int, device: torch.device) -> None:
+    """Raise an error if the sums for all covariances of one input, so many numbers in float64, do not fit."""
+    needed = WITH_COPIES * 8 * numbers
+    if needed > piece_bytes("backward", device) and needed > (limit := memory_limit(device, None)):
+        raise MemoryError(
+            f"output_moments: sampling all covariances of {outputs:,} outputs takes {gigabytes(needed)} of the "
+            f"{gigabytes(limit)} there are for it; choose some with outputs=, leave out covariance=True, or give a "
+            f"formula without its comparison with samples, check=0"
+        )
+
+
+def infinite_outputs(infinite: Tensor, samples: int) -> ValueError:
+    """The error that some samples gave no numbers: how many did, and how often each output was none, (1 + d,)."""
+    where = infinite[1:].nonzero().squeeze(1).tolist()
+    named = ", ".join(map(str, where[:4])) + (", …" if len(where) > 4 else "")
+    return ValueError(
+        f"output_moments: {int(infinite[0])} of {samples} samples gave NaN or infinite outputs (output {named}), so "
+        f"that there are no moments; use less noise, clamp the network's input, or choose other outputs="
+    )
 
 
 def allowing_for_skewness(estimate: PairEstimate) -> PairEstimate:

@@ -22,13 +22,15 @@ from netmoments.memory import elements_together
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.progress import progress_bar
-from netmoments.sampling.adaptive import PILOT, infinite_outputs, require_room_for_products
 from netmoments.sampling.estimate import (
+    PILOT,
     WIDE_PAIRS,
     WIDENING,
     PairEstimate,
     allowing_for_skewness,
     allowing_for_the_unseen,
+    infinite_outputs,
+    require_room_for_products,
     wide_residuals,
 )
 from netmoments.sampling.fast_network import FastNetwork, fast_network
@@ -68,7 +70,8 @@ def mirrored_moments(
         for start in range(0, len(noise.mean), together):
             show(start)
             entries = slice(start, start + together)
-            inputs, chosen = noise.entries(entries), None if outputs is None else outputs[entries]
+            inputs = noise if together >= len(noise.mean) else noise.entries(entries)
+            chosen = None if outputs is None else outputs[entries]
             slopes = gradients_under_noise(model, network, inputs, chosen, points, generator, memory_budget)
             pairs = MirroredPairs(network, inputs, chosen, slopes, generator)
             estimates.append(pairs.estimate(runs // 2, products))
@@ -123,11 +126,11 @@ class MirroredPairs(NamedTuple):
             return None
 
     def mean_of_lines(self, like: Tensor, products: bool) -> Tensor:
-        """The mean of ℓᵢℓⱼ, (E, d, d), or of ℓᵢ², (E, d), in float64."""
+        """The mean of ℓᵢℓⱼ, (E, d, d), or of ℓᵢ², (E, d), in float64; `like` is (E, d)."""
         if self.slopes is None:
-            return torch.zeros_like(like).unsqueeze(-1).expand(*like.shape, like.shape[1]) if products else like * 0
-        covariance, slopes = self.noise.covariance.to(torch.float64), self.slopes.double()
-        return covariance.push(slopes) if products else covariance.push_diagonal(slopes)
+            return torch.zeros_like(like.unsqueeze(-1).expand(*like.shape, like.shape[1]) if products else like)
+        covariance = self.noise.covariance
+        return (covariance.push(self.slopes) if products else covariance.push_diagonal(self.slopes)).double()
 
 
 class MirroredSums(NamedTuple):
@@ -176,10 +179,9 @@ def sums_of(first: Tensor, second: Tensor, line: Tensor, centre: Tensor, product
 def estimated(sums: MirroredSums, pairs: int, centre: Tensor, known: Tensor) -> PairEstimate:
     """The moments from sums over so many pairs about a centre, with `known` the mean of ℓᵢℓⱼ."""
     products = known.dim() == 3
-    e_e, line, line_square, known_each = (
-        x.diagonal(dim1=-2, dim2=-1) if products else x for x in (sums.e_e, sums.line, sums.line_square, known)
-    )
-    mean, mean_error = controlled(pairs, sums.e, e_e, sums.e_line, line, line_square, known_each)
+    of_each = torch.stack([sums.e_e, sums.line, sums.line_square, known])
+    e_e, line, line_square, mean_of_line = of_each.diagonal(dim1=-2, dim2=-1) if products else of_each
+    mean, mean_error = controlled(pairs, sums.e, e_e, sums.e_line, line, line_square, mean_of_line)
     second, second_error = controlled(
         pairs, sums.target, sums.target_square, sums.target_line, sums.line, sums.line_square, known
     )

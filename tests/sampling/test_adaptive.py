@@ -16,9 +16,8 @@ from torch.nn import functional
 import netmoments as nm
 from benchmarks.measure import class_frequencies
 from netmoments.network.model import NetworkModel
-from netmoments.sampling import adaptive
+from netmoments.sampling import adaptive, estimate
 from netmoments.sampling.adaptive import (
-    PILOT,
     Goal,
     described,
     even_blocks,
@@ -27,7 +26,7 @@ from netmoments.sampling.adaptive import (
     rounded_up,
     sampled_to_tolerance,
 )
-from netmoments.sampling.estimate import WIDE_PAIRS
+from netmoments.sampling.estimate import PILOT, WIDE_PAIRS
 from netmoments.sampling.fast_network import FastNetwork, fast_network
 from netmoments.sampling.pair_sums import FOLDS
 from tests.closeness import assert_close
@@ -298,7 +297,7 @@ def test_covariances_that_do_not_fit_are_refused_beforehand(monkeypatch):
         nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1000)).eval(),
         nm.Gaussian(torch.zeros(2), std=0.3),
     )
-    monkeypatch.setattr(adaptive, "memory_limit", lambda device, budget: 2**30)
+    monkeypatch.setattr(estimate, "memory_limit", lambda device, budget: 2**30)
     expected = r"all covariances of 1,000 outputs takes 2.3 GB of the 1.1 GB .* choose some with outputs="
     with pytest.raises(MemoryError, match=expected):
         nm.output_moments(network, noise, tolerance=0.05, covariance=True)
