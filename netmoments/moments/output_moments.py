@@ -21,8 +21,8 @@ from netmoments.moments.request import CALLER, Choice, Request, require_number_o
 from netmoments.moments.result import MomentErrors, OutputMoments
 from netmoments.sampling.mirrored import mirrored_moments
 
-CHECK = 256
-"""Runs of the network that say how far a formula is off."""
+CHECK, LEAST_CHECK = 256, 16
+"""Runs of the network that say how far a formula is off: by default, and at least."""
 CHECK_SEED = random_seed(0, "check", 0)
 """Of these runs: not one that a user would take for samples of their own."""
 
@@ -58,7 +58,7 @@ def output_moments(
             √2 times that relative, averaged over the outputs (0.01: what ten thousand plain samples have); and limits,
             by default 1/tolerance² samples an input, what plain sampling would take. What was reached is in the result.
         check: about how many runs of the network a formula's answer is compared with, for its `error`; 256 by default,
-            0 for none, else 8 at least. Where the noise requires a gradient there is no check unless it is asked for.
+            0 for none, else 16 at least. Where the noise requires a gradient there is no check unless it is asked for.
         covariance: whether to give all covariances; by default for up to 100 outputs.
         key: which output, for a network that returns several tensors in a tuple or dictionary; by default all, and
             `result[key]` is one of them.
@@ -78,6 +78,8 @@ def output_moments(
     chosen = method_named(method, CALLER, tolerance=tolerance, samples=samples, seconds=seconds)
     if check is not None:
         require_count(CALLER, "check", check, least=0)
+        if 0 < check < LEAST_CHECK:
+            raise ValueError(f"{CALLER}: check must be 0 for none, or at least {LEAST_CHECK} runs, got {check}")
     if isinstance(network, AffineReluAffine):
         if memory_budget is not None:
             memory_limit(network.A.device, memory_budget)
@@ -94,7 +96,7 @@ def output_moments(
         flat = checked(request, flat, CHECK if check is None else check)
     if flat.samples and flat.error is not None:
         rounding = torch.finfo(request.flat.mean.dtype).eps * flat.mean.detach().abs()
-        flat = dataclasses.replace(flat, error=allowing_for_rounding(flat, flat.error, rounding))
+        flat = dataclasses.replace(flat, error=at_least_rounding(flat.error, flat.variance.detach(), rounding))
     return request.shaped(flat, seconds=time.perf_counter() - start)
 
 
@@ -114,29 +116,31 @@ def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:
     """
     outputs = found.outputs if request.outputs is not None else None
     products = found.covariance is not None and request.products(found.mean.shape[-1])
-    sampled = mirrored_moments(
+    sampled, taken = mirrored_moments(
         request.model, request.flat, outputs, runs, products=products, seed=CHECK_SEED,
         memory_budget=request.memory_budget,
     )  # fmt: skip
 
     def error(formula: Tensor, value: Tensor, squared: Tensor) -> Tensor:
-        return ((formula.detach().double() - value) ** 2 + squared).sqrt().to(formula.dtype)
+        """Infinite where the samples' fourth powers are beyond float64, so that nothing is known of it."""
+        off = (formula.detach().double() - value) ** 2 + squared
+        return off.sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf).to(formula.dtype)
 
     mean = error(found.mean, sampled.mean, sampled.mean_error_squared)
     variance = error(found.variance, sampled.variance, sampled.variance_error_squared)
     if not products or found.covariance is None:
-        return dataclasses.replace(found, error=MomentErrors(mean, variance), samples=runs)
+        return dataclasses.replace(found, error=MomentErrors(mean, variance), samples=taken)
     covariance = error(found.covariance, sampled.second, sampled.second_error_squared)
-    return dataclasses.replace(found, error=MomentErrors(mean, variance, covariance), samples=runs)
+    return dataclasses.replace(found, error=MomentErrors(mean, variance, covariance), samples=taken)
 
 
-def allowing_for_rounding(found: OutputMoments, errors: MomentErrors, rounding: Tensor) -> MomentErrors:
-    """Errors of samples of scores that are known to `rounding` each: never less than that leaves open.
+def at_least_rounding(errors: MomentErrors, variance: Tensor, rounding: Tensor) -> MomentErrors:
+    """The errors of samples, but at least what is left open where every score is known to `rounding` only.
 
     It counts where noise is so small that it hardly moves the last digits of the scores, and where scores are so small
     that their variance is 0 in its dtype.
     """
-    spread, dtype = found.variance.detach().sqrt(), errors.variance.dtype
+    spread, dtype = variance.sqrt(), errors.variance.dtype
     smallest = (errors.mean > 0).to(dtype) * torch.finfo(dtype).smallest_normal
     least = torch.maximum((rounding * (2 * spread + rounding)).to(dtype), smallest)
     mean = torch.maximum(errors.mean, rounding.to(errors.mean.dtype))

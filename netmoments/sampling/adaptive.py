@@ -29,19 +29,20 @@ from netmoments.sampling.estimate import (
     WIDENING,
     PairEstimate,
     infinite_outputs,
+    inputs_together,
     require_room_for_products,
 )
 from netmoments.sampling.fast_network import FastNetwork, fast_network, half_network, low_network
 from netmoments.sampling.pair_sums import (
     FOLDS,
+    SUMS,
     PairSums,
     Standing,
     block_sums,
     first_sums,
-    lines,
     wide_residuals_of,
 )
-from netmoments.sampling.slopes import SlopeControls, expected_slopes, points_worth
+from netmoments.sampling.slopes import SlopeControls, expected_slopes, lines, points_worth
 from netmoments.sampling.two_level import MOST_SHARE, WORTH, Correction, ExactPairs, exact_pairs_worth, exact_share
 
 GROWTH = 8
@@ -100,7 +101,6 @@ def described(mirrored_share: float, points: int, remark: str) -> str:
     return f"{kind}, controlled by expected slopes {where}{remark}"
 
 
-@torch.no_grad()
 def sampled_to_tolerance(
     model: NetworkModel,
     noise: Gaussian,
@@ -119,11 +119,11 @@ def sampled_to_tolerance(
     """
     start = time.perf_counter()
     count = model.outputs if outputs is None else outputs.shape[1]
-    numbers_each = 2 * PILOT * (noise.size + count) + 2 * FOLDS * 9 * (count**2 if products else count)
+    sums = FOLDS * SUMS * (count**2 if products else count)
     if products:
-        require_room_for_products(numbers_each, count, noise.device)
-    together = elements_together("backward", noise.mean, numbers_each)
-    with torch.inference_mode(False), full_precision():
+        require_room_for_products(sums, count, noise.device)
+    together = inputs_together(noise.mean, PILOT, count, sums)
+    with torch.inference_mode(False), torch.no_grad(), full_precision():
         if len(noise.mean) <= together:
             return _Sampling(model, noise, outputs, products, seed, memory_budget).until(goal, start)
         groups = []
@@ -145,12 +145,11 @@ def joined(groups: list[SampledToGoal]) -> SampledToGoal:
     return replace(groups[0], estimate=estimate, samples=samples, wins=wins, reached=reached, stopped=stopped)
 
 
-@torch.no_grad()
 def sampled_plainly(
     model: NetworkModel, noise: Gaussian, outputs: Tensor, samples: int, *, seed: int, memory_budget: int | None = None
 ) -> SampledToGoal:
     """Means and variances from so many independent samples, without covariances: for any number of outputs."""
-    with torch.inference_mode(False), full_precision():
+    with torch.inference_mode(False), torch.no_grad(), full_precision():
         sampling = _Sampling(model, noise, outputs, False, seed, memory_budget, mirrored_share=0.0)
         return sampling.until(Goal.all_samples(samples), time.perf_counter())
 

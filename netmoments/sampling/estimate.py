@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.memory import gigabytes, memory_limit, piece_bytes
+from netmoments.memory import elements_together, gigabytes, memory_limit, piece_bytes
 
 PILOT = 64
 """Pairs of a first look at a network. WIDE_PAIRS of them are at wider noise, and only show what may be missed."""
@@ -70,9 +70,17 @@ class PairEstimate(NamedTuple):
         return squared if squared.dim() == 2 else squared.diagonal(dim1=-2, dim2=-1)
 
 
-def require_room_for_products(numbers: int, outputs: int, device: torch.device) -> None:
-    """Raise an error if the sums for all covariances of one input, so many numbers in float64, do not fit."""
-    needed = WITH_COPIES * 8 * numbers
+def inputs_together(mean: Tensor, pairs: int, outputs: int, sums: int) -> int:
+    """How many inputs, with means (E, ...), are sampled at a time, for d outputs of each.
+
+    Each has both samples of some pairs, inputs and outputs, and so many sums in float64, which are two numbers each.
+    """
+    return elements_together("backward", mean, 2 * pairs * (mean[0].numel() + outputs) + 2 * sums)
+
+
+def require_room_for_products(sums: int, outputs: int, device: torch.device) -> None:
+    """Raise an error if so many sums in float64, those for all covariances of one input, do not fit."""
+    needed = WITH_COPIES * 8 * sums
     if needed > piece_bytes("backward", device) and needed > (limit := memory_limit(device, None)):
         raise MemoryError(
             f"output_moments: sampling all covariances of {outputs:,} outputs takes {gigabytes(needed)} of the "
@@ -81,8 +89,14 @@ def require_room_for_products(numbers: int, outputs: int, device: torch.device) 
         )
 
 
+def counts_of_infinite(values: Tensor) -> Tensor:
+    """How many of the samples (..., d) are not finite, and how often each output is not, (1 + d,)."""
+    infinite = ~values.isfinite()
+    return torch.cat([infinite.any(-1).sum().reshape(1), infinite.flatten(0, -2).sum(0)])
+
+
 def infinite_outputs(infinite: Tensor, samples: int) -> ValueError:
-    """The error that some samples gave no numbers: how many did, and how often each output was none, (1 + d,)."""
+    """The error that some of so many samples gave no numbers, from their `counts_of_infinite`."""
     where = infinite[1:].nonzero().squeeze(1).tolist()
     named = ", ".join(map(str, where[:4])) + (", …" if len(where) > 4 else "")
     return ValueError(

@@ -5,9 +5,9 @@ A pair is y₊ = f(m + δ) and y₋ = f(m − δ). About a centre a near the mea
     E e = μ − a,        E t = Cov f + (μ − a)(μ − a)ᵀ for t = o oᵀ + e eᵀ.
 
 The control of both are the products ℓᵢℓⱼ of the lines ℓ = S δ, whose means (S Σ Sᵀ)ᵢⱼ are known; the slopes S are
-gradients of the network. The coefficients are fitted to the same pairs, which biases an estimate by 1/pairs of what
-the control explains: far less than its error. `adaptive` is for more samples; it fits across folds, and draws until a
-tolerance is met.
+gradients of the network. The coefficients are fitted to the same pairs, which biases an estimate by 1/pairs of the
+spread that the control leaves: far less than its error, which is 1/√pairs of that. `adaptive` is for more samples; it
+fits across folds, and draws until a tolerance is met.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from netmoments.sampling.estimate import (
     PairEstimate,
     allowing_for_skewness,
     allowing_for_the_unseen,
+    counts_of_infinite,
     infinite_outputs,
+    inputs_together,
     require_room_for_products,
     wide_residuals,
 )
 from netmoments.sampling.fast_network import FastNetwork, fast_network
-from netmoments.sampling.slopes import BACKWARD, gradients_under_noise
+from netmoments.sampling.slopes import BACKWARD, gradients_under_noise, lines
 
 GRADIENTS_SHARE = 0.25
 """Gradients may cost so much of the runs; they are taken at two mirrored points, at the mean, or not at all."""
 
 
-@torch.no_grad()
 def mirrored_moments(
     model: NetworkModel,
     noise: Gaussian,
@@ -50,22 +51,28 @@ def mirrored_moments(
     products: bool,
     seed: int,
     memory_budget: int | None = None,
-) -> PairEstimate:
+) -> tuple[PairEstimate, int]:
     """Moments of the outputs (all, or those with indices (E, k)) for noise with one batch dimension, E inputs.
 
-    They come from so many runs of the network for each input, and a few gradients. `products` asks for all covariances,
-    else there are variances only. As many inputs and pairs go together as fit into a piece of work. The errors allow
-    for what so few samples cannot have shown, and for skewness (see `estimate`).
+    They come from about so many runs of the network for each input, and a few gradients; how many that were, a gradient
+    counted as one, is returned too. `products` asks for all covariances, else there are variances only. As many inputs
+    and pairs go together as fit into a piece of work. The errors allow for what so few samples cannot have shown, and
+    for skewness (see `estimate`).
     """
-    count = model.outputs if outputs is None else outputs.shape[1]
-    numbers_each = 2 * PILOT * (noise.size + count) + 2 * len(MirroredSums._fields) * (count**2 if products else count)
+    count, pairs = model.outputs if outputs is None else outputs.shape[1], runs // 2
+    sums = len(MirroredSums._fields) * (count**2 if products else count)
     if products:
-        require_room_for_products(numbers_each, count, noise.device)
-    together = elements_together("backward", noise.mean, numbers_each)
+        require_room_for_products(sums, count, noise.device)
+    together = inputs_together(noise.mean, pairs, count, sums)
     points = min(2, int(GRADIENTS_SHARE * runs / (BACKWARD * count) + 0.5))
     generator = Generator(noise.device).manual_seed(seed)
-    estimates = []
-    with torch.inference_mode(False), full_precision(), progress_bar("comparing", len(noise.mean)) as show:
+    estimates, taken = [], 2 * pairs
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        full_precision(),
+        progress_bar("comparing", len(noise.mean)) as show,
+    ):
         network = fast_network(model, memory_budget)
         for start in range(0, len(noise.mean), together):
             show(start)
@@ -73,9 +80,9 @@ def mirrored_moments(
             inputs = noise if together >= len(noise.mean) else noise.entries(entries)
             chosen = None if outputs is None else outputs[entries]
             slopes = gradients_under_noise(model, network, inputs, chosen, points, generator, memory_budget)
-            pairs = MirroredPairs(network, inputs, chosen, slopes, generator)
-            estimates.append(pairs.estimate(runs // 2, products))
-    return PairEstimate(*map(torch.cat, zip(*estimates, strict=True)))
+            taken = 2 * pairs + (0 if slopes is None else points)
+            estimates.append(MirroredPairs(network, inputs, chosen, slopes, generator).estimate(pairs, count, products))
+    return PairEstimate(*map(torch.cat, zip(*estimates, strict=True))), taken
 
 
 class MirroredPairs(NamedTuple):
@@ -96,25 +103,26 @@ class MirroredPairs(NamedTuple):
         """
         deviations = widening * self.noise.covariance.draw((pairs, len(self.noise.mean)), self.generator)
         first, second = self.network.pairs(self.noise.mean.detach(), deviations, None, self.outputs)
-        if self.slopes is None:
-            return first, second, torch.zeros_like(first)
-        return first, second, (deviations.movedim(0, 1) @ self.slopes.mT).movedim(0, 1)
+        control = lines(self.slopes, deviations, None)
+        return first, second, torch.zeros_like(first) if control is None else control[0]
 
-    def estimate(self, pairs: int, products: bool) -> PairEstimate:
-        """The moments from so many pairs, of which some are at wider noise if there are enough."""
-        mean, wide = self.noise.mean, None
-        if pairs >= PILOT:
-            wide, pairs = self.residuals_at_wider_noise(), pairs - WIDE_PAIRS
-        together = elements_together("pass", mean, 2 * mean.numel())
+    def estimate(self, pairs: int, count: int, products: bool) -> PairEstimate:
+        """The moments of `count` outputs from so many pairs, of which some are at wider noise if there are enough."""
+        mean = self.noise.mean
+        wide = self.residuals_at_wider_noise() if pairs >= PILOT else None
+        if wide is not None:
+            pairs -= WIDE_PAIRS
+        numbers_each = 2 * (self.noise.size + len(MirroredSums._fields) * count)
+        together = elements_together("pass", mean, len(mean) * numbers_each)
         first, second, line = self.drawn(min(together, pairs))
-        centre = (0.5 * (first + second)).mean(0).double()
+        centre = (0.5 * (first.double() + second.double())).mean(0)
         sums = sums_of(first, second, line, centre, products)
         for begun in range(together, pairs, together):
             block = sums_of(*self.drawn(min(together, pairs - begun)), centre, products)
             sums = MirroredSums(*map(torch.add, sums, block))
         if bool(sums.infinite.any()):
             raise infinite_outputs(sums.infinite, 2 * pairs * len(mean))
-        estimate = estimated(sums, pairs, centre, self.mean_of_lines(centre, products))
+        estimate = moments_of_sums(sums, pairs, centre, self.mean_of_lines(centre, products))
         samples = torch.full((len(mean),), 2.0 * pairs, dtype=torch.float64, device=mean.device)
         return allowing_for_skewness(allowing_for_the_unseen(estimate, samples, wide))
 
@@ -122,6 +130,8 @@ class MirroredPairs(NamedTuple):
         """`wide_residuals`; None if the network refuses inputs that the noise itself would hardly produce."""
         try:
             return wide_residuals(*self.drawn(WIDE_PAIRS, WIDENING))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception:
             return None
 
@@ -129,8 +139,11 @@ class MirroredPairs(NamedTuple):
         """The mean of ℓᵢℓⱼ, (E, d, d), or of ℓᵢ², (E, d), in float64; `like` is (E, d)."""
         if self.slopes is None:
             return torch.zeros_like(like.unsqueeze(-1).expand(*like.shape, like.shape[1]) if products else like)
-        covariance = self.noise.covariance
-        return (covariance.push(self.slopes) if products else covariance.push_diagonal(self.slopes)).double()
+        covariance, size = self.noise.covariance, self.slopes.abs().amax(-1).clamp(min=1e-30)
+        slopes, size = self.slopes / size.unsqueeze(-1), size.double()  # squares of slopes may be beyond float32
+        if products:
+            return covariance.push(slopes).double() * size.unsqueeze(-1) * size.unsqueeze(-2)
+        return covariance.push_diagonal(slopes).double() * size.square()
 
 
 class MirroredSums(NamedTuple):
@@ -150,7 +163,7 @@ class MirroredSums(NamedTuple):
     """Of ℓᵢℓⱼ."""
     line_square: Tensor
     infinite: Tensor
-    """How many samples are not finite, and how often each output is not, (1 + d,)."""
+    """`counts_of_infinite`."""
 
 
 def sums_of(first: Tensor, second: Tensor, line: Tensor, centre: Tensor, products: bool) -> MirroredSums:
@@ -160,8 +173,9 @@ def sums_of(first: Tensor, second: Tensor, line: Tensor, centre: Tensor, product
         """The sum over the pairs of x xᵀ, or of the squares alone."""
         return x.movedim(0, 1).mT @ x.movedim(0, 1) if products else x.square().sum(0)
 
-    infinite = ~torch.stack([first, second]).isfinite()
-    e, o, line = 0.5 * (first + second) - centre, 0.5 * (first - second).double(), line.double()
+    infinite = counts_of_infinite(torch.cat([first, second]))
+    first, second, line = first.double() - centre, second.double() - centre, line.double()
+    e, o = 0.5 * (first + second), 0.5 * (first - second)
     e_e = squares(e)
     return MirroredSums(
         e=e.sum(0),
@@ -172,17 +186,17 @@ def sums_of(first: Tensor, second: Tensor, line: Tensor, centre: Tensor, product
         target_line=squares(o * line) + squares(e * line),
         line=squares(line),
         line_square=squares(line.square()),
-        infinite=torch.cat([infinite.any(-1).sum().reshape(1), infinite.flatten(0, 2).sum(0)]),
+        infinite=infinite,
     )
 
 
-def estimated(sums: MirroredSums, pairs: int, centre: Tensor, known: Tensor) -> PairEstimate:
+def moments_of_sums(sums: MirroredSums, pairs: int, centre: Tensor, known: Tensor) -> PairEstimate:
     """The moments from sums over so many pairs about a centre, with `known` the mean of ℓᵢℓⱼ."""
     products = known.dim() == 3
     of_each = torch.stack([sums.e_e, sums.line, sums.line_square, known])
     e_e, line, line_square, mean_of_line = of_each.diagonal(dim1=-2, dim2=-1) if products else of_each
-    mean, mean_error = controlled(pairs, sums.e, e_e, sums.e_line, line, line_square, mean_of_line)
-    second, second_error = controlled(
+    mean, mean_error = regressed_on_line(pairs, sums.e, e_e, sums.e_line, line, line_square, mean_of_line)
+    second, second_error = regressed_on_line(
         pairs, sums.target, sums.target_square, sums.target_line, sums.line, sums.line_square, known
     )
     # subtract an unbiased estimate of (μ − a)(μ − a)ᵀ, from products of different pairs
@@ -191,10 +205,13 @@ def estimated(sums: MirroredSums, pairs: int, centre: Tensor, known: Tensor) -> 
     return PairEstimate(centre + mean, second, mean_error, second_error)
 
 
-def controlled(
+def regressed_on_line(
     count: int, total: Tensor, square: Tensor, with_line: Tensor, line: Tensor, line_square: Tensor, known: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The mean of y with a control u of mean `known`, and its squared error, from sums of y, y², yu, u and u²."""
+    """The mean of y with a control u of mean `known`, and its squared error, from sums of y, y², yu, u and u².
+
+    The mean is that of the regression at u = `known`. Two coefficients are fitted, which the squared error allows for.
+    """
     mean, middle = total / count, line / count
     varies, shared = line_square / count - middle.square(), with_line / count - mean * middle
     useful = varies > 1e-12 * line_square / count

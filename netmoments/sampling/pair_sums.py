@@ -41,14 +41,18 @@ from netmoments.sampling.estimate import (
     PairEstimate,
     allowing_for_skewness,
     allowing_for_the_unseen,
+    counts_of_infinite,
     residual_variance,
     tolerance_met,
     unseen_variances,
     wide_residuals,
 )
+from netmoments.sampling.slopes import lines
 from netmoments.sampling.two_level import Correction, corrected, correction_from, even_and_target
 
 FOLDS = 4
+SUMS = 9
+"""Sums of each product of outputs: see `block_sums`."""
 SHRINKING = 1000
 """The coefficient of u² is shrunk by n/(n + SHRINKING): few pairs know little of u⁴."""
 HEAVY = 10.0
@@ -209,18 +213,6 @@ def wide_residuals_of(slopes: Tensor | None, deviations: Tensor, first: Tensor, 
     return (wide_residuals(first, second, None if control is None else control[0]),)
 
 
-def lines(slopes: Tensor | None, deviations: Tensor, others: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-    """The control ℓ = S δ at both samples, (p, A, d), for deviations (p, A, n) and slopes S (A, d, n); None without
-    slopes.
-
-    Without `others` the pairs are mirrored: the second control is −ℓ, and None here.
-    """
-    if slopes is None:
-        return None
-    first = torch.matmul(deviations.movedim(0, 1), slopes.mT).movedim(0, 1)
-    return first, None if others is None else torch.matmul(others.movedim(0, 1), slopes.mT).movedim(0, 1)
-
-
 def block_sums(
     first: Tensor, second: Tensor, control: tuple[Tensor, Tensor | None] | None, centre: Tensor, products: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,8 +226,7 @@ def block_sums(
     """
     outputs = first.shape[-1]
     both = torch.cat([first, second])
-    infinite = ~torch.isfinite(both)
-    bad = torch.cat([infinite.any(-1).sum().reshape(1), infinite.flatten(0, -2).sum(0)])
+    bad = counts_of_infinite(both)
     winners = both.argmax(-1).mT
     wins = torch.zeros(first.shape[1], outputs, dtype=torch.float64, device=first.device)
     wins.scatter_add_(1, winners, torch.ones_like(winners, dtype=torch.float64))

@@ -80,11 +80,11 @@ def expected_slopes(
 ) -> SlopeControls:
     """The gradients averaged over so many mirrored points of the noise, or taken at the mean itself for one point.
 
-    There are no slopes where `gradients_under_noise` has none, and where they are not finite.
+    There are no slopes where `gradients_under_noise` has none.
     """
     generator = torch.Generator(noise.device).manual_seed(random_seed(seed, "slopes", 0))
     slopes = gradients_under_noise(model, fast, noise, outputs, points, generator, memory_budget)
-    if slopes is None or (slopes.device.type != "cuda" and not bool(torch.isfinite(slopes).all())):
+    if slopes is None:
         return SlopeControls()
     covariance = noise.covariance
     kind, work = ("controls", covariance.structure, products), partial(_of_variance_one, covariance, products)
@@ -103,7 +103,8 @@ def gradients_under_noise(
 ) -> Tensor | None:
     """The gradients (E, d, n) averaged over so many mirrored points of the noise, or at the mean itself for one point.
 
-    None for no points, where the network cannot be differentiated, or where they would take too much memory.
+    None for no points, where the network cannot be differentiated, or where they would take too much memory. Numbers
+    that are not finite are 0: any slopes make a control, if not a good one.
     """
     count, entries = model.outputs if outputs is None else outputs.shape[1], len(noise.mean)
     if points == 0 or not model.has_gradient or noise.size * count * entries > SLOPE_NUMBERS:
@@ -124,7 +125,20 @@ def gradients_under_noise(
             parts.append(_average_gradients(fast, rows[:, span], count, None if outputs is None else outputs[span]))
     except RuntimeError:
         return None
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    slopes = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return slopes.nan_to_num(0.0, 0.0, 0.0)
+
+
+def lines(slopes: Tensor | None, deviations: Tensor, others: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+    """The control ℓ = S δ at both samples, (p, A, d), for deviations (p, A, n) and slopes S (A, d, n); None without
+    slopes.
+
+    Without `others` the pairs are mirrored: the second control is −ℓ, and None here.
+    """
+    if slopes is None:
+        return None
+    first = torch.matmul(deviations.movedim(0, 1), slopes.mT).movedim(0, 1)
+    return first, None if others is None else torch.matmul(others.movedim(0, 1), slopes.mT).movedim(0, 1)
 
 
 def _average_gradients(fast: FastNetwork, points: Tensor, count: int, outputs: Tensor | None) -> Tensor:

@@ -275,6 +275,10 @@ def test_a_tolerance_is_for_auto():
         nm.output_moments(deep(), noise(), tolerance=0)
     with pytest.raises(ValueError, match=r"check must be an integer of at least 0.*, got -1"):
         nm.output_moments(deep(), noise(), "layerwise", check=-1)
+    for few in (1, 15):
+        with pytest.raises(ValueError, match=rf"check must be 0 for none, or at least 16 runs, got {few}"):
+            nm.output_moments(deep(), noise(), "layerwise", check=few)
+    assert nm.output_moments(deep(), noise(), "layerwise", check=16).samples == 16
 
 
 # gradients, modes, side effects

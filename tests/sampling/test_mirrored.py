@@ -12,7 +12,7 @@ import netmoments as nm
 from netmoments.network.model import NetworkModel
 from netmoments.sampling import mirrored
 from netmoments.sampling.estimate import PairEstimate
-from netmoments.sampling.mirrored import controlled, estimated, mirrored_moments, sums_of
+from netmoments.sampling.mirrored import mirrored_moments, moments_of_sums, regressed_on_line, sums_of
 from tests.closeness import assert_close
 from tests.gaussians import KINDS, SIZE, structures
 from tests.networks import seeded
@@ -25,7 +25,7 @@ def moments_of(network: nn.Module, noise: nm.Gaussian, runs: int = RUNS, seed: i
     flat = noise.flattened()
     model = NetworkModel.of_any(network, flat.mean, "test")
     options = {"outputs": None, "products": True, **options}
-    return mirrored_moments(model, flat, runs=runs, seed=seed, **options)
+    return mirrored_moments(model, flat, runs=runs, seed=seed, **options)[0]
 
 
 @pytest.mark.parametrize("kind", KIND)
@@ -35,7 +35,7 @@ def test_estimates_are_as_far_from_the_truth_as_their_errors_say(kind):
     """
     model, noise = model_of(kind)
     truth = nm.monte_carlo(model.network, noise, 300_000, seed=99)
-    runs = [mirrored_moments(model, noise, None, RUNS, products=True, seed=seed) for seed in range(SEEDS)]
+    runs = [mirrored_moments(model, noise, None, RUNS, products=True, seed=seed)[0] for seed in range(SEEDS)]
     for name in ("mean", "variance"):
         values, squares = (
             torch.cat([getattr(run, which) for run in runs]) for which in (name, f"{name}_error_squared")
@@ -66,7 +66,7 @@ def test_every_structure_of_covariance(kind, products):
 
 def test_variances_are_those_in_the_covariances():
     (model, noise) = model_of("residual")
-    whole, alone = (mirrored_moments(model, noise, None, 256, products=wanted, seed=3) for wanted in (True, False))
+    whole, alone = (mirrored_moments(model, noise, None, 256, products=wanted, seed=3)[0] for wanted in (True, False))
     for name in ("mean", "variance", "mean_error_squared", "variance_error_squared"):
         assert_close(getattr(whole, name), getattr(alone, name), rtol=1e-4, what=name)
 
@@ -90,7 +90,7 @@ def test_sums_of_blocks_are_the_sums_of_all():
     total = mirrored.MirroredSums(*map(torch.add, *blocks))
     for part, whole in zip(total, sums_of(first, second, line, centre, True), strict=True):
         assert_close(part, whole, rtol=1e-12, atol=1e-12)
-    found = estimated(total, 40, centre, known)
+    found = moments_of_sums(total, 40, centre, known)
     e, o = (first + second) / 2 - centre, (first - second) / 2
     target = (o.unsqueeze(-1) * o.unsqueeze(-2) + e.unsqueeze(-1) * e.unsqueeze(-2)).flatten(1)
     control = (line.unsqueeze(-1) * line.unsqueeze(-2)).flatten(1)
@@ -118,8 +118,8 @@ def regressed(y: Tensor, u: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
 def test_a_control_that_does_not_vary_is_none():
     y = torch.tensor([1.0, 2.0, 4.0, 5.0], dtype=torch.float64)
     constant = 3.0 * torch.ones_like(y)
-    mean, error = controlled(4, y.sum(), (y * y).sum(), (y * constant).sum(), constant.sum(), (constant**2).sum(),
-                             torch.tensor(7.0))  # fmt: skip
+    sums = y.sum(), (y * y).sum(), (y * constant).sum(), constant.sum(), (constant**2).sum()
+    mean, error = regressed_on_line(4, *sums, torch.tensor(7.0))
     assert float(mean) == 3.0
     assert float(error) == pytest.approx(float(y.var(correction=0)) / 2)
 
@@ -167,7 +167,36 @@ def test_few_runs_are_none_at_wider_noise(monkeypatch):
     drawn = []
     monkeypatch.setattr(mirrored.MirroredPairs, "residuals_at_wider_noise", lambda self: drawn.append(1))
     net, given = seeded(Bounded, torch.float32), nm.Gaussian(torch.zeros(6), 0.1)
-    moments_of(net, given, runs=8)
+    moments_of(net, given, runs=16)
     assert not drawn
     moments_of(net, given, runs=128)
     assert drawn
+
+
+def test_gradients_that_are_not_finite_are_no_control():
+    """√z, whose gradient torch multiplies with 0 where another branch is taken: 0·∞."""
+    net = seeded(lambda: Called(lambda z: torch.where(z > 0, z.sqrt(), 0 * z)), torch.float32)
+    given = nm.Gaussian(torch.zeros(6), std=2.0)
+    found, truth = moments_of(net, given), nm.monte_carlo(net, given, 100_000)
+    for name in ("mean", "variance"):
+        off = (getattr(found, name)[0] - getattr(truth, name)).abs()
+        assert bool((off < 5 * getattr(found, f"{name}_error_squared")[0].sqrt()).all())
+
+
+def test_numbers_near_the_end_of_their_range():
+    """Scores whose squares, or the sum of two of them, are beyond float32."""
+    net = seeded(lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 2)), torch.float32)
+    with torch.no_grad():
+        for scale in (1e15, 1e38):
+            net[-1].bias.fill_(2.0 * scale)
+            net[-1].weight.copy_(net[-1].weight / net[-1].weight.abs().max() * 0.01 * scale)
+            found = moments_of(net, nm.Gaussian(torch.zeros(6), std=1.0))
+            assert bool(torch.isfinite(found.second_error_squared).all())
+            assert bool((found.variance > 0).all())
+
+
+def test_what_it_took_is_counted():
+    model, noise = model_of("perceptron")
+    assert [mirrored_moments(model, noise, None, runs, products=False, seed=0)[1] for runs in (16, 257)] == [16, 258]
+    model, noise = model_of("without a gradient")
+    assert mirrored_moments(model, noise, None, 256, products=False, seed=0)[1] == 256
