@@ -155,9 +155,9 @@ def tolerance_met(estimate: PairEstimate, dtype: torch.dtype) -> Tensor:
     rounding = ROUNDING * torch.finfo(dtype).eps * estimate.mean.abs()
     deviation = torch.maximum(estimate.variance.clamp(min=0).sqrt(), rounding)
     mean, second = estimate.mean_error_squared.sqrt(), estimate.variance_error_squared.sqrt()
-    mean = torch.where(mean > 0, mean / deviation, 0.0).mean(-1)
-    second = torch.where(second > 0, second / deviation**2, 0.0).mean(-1)
-    return torch.maximum(mean, second / math.sqrt(2))
+    mean = torch.where(mean == 0, 0.0, mean / deviation).mean(-1)
+    second = torch.where(second == 0, 0.0, second / deviation**2).mean(-1)
+    return torch.maximum(mean, second / math.sqrt(2)).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def residual_variance(target: Tensor, control: Tensor) -> Tensor:

@@ -230,7 +230,8 @@ def block_sums(
     winners = both.argmax(-1).mT
     wins = torch.zeros(first.shape[1], outputs, dtype=torch.float64, device=first.device)
     wins.scatter_add_(1, winners, torch.ones_like(winners, dtype=torch.float64))
-    dtype = torch.float64 if products else first.dtype  # float32 is exact enough for the sums of one block
+    # float32 is exact enough for the sums of one block, in units in which fourth powers are within its range
+    dtype = torch.float64 if products else first.dtype
 
     def by_fold(x: Tensor) -> Tensor:
         return x.movedim(0, 1).to(dtype).unflatten(1, (FOLDS, -1))
@@ -243,7 +244,12 @@ def block_sums(
         x = factors[0] if len(factors) == 1 else torch.cat(factors, 2)
         return (x.mT @ x).flatten(2) if products else summed(x**2)
 
-    first, second = (by_fold(x - centre.to(x.dtype)) for x in (first, second))
+    first, second = (x - centre.to(x.dtype) for x in (first, second))
+    unit: Tensor | float = 1.0
+    if not products:
+        unit = torch.linalg.vector_norm(first, math.inf, 0).clamp(min=torch.finfo(dtype).tiny)
+        first, second = first.div_(unit), second.div_(unit)
+    first, second = by_fold(first), by_fold(second)
     even, odd = (first + second) / 2, (first - second) / 2
     count = torch.full_like(even[:, :, 0, :1], even.shape[2], dtype=torch.float64)
     root = math.sqrt(2)
@@ -251,7 +257,7 @@ def block_sums(
     if control is None:
         nothing = torch.zeros_like(of_values[0])
         means = [summed(even), *6 * [nothing[..., :outputs]]]
-        return torch.cat([count, *means, *of_values, *6 * [nothing]], -1), wins, bad
+        return torch.cat([count, *means, *of_values, *6 * [nothing]], -1) * _powers_of_unit(unit), wins, bad
     line = by_fold(control[0])
     if control[1] is None:
         square = line**2
@@ -267,7 +273,16 @@ def block_sums(
         of_lines += [square_sums(line_odd, line_even)]
         of_lines += [square_sums(line_odd**2, line_even**2, root * line_odd * line_even), nothing, nothing]
     means = [summed(x) for x in (even, even * powers[0], even * powers[1], *powers)]
-    return torch.cat([count, *means, *of_values, *of_lines], -1), wins, bad
+    return torch.cat([count, *means, *of_values, *of_lines], -1) * _powers_of_unit(unit), wins, bad
+
+
+def _powers_of_unit(unit: Tensor | float) -> Tensor | float:
+    """What turns the numbers of `block_sums` of values in units (A, d) into those of the values, (A, 1, m)."""
+    if isinstance(unit, float):
+        return unit
+    one, square = torch.ones_like(unit, dtype=torch.float64), unit.double().square()
+    means, of_values = [*3 * [unit.double()], *4 * [one]], [square, square, square.square()]
+    return torch.cat([one[:, :1], *means, *of_values, square, square, *4 * [one]], -1).unsqueeze(1)
 
 
 def of_one_kind(

@@ -26,7 +26,7 @@ from netmoments.sampling.adaptive import (
     rounded_up,
     sampled_to_tolerance,
 )
-from netmoments.sampling.estimate import PILOT, WIDE_PAIRS
+from netmoments.sampling.estimate import PILOT, WIDE_PAIRS, PairEstimate, tolerance_met
 from netmoments.sampling.fast_network import FastNetwork, fast_network
 from netmoments.sampling.pair_sums import FOLDS
 from tests.closeness import assert_close
@@ -487,3 +487,25 @@ def test_a_budget_of_memory_bounds_the_batches():
     assert max(seen) <= 16  # of at least four numbers each; 16 gradients' points
     error = torch.hypot(free.error.mean, bounded.error.mean)
     assert bool(((bounded.mean - free.mean).abs() <= 5 * error).all())
+
+
+def test_errors_do_not_depend_on_the_size_of_outputs():
+    """More than 100 outputs, whose sums are in float32, where fourth powers of 1e-12 are 0 and of 1e10 infinite."""
+    net = seeded(lambda: nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 101)), torch.float32)
+    found = {}
+    for scale in (1.0, 1e-12, 1e12):
+        scaled = nn.Sequential(net, nn.Linear(101, 101, bias=False)).eval()
+        scaled[1].weight.data = scale * torch.eye(101)
+        found[scale] = nm.output_moments(scaled, nm.Gaussian(torch.zeros(6), std=1.0), tolerance=0.01)
+    for scale, other in found.items():
+        assert_close(other.error.mean / scale, found[1.0].error.mean, rtol=0.02)
+        assert_close(other.error.variance / scale**2, found[1.0].error.variance, rtol=0.02)
+        assert other.samples == found[1.0].samples
+
+
+def test_errors_that_are_not_known_meet_no_tolerance():
+    one = torch.ones(1, 2, dtype=torch.float64)
+    for unknown in (torch.nan, torch.inf):
+        estimate = PairEstimate(one, one, one * torch.tensor([0.0, unknown]), 0 * one)
+        assert tolerance_met(estimate, torch.float64).tolist() == [math.inf]
+    assert tolerance_met(PairEstimate(one, one, 0 * one, 0 * one), torch.float64).tolist() == [0.0]
