@@ -24,7 +24,7 @@ from netmoments.linearize.two_stage import (
     by_reverse_mode,
     output_indices,
     points_of,
-    require_room,
+    require_room_for_jacobians,
 )
 from netmoments.memory import scratch_budget
 from netmoments.network.model import NetworkModel
@@ -69,7 +69,7 @@ def two_stage_maps(
     model = NetworkModel.of(network, points, CALLER)
     indices = output_indices(outputs, 1, model.outputs, CALLER)
     cut, limit, _, chunk = Linearizer.of(model, layer, points, memory_budget)
-    require_room(cut, points, indices, limit)
+    require_room_for_jacobians(cut, points, indices, limit)
     with torch.inference_mode(False), full_precision():
         point = points.clone()
         z, out, B, D, live = after_the_cut(cut, point, indices, chunk)

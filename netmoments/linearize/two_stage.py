@@ -110,7 +110,7 @@ class Linearizer(NamedTuple):
 
     def at(self, points: Tensor, indices: Tensor) -> AffineReluAffine:
         """The linearizations at points (N, *event), for the scores with indices (N, k)."""
-        require_room(self.cut, points, indices, self.limit)
+        require_room_for_jacobians(self.cut, points, indices, self.limit)
         groups = []
         with (
             refusing_what_torch_cannot_derive(),
@@ -142,7 +142,7 @@ def tangent_at(model: NetworkModel, points: Tensor, indices: Tensor, memory_budg
         for start in range(0, len(points), together):
             show(start)
             at = points[start : start + together]
-            out, D = linearized(model.network, at, indices[start : start + together], directions)
+            out, D = scores_and_jacobians(model.network, at, indices[start : start + together], directions)
             A, B = at.new_zeros(len(at), 1, D.shape[2]), at.new_zeros(len(at), D.shape[1], 1)
             groups.append((A, at.new_full((len(at), 1), -1.0), B, out - matvec(D, at.flatten(1)), D))
     return AffineReluAffine.trusted(*(groups[0] if len(groups) == 1 else _joined(groups)))
@@ -184,13 +184,13 @@ def _joined(groups: list[Parts]) -> Parts:
     return A, c1, B, c2, torch.cat(around)
 
 
-def require_room(cut: Cut, points: Tensor, indices: Tensor, limit: int) -> None:
+def require_room_for_jacobians(cut: Cut, points: Tensor, indices: Tensor, limit: int) -> None:
     """Refuse if not even B and D fit, before they are computed. B then tells which rows of A matter."""
     units, inputs = cut.relu.shape.numel(), points[0].numel()
     needed = indices.numel() * (units + inputs) * points.element_size()
     if needed > limit:
         raise MemoryError(
-            f"{CALLER}: {indices.shape[1]} outputs × ({units} units of {cut.relu.name!r} + {inputs} inputs) for "
+            f"{cut.caller}: {indices.shape[1]} outputs × ({units} units of {cut.relu.name!r} + {inputs} inputs) for "
             f"{len(points)} images take {gigabytes(needed)}, and {gigabytes(limit)} may be used; choose fewer outputs "
             f"(outputs=), fewer images at a time, or raise memory_budget"
         )
@@ -274,10 +274,10 @@ def _before_the_cut(cut: Cut, points: Tensor, live: Tensor, chunk: int, limit_ea
     needed = units * size * points.element_size()
     if needed > limit_each:
         raise MemoryError(
-            f"{CALLER}: the Jacobian before {cut.relu.name!r} is {units} × {size}, {gigabytes(needed)} for each image, "
-            f"and {gigabytes(limit_each)} may be used for each; choose another layer, fewer outputs (outputs=), fewer "
-            f"images at a time, raise memory_budget, or use two_stage_maps, which makes about {min(units, size):,} "
-            f"passes instead of storing it"
+            f"{cut.caller}: the Jacobian before {cut.relu.name!r} is {units} × {size}, {gigabytes(needed)} for each "
+            f"image, and {gigabytes(limit_each)} may be used for each; choose another layer, fewer outputs (outputs=), "
+            f"fewer images at a time, raise memory_budget, or use two_stage_maps, which makes about "
+            f"{min(units, size):,} passes instead of storing it"
         )
     if size < units:
         all_live = units == cut.relu.size
@@ -347,7 +347,7 @@ def by_forward_mode(function: Callable[[Tensor], Tensor], at: Tensor, rows: Tens
     return result
 
 
-def linearized(network: nn.Module, points: Tensor, rows: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def scores_and_jacobians(network: nn.Module, points: Tensor, rows: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """The scores with indices `rows` (N, k) at points (N, *event), and their Jacobian (N, k, n)."""
     with torch.inference_mode(False), full_precision(), torch.enable_grad():
         x = points.detach().clone().requires_grad_()

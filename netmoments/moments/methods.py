@@ -27,11 +27,11 @@ from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_count, require_finite, require_positive, require_seed
 from netmoments.gaussian import Gaussian, random_seed
 from netmoments.linearize.bank import LinearizationBank
-from netmoments.linearize.two_stage import linearized, linearized_at, linearized_in_groups
+from netmoments.linearize.two_stage import linearized_at, linearized_in_groups, scores_and_jacobians
 from netmoments.memory import elements_together, gigabytes, matrices_together, memory_limit, points_together
 from netmoments.moments.request import CALLER, Request
 from netmoments.moments.result import SAMPLED, MomentErrors, OutputMoments
-from netmoments.propagate.layerwise import layerwise, need_of, too_large, without_negative_variances
+from netmoments.propagate.layerwise import layerwise, need_of
 from netmoments.propagate.plan import NoRule, plan_of
 from netmoments.propagate.sketch import PROBES, sketched
 from netmoments.rules.black_box import black_box
@@ -99,16 +99,11 @@ class Layerwise(Method):
 
     def moments(self, request: Request) -> OutputMoments:
         with request.following_gradients() as noise:
-            indices, budget = request.indices().clone(), request.memory_budget
-            plan = plan_of(request.model, request.caller)
-            try:
-                found = layerwise(plan, noise.mean, noise.covariance, indices, budget, request.caller)
-                request.model.look()  # while a GPU is still at work on it
-                mean, covariance = without_negative_variances(
-                    found, plan, noise.mean, noise.covariance, indices, budget
-                )
-            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-                raise too_large(noise.dtype) from error
+            indices, plan = request.indices(), plan_of(request.model, request.caller)
+            mean, covariance = layerwise(
+                plan, noise.mean, noise.covariance, indices, request.memory_budget, request.caller,
+                meanwhile=request.model.look,
+            )  # fmt: skip
         return OutputMoments(mean, _variances(covariance), covariance, self.name, outputs=indices)
 
 
@@ -137,10 +132,12 @@ class Sketch(Method):
 
     def moments(self, request: Request) -> OutputMoments:
         with request.following_gradients() as noise:
-            indices = request.indices().clone()
+            indices = request.indices()
             plan = plan_of(request.model, request.caller, black_box)
-            options = {"probes": self.probes, "seed": self.seed, "memory_budget": request.memory_budget}
-            found = sketched(plan, noise.mean, noise.covariance, indices, **options)  # type: ignore[arg-type]
+            found = sketched(
+                plan, noise.mean, noise.covariance, indices,
+                probes=self.probes, seed=self.seed, memory_budget=request.memory_budget,
+            )  # fmt: skip
         return OutputMoments(found.mean, _variances(found.covariance), found.covariance, self.name, outputs=indices)
 
     def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
@@ -267,7 +264,7 @@ class Linear(Method):
 
     def moments(self, request: Request) -> OutputMoments:
         indices, means, covariances = request.indices(), [], []
-        for mean, jacobian, span in _linearizations(request, indices):
+        for mean, jacobian, span in _jacobians(request, indices):
             means.append(mean)
             covariances.append(request.flat.covariance.entries(span).push(jacobian))
         covariance = torch.cat(covariances)
@@ -275,7 +272,7 @@ class Linear(Method):
 
     def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
         """The derivative at the mean."""
-        slopes = torch.cat([jacobian for _, jacobian, _ in _linearizations(request, indices)])
+        slopes = torch.cat([jacobian for _, jacobian, _ in _jacobians(request, indices)])
         return LinearSurrogate(slopes, request.flat)
 
 
@@ -433,7 +430,8 @@ class Auto(Method):
 SHORT_NAMES: dict[str, Method] = {
     method.name: method for method in (Auto(), Layerwise(), Sketch(), TwoStage(), Linear(), Sampling())
 }
-CONTROLS = ("two-stage", "linear", "sketch")
+CONTROLS = tuple(name for name, method in SHORT_NAMES.items() if type(method).surrogate is not Method.surrogate)
+"""The methods that samples can be corrected with."""
 
 
 def method_named(method: Any, caller: str, **limits: float | None) -> Method:
@@ -522,7 +520,7 @@ class _ChosenScores:
         return picked.reshape(len(x), -1)
 
 
-def _linearizations(request: Request, indices: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
+def _jacobians(request: Request, indices: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
     """Scores (·, k) and Jacobians (·, k, n) at the means, some at a time, with the entries they are for."""
     model, noise = request.model, request.flat
     model.require_linearizable()
@@ -531,7 +529,7 @@ def _linearizations(request: Request, indices: Tensor) -> Iterator[tuple[Tensor,
     together, working = points_together(noise.mean, model.pass_size, most, budget)
     for start in range(0, len(noise.mean), together):
         span = slice(start, start + together)
-        yield (*linearized(model.network, noise.mean[span], indices[span], working), span)
+        yield (*scores_and_jacobians(model.network, noise.mean[span], indices[span], working), span)
 
 
 def _shared_means(noise: Gaussian, indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from netmoments.gaussian import Gaussian, random_seed
 from netmoments.linearize.two_stage import output_indices
 from netmoments.memory import memory_limit
 from netmoments.moments.methods import Method, method_named
-from netmoments.moments.request import CALLER, Choice, Request, require_number_of_outputs
+from netmoments.moments.request import CALLER, Request, WhichOutputs, require_number_of_outputs
 from netmoments.moments.result import MomentErrors, OutputMoments
 from netmoments.sampling.mirrored import mirrored_moments
 
@@ -31,7 +31,7 @@ def output_moments(
     network: Any,
     noise: Gaussian | Mapping[str, Any] | Sequence[Any],
     method: Method | str = "auto",
-    outputs: Choice = None,
+    outputs: WhichOutputs = None,
     *,
     tolerance: float | None = None,
     samples: int | None = None,
@@ -147,7 +147,9 @@ def at_least_rounding(errors: MomentErrors, variance: Tensor, rounding: Tensor) 
     return MomentErrors(mean, torch.maximum(errors.variance, least), errors.covariance)
 
 
-def _of_affine_relu_affine(network: AffineReluAffine, noise: Any, method: Method, outputs: Choice) -> OutputMoments:
+def _of_affine_relu_affine(
+    network: AffineReluAffine, noise: Any, method: Method, outputs: WhichOutputs
+) -> OutputMoments:
     """The same for a network that is linearized already, with the chosen scores only."""
     if not isinstance(noise, Gaussian):
         raise TypeError(f"{CALLER}: noise must be a netmoments.Gaussian, got {describe(noise)}")

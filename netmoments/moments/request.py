@@ -26,7 +26,7 @@ CALLER = "output_moments"
 MANY_OUTPUTS = 100
 """Beyond so many outputs there are no covariances unless they are asked for."""
 
-Choice = int | Sequence[int] | Tensor | None
+WhichOutputs = int | Sequence[int] | Tensor | None
 """Which scores: indices, (k,) or (N, k); a number k for the k largest at each mean; None for all."""
 
 
@@ -39,7 +39,7 @@ class Request:
     """As it was given, with any batch dimensions."""
     flat: Gaussian
     """The same with one batch dimension, N entries."""
-    outputs: Choice
+    outputs: WhichOutputs
     memory_budget: int | None
     wants_gradient: bool
     """Whether the noise requires a gradient, and gradients are on."""
@@ -53,7 +53,7 @@ class Request:
         cls,
         network: Any,
         noise: Any,
-        outputs: Choice,
+        outputs: WhichOutputs,
         memory_budget: int | None,
         caller: str,
         *,
@@ -107,13 +107,15 @@ class Request:
             flat, **changed, seconds=seconds, output_ndim=len(output), parts=parts if len(parts) > 1 else ()
         )
 
+    @torch.inference_mode(False)  # where tensors are made that derivatives cannot use
     def indices(self) -> Tensor:
         """Indices (N, k) of the wanted scores; of all where none were named."""
         mean, outputs = self.flat.mean, self.outputs
         if outputs is None:
             return torch.arange(self.model.outputs, device=mean.device).expand(len(mean), -1)
         if not isinstance(outputs, int):
-            return output_indices(outputs, len(mean), self.model.outputs, self.caller).to(mean.device)
+            chosen = output_indices(outputs, len(mean), self.model.outputs, self.caller)
+            return chosen.to(mean.device, copy=True)
         require_number_of_outputs(self.caller, outputs, self.model.outputs)
         with torch.no_grad(), full_precision():
             return torch.cat([self.model.network(part.clone()).topk(outputs, 1).indices for part in mean.split(64)])

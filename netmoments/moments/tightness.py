@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from netmoments.gaussian import Gaussian
 from netmoments.moments.methods import Auto, Layerwise, Linear, Method, Sampling, Sketch, TwoStage, method_named
 from netmoments.moments.output_moments import output_moments
-from netmoments.moments.request import Choice, Request
+from netmoments.moments.request import Request, WhichOutputs
 from netmoments.moments.result import OutputMoments
 from netmoments.progress import progress_bar
 from netmoments.sampling.monte_carlo import relative_difference
@@ -93,7 +93,7 @@ def our_methods(seed: int = 0) -> dict[str, Method]:
 def tightness(
     network: Any,
     noise: Gaussian,
-    outputs: Choice = None,
+    outputs: WhichOutputs = None,
     *,
     methods: Mapping[str, Method | Rival | str] | Sequence[Method | str] | None = None,
     samples: int = 100_000,

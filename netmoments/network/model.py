@@ -244,7 +244,7 @@ class NetworkModel:
 
     def cut(self, layer: int | str) -> Cut:
         """The network cut at that ReLU, once it is known that both sides can be linearized."""
-        cut = Cut(self.network, self.relu(layer))
+        cut = Cut(self.network, self.relu(layer), self._caller)
         self.require_linearizable()
         return cut
 

@@ -96,6 +96,8 @@ class Cut:
 
     network: nn.Module
     relu: Relu
+    caller: str = "two_stage"
+    """The public function that error messages name."""
 
     def stem(self, x: Tensor) -> Tensor:
         """The pre-activations z of the chosen ReLU, (N, *relu.shape), for inputs x, (N, ...)."""
@@ -271,7 +273,7 @@ _SMOOTH = {
     "layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize", "scaled_dot_product_attention",
     "native_layer_norm", "multi_head_attention_forward", "local_response_norm", "cosine_similarity", "bilinear",
     "lstm", "gru", "rnn_tanh", "lstm_cell", "gru_cell", "rnn_tanh_cell", "glu", "logsumexp", "prod", "atan", "erfc",
-    "exp2", "log2", "log10", "sinh", "cosh",
+    "exp2", "log2", "log10", "sinh", "cosh", "asinh", "acosh", "asin", "acos", "tan", "atanh", "atan2",
 }  # fmt: skip
 """Names of torch functions that are smooth and not affine, so that they are linearized at a point."""
 

@@ -18,19 +18,17 @@ from torch import Tensor, fx
 from netmoments.network.graph import NetworkGraph, Node, family, shape_of
 from netmoments.rules.base import Nonlinearity
 from netmoments.rules.composed import OneSigned
-from netmoments.rules.registry import without_batch
+from netmoments.rules.registry import ONE_SIGNED, SMOOTH, without_batch
 from netmoments.rules.smooth import Elementwise
 
 aten = torch.ops.aten
 
 EVERYWHERE = {
-    aten.tanh, aten.sigmoid, aten.silu, aten.gelu, aten.elu, aten.softplus, aten.celu, aten.mish, aten.hardswish,
-    aten.hardsigmoid, aten.erf, aten.erfc, aten.sin, aten.cos, aten.exp, aten.exp2, aten.expm1, aten.atan, aten.sinh,
-    aten.cosh, aten.asinh, aten.relu, aten.leaky_relu, aten.abs, aten.hardtanh, aten.relu6, aten.clamp, aten.clamp_min,
+    *SMOOTH, aten.relu, aten.leaky_relu, aten.abs, aten.hardtanh, aten.relu6, aten.clamp, aten.clamp_min,
     aten.clamp_max, aten.square,
 }  # fmt: skip
 """Functions that are defined for all numbers."""
-LIMITED = {aten.sqrt, aten.rsqrt, aten.reciprocal, aten.log, aten.log2, aten.log10, aten.pow}
+LIMITED = {*ONE_SIGNED, aten.pow}
 """Functions that are defined for positive numbers only, or not at 0."""
 ARITHMETIC = {
     aten.add, aten.sub, aten.rsub, aten.mul, aten.neg, aten.div, aten.clone, aten.alias, aten.detach, aten.contiguous,

@@ -41,12 +41,26 @@ def layerwise(
     outputs: Tensor,
     memory_budget: int | None = None,
     caller: str = "layerwise",
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """Means (N, k) and covariances (N, k, k) of the scores with indices `outputs` (N, k), for images (N, ...).
 
     As many images go together as the memory allows. If not even one fits, that is an error, before anything is
-    computed.
+    computed. `meanwhile` is called when all work was given to the device, which a GPU is then still at. Where
+    corrections by cumulants went wrong, images are computed again without (`without_negative_variances`).
     """
+    try:
+        moments = _carried(plan, mean, covariance, outputs, memory_budget, caller)
+        meanwhile()
+        return without_negative_variances(moments, plan, mean, covariance, outputs, memory_budget)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise too_large(mean.dtype) from error
+
+
+def _carried(
+    plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, memory_budget: int | None, caller: str
+) -> tuple[Tensor, Tensor]:
+    """The moments as squares or rows, all images together or some at a time."""
     limit = memory_limit(mean.device, memory_budget)
     itemsize = mean.element_size()
     squares_limit = min(limit, piece_bytes("backward", mean.device)) if torch.is_grad_enabled() else limit
@@ -99,7 +113,7 @@ def without_negative_variances(
     outputs: Tensor,
     memory_budget: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """The moments that `layerwise` gave, with those of images that have a negative variance computed again.
+    """The moments that were carried, with those of images that have a negative variance computed again.
 
     Corrections by cumulants are of first order, and can be larger than what is left of a variance; without cumulants no
     variance is negative, except by rounding where it is 0, as for scores of units that never move: these are set to 0.

@@ -316,7 +316,6 @@ def curved_layer(
             square = square + half + half.mT
         square = torch.diagonal_scatter(square, covariance.flatten(-3), dim1=-2, dim2=-1)
         pairs = stage.rule.pairs(mean.squeeze(-1), square)
-        assert pairs is not None
         pairs = torch.diagonal_scatter(pairs, beyond_linear, dim1=-2, dim2=-1)
     return CurvedLayer(stage, local.gain, local.curvature, sums.scored, rest, pairs)
 

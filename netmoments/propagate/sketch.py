@@ -22,7 +22,7 @@ from netmoments.propagate.plan import Plan
 from netmoments.propagate.replay import REPLAYED_BYTES, replayed
 from netmoments.relu.triton.launch import MOST_IMAGES
 from netmoments.rules.base import SketchedLayer
-from netmoments.rules.sampled import LEAST_SAMPLES, QuadraticForms, nonlinear_covariance, paired
+from netmoments.rules.sampled import LEAST_SAMPLES, QuadraticForms, paired, remainder_covariance
 
 PROBES = 64
 """Probes of each image, by default."""
@@ -73,8 +73,8 @@ def sketched(
     deep z not quite Gaussian.
 
     The probes of an image depend on `seed` and on its place in the batch, whatever the other images are. Their seed is
-    none that a user would choose: weights drawn with that would be the probes. As many images go together as the memory
-    allows.
+    none that a user would choose: weights drawn with that would be the probes. As many images go together as a
+    CPU's cache likes, or the memory of a GPU allows.
     """
     if not plan.last.sources:
         constant = plan.last.value({})[outputs]
@@ -153,7 +153,7 @@ def _forward_and_back(plan: Plan, mean: Tensor, deviations: Tensor, outputs: Ten
     with full_precision(), progress_bar("sketch", 2 * len(plan.stages)) as show:
         for place, stage in enumerate(plan.stages):
             show(place)
-            layer = stage.rule.sketched(stage.before.values(means), stage.before.values(samples))
+            layer = stage.rule.in_sketch(stage.before.values(means), stage.before.values(samples))
             means[stage.output], samples[stage.output] = layer.mean, layer.values
             layers.append(layer)
             for node in set(means) - set(plan.needed[place + 1]):
@@ -165,7 +165,7 @@ def _forward_and_back(plan: Plan, mean: Tensor, deviations: Tensor, outputs: Ten
             deviations = deviations.detach()
             centre = deviations.mean(1, keepdim=True)
             remainders = sampled - sampled.mean(-1, keepdim=True) - slopes @ (deviations - centre).mT
-            nonlinear = nonlinear_covariance(remainders.double(), forms).to(mean.dtype)
+            nonlinear = remainder_covariance(remainders.double(), forms).to(mean.dtype)
     return scores, nonlinear, slopes
 
 

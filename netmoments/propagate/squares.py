@@ -237,7 +237,6 @@ class _Units:
         gain = first[1] * self.per_deviation
         if self.rule.has_pair_formula:
             beyond = self.rule.pairs(self.joint.mean[:, : self.n], self.square)
-            assert beyond is not None
             total = beyond + self.square * (gain.unsqueeze(-1) * gain.unsqueeze(-2))
         else:
             total = _series(first[1 : SERIES + 1], first[1 : SERIES + 1], rho)
@@ -348,7 +347,6 @@ def _through_windows(joint: DenseJoint, rule: Nonlinearity, inputs: int, followe
     windows = _Windows(joint, rule, inputs)
     square = _no_negative_variance(joint.covariance[:, :inputs, :inputs])
     beyond = rule.pairs(joint.mean[:, :inputs], square) if rule.has_pair_formula else windows.quadratic_pairs()
-    assert beyond is not None
     of_units = windows.gained_rows(windows.gained_rows(square).mT) + beyond
     across = windows.gained_rows(joint.covariance[:, inputs:, :inputs]).mT
     if windows.turned is not None:

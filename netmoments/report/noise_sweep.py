@@ -130,17 +130,21 @@ def loaded(subject: Subject, digests: Digests) -> tuple[nn.Module, LabelledImage
     return network, images
 
 
+NOT_IN_PARTS = {"rare", "seconds", "method", "examples", "device", "attacks", "layer"}
+"""Settings of a study that the parts of a sweep do not depend on: what is computed beside them, and where."""
+
+
 def _configuration(subject: Subject, config: StudyConfig, digests: Digests) -> dict[str, Any]:
     """Everything that the results depend on, as plain JSON."""
-    covariance = None
-    if config.covariance is not None:
-        covariance = hashlib.sha256(config.covariance.double().contiguous().numpy().tobytes()).hexdigest()
     values = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject)}
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    settings = {name: value for name, value in settings.items() if name not in NOT_IN_PARTS}
+    settings["samples_at_most"] = settings.pop("samples")  # `samples` of a part are those that were taken
+    if config.covariance is not None:
+        settings["covariance"] = hashlib.sha256(config.covariance.double().contiguous().numpy().tobytes()).hexdigest()
     return {
         **{name: str(value) if isinstance(value, Path) else value for name, value in values.items()},
-        **dataclasses.asdict(digests),
-        "sigma": config.sigma, "tolerance": config.tolerance, "samples_at_most": config.samples,
-        "covariance": covariance, "seed": config.seed, "scores": config.scores, "levels": list(config.levels),
+        **dataclasses.asdict(digests), **settings, "levels": list(config.levels),
     }  # fmt: skip
 
 

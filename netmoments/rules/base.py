@@ -129,12 +129,12 @@ class Nonlinearity(ABC):
     def values(self, z: Tensor) -> Tensor:
         """f itself, from (..., n, w) to (..., n)."""
 
-    def pairs(self, mean: Tensor, covariance: Tensor) -> Tensor | None:
-        """The exact covariances of all pairs of units less their linear parts, (N, n, n); None without a formula.
+    def pairs(self, mean: Tensor, covariance: Tensor) -> Tensor:
+        """The exact covariances of all pairs of units less their linear parts, (N, n, n), if `has_pair_formula`.
 
         The units look at one number each, with means (N, n) and covariances (N, n, n).
         """
-        return None
+        raise NotImplementedError(f"{type(self).__name__} has no formula for pairs of units")
 
     def power_moments(self, mean: Tensor, variance: Tensor) -> PowerMoments | None:
         """The moments of powers of units that look at one number each, from means and variances (N, n).
@@ -150,7 +150,7 @@ class Nonlinearity(ABC):
 
     @cached_property
     def has_pair_formula(self) -> bool:
-        """Whether `pairs` has a formula."""
+        """Whether `pairs` is defined."""
         return type(self).pairs is not Nonlinearity.pairs
 
     @cached_property
@@ -200,7 +200,7 @@ class Nonlinearity(ABC):
         """One rule for this layer with a ReLU before or after it, if these are the same function; None otherwise."""
         return None
 
-    def sketched(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
+    def in_sketch(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
         """The layer in a sketch, from the mean (N, p) and samples (N, K, p) of its input."""
         if ENABLED and self.has_kernels(mean, samples):
             return self.by_kernels(mean, samples)
@@ -232,11 +232,11 @@ class Nonlinearity(ABC):
         return UnitMoments(expected, gain.detach(), curvature.detach())
 
     def has_kernels(self, mean: Tensor, samples: Tensor) -> bool:
-        """Whether `by_kernels` can take the place of `sketched`: on a GPU, and without derivatives."""
+        """Whether `by_kernels` can take the place of `in_sketch`: on a GPU, and without derivatives."""
         return False
 
     def by_kernels(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
-        """`sketched` by GPU kernels, which never make the host wait."""
+        """`in_sketch` by GPU kernels, which never make the host wait."""
         raise NotImplementedError
 
 

@@ -47,7 +47,7 @@ class BlackBox(Nonlinearity):
     def _refuse(self) -> NoReturn:
         raise NotImplementedError(f"{self.name} has no formula; it is known from samples only")
 
-    def sketched(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
+    def in_sketch(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
         """Mean and expected slopes are averages over the samples, shifted so that their mean is right."""
         shifted = mean.unsqueeze(1) + (samples - samples.mean(1, keepdim=True)).detach()
         together = elements_together("pass", samples, max(samples.shape[-1], self.units))

@@ -91,10 +91,10 @@ class Largest(Nonlinearity):
     def has_formula(self) -> bool:
         return self.width <= WIDEST
 
-    def sketched(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
+    def in_sketch(self, mean: Tensor, samples: Tensor) -> SketchedLayer:
         """For the widest windows the moments are averages over further inputs, with the covariance of the samples."""
         if self.has_formula:
-            return super().sketched(mean, samples)
+            return super().in_sketch(mean, samples)
         count, middle = samples.shape[1], mean.detach()
         root = (samples - samples.mean(1, keepdim=True)).detach() / math.sqrt(count - 1)
         draws = min(MOST_POINTS, max(count, DRAWN // self.windows.numel()))

@@ -376,6 +376,15 @@ def _as_function(target: Any, rest: tuple[Any, ...], named: Mapping[str, Any], x
     return value
 
 
+SMOOTH = (
+    aten.tanh, aten.sigmoid, aten.silu, aten.gelu, aten.elu, aten.softplus, aten.celu, aten.mish, aten.hardswish,
+    aten.hardsigmoid, aten.erf, aten.erfc, aten.sin, aten.cos, aten.exp, aten.exp2, aten.expm1, aten.atan, aten.sinh,
+    aten.cosh, aten.asinh,
+)  # fmt: skip
+"""Operators that are functions of one number, known by quadrature, and defined everywhere."""
+ONE_SIGNED = (aten.sqrt, aten.rsqrt, aten.reciprocal, aten.log, aten.log2, aten.log10)
+"""The same, defined on one side of 0 only."""
+
 RULES: dict[Any, Rule] = {
     aten.relu: _one_input(lambda call: relu(call.size, call.like)),
     aten.leaky_relu: _one_input(_leaky),
@@ -401,15 +410,8 @@ RULES: dict[Any, Rule] = {
     aten.min: _extreme_over_dims(-1),
     aten.maximum: _extreme_of_two(1),
     aten.minimum: _extreme_of_two(-1),
-    **dict.fromkeys(
-        (
-            aten.tanh, aten.sigmoid, aten.silu, aten.gelu, aten.elu, aten.softplus, aten.celu, aten.mish,
-            aten.hardswish, aten.hardsigmoid, aten.erf, aten.sin, aten.cos, aten.exp, aten.exp2, aten.expm1, aten.erfc,
-            aten.atan, aten.sinh, aten.cosh, aten.asinh,
-        ),
-        _one_input(_smooth),
-    ),
-    **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.reciprocal, aten.log, aten.log2, aten.log10), _one_input(_one_signed)),
+    **dict.fromkeys(SMOOTH, _one_input(_smooth)),
+    **dict.fromkeys(ONE_SIGNED, _one_input(_one_signed)),
     aten.mul: _product,
     aten.square: _one_input(_square),
     aten.pow: _one_input(_power),

@@ -117,7 +117,7 @@ def _add_forms_of_windows(
         across.add_(weights[..., units] @ (z[..., :k].mT @ curved[..., -k:]).flatten(2))
 
 
-def nonlinear_covariance(remainders: Tensor, forms: QuadraticForms | None) -> Tensor:
+def remainder_covariance(remainders: Tensor, forms: QuadraticForms | None) -> Tensor:
     """The covariance of r scores less their linear parts, (N, r, r), from remainders at K samples, (N, r, K).
 
     A remainder is a score less its linear part. Its quadratic part ½ zᵀMz is covered by `quadratic_covariance`, what is

@@ -16,7 +16,7 @@ from netmoments.linearize import two_stage as module
 from netmoments.linearize.two_stage import (
     by_forward_mode,
     by_reverse_mode,
-    linearized,
+    scores_and_jacobians,
     tangent_at,
 )
 from netmoments.network.model import NetworkModel
@@ -97,7 +97,7 @@ def test_forward_and_reverse_mode_agree_in_chunks_of_any_size(name):
 def test_slope_and_value_at_the_point_are_the_networks(name):
     """The chain rule: B 1[z > 0] A + D is the network's Jacobian at the point, and g(x) = network(x)."""
     net, x = network(name), inputs(name, 2)
-    _, expected = linearized(net, x, torch.arange(net(x.clone()).shape[1]).expand(2, -1), 2)
+    _, expected = scores_and_jacobians(net, x, torch.arange(net(x.clone()).shape[1]).expand(2, -1), 2)
     for relu in nm.relus(net, x):
         g = nm.two_stage(net, x, relu.name)
         assert_close(g(x), net(x.clone()), rtol=1e-12, atol=1e-13, what=relu.name)

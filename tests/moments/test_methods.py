@@ -85,12 +85,12 @@ BAD_OPTIONS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "unknown control": (
         lambda: nm.Sampling(control="exact"),
         ValueError,
-        r"control must be one of two-stage, linear, sketch, or None, .*got 'exact'",
+        r"control must be one of sketch, two-stage, linear, or None, .*got 'exact'",
     ),
     "control by a method without a surrogate": (
         lambda: nm.Sampling(control=nm.Layerwise()),
         ValueError,
-        r"control must be one of two-stage, linear, sketch, or None, .*got Layerwise\(\)",
+        r"control must be one of sketch, two-stage, linear, or None, .*got Layerwise\(\)",
     ),
     "not a bank": (lambda: nm.TwoStage(bank=3), TypeError, r"bank must be a netmoments\.LinearizationBank, got 3"),
     "few samples for a control": (

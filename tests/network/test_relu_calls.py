@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import netmoments as nm
-from netmoments.network.relu_calls import Cut, find_relu
+from netmoments.network.relu_calls import Cut, find_relu, smooth_name
+from netmoments.rules import registry
 from tests.closeness import assert_close
 from tests.network.small import POINT, Wrapped, small, wrapped
 from tests.networks import FACTORIES, inputs, network, seeded
@@ -184,6 +185,13 @@ def test_smooth_functions_are_known(name):
     net = seeded(SMOOTH[name], torch.float32)
     with pytest.warns(UserWarning, match=f"output_moments: the network calls {name}, which is smooth"):
         nm.output_moments(net, nm.Gaussian(POINT[0], std=0.1), "linear")
+
+
+def test_smooth_functions_with_a_rule_are_known_as_smooth():
+    """`network` may not import rules, so that it has a list of its own."""
+    aten = torch.ops.aten
+    for operator in (*registry.SMOOTH, *registry.ONE_SIGNED, aten.log_softmax, aten.native_layer_norm):
+        assert smooth_name(getattr(operator, operator.overloads()[0])) is not None, operator
 
 
 SMALL = seeded(small, torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import os
 import pickle
 import shutil
@@ -25,6 +26,7 @@ from netmoments.report import noise_sweep
 from netmoments.report.arguments import StudyConfig, Subject
 from netmoments.report.noise_study import NEAREST, Study, TimePlan, example_images, survey_of
 from netmoments.report.noise_sweep import (
+    NOT_IN_PARTS,
     PART,
     Digests,
     NearestSweep,
@@ -166,6 +168,16 @@ def test_another_configuration_needs_another_folder(folder):
     other = dataclasses.replace(CONFIG, sigma=0.2)
     with pytest.raises(ValueError, match="sigma"):
         study_in_parts(SUBJECT, other, (), folder, LocalEngine(["cpu"]))
+
+
+def test_every_setting_is_in_the_configuration_of_parts_or_named_as_not():
+    """A new option that parts depend on must not be resumed over."""
+    settings = {field.name for field in dataclasses.fields(CONFIG)} - NOT_IN_PARTS - {"samples"} | {"samples_at_most"}
+    configuration = SurveySweep(SUBJECT, CONFIG, DIGESTS, 130).configuration
+    assert settings <= configuration.keys()
+    assert not NOT_IN_PARTS & configuration.keys()
+    assert {field.name for field in dataclasses.fields(CONFIG)} >= NOT_IN_PARTS
+    json.dumps(configuration)
 
 
 def test_other_weights_under_the_same_name_need_another_folder(tmp_path):

@@ -54,7 +54,7 @@ def test_a_sketch_of_the_widest_windows(sign, with_zero):
     mean = torch.randn(3, 80, dtype=torch.float64, generator=generator).requires_grad_()
     samples = mean.detach().unsqueeze(1) + torch.randn(3, 64, 80, dtype=torch.float64, generator=generator)
     assert not rule.has_formula
-    found, formula = rule.sketched(mean, samples), rule.sketch_moments(mean, rule.observed(samples).covariance, 4096)
+    found, formula = rule.in_sketch(mean, samples), rule.sketch_moments(mean, rule.observed(samples).covariance, 4096)
     assert torch.equal(found.values, rule.observed(samples).values)
     assert float((found.mean - formula.mean).detach().abs().max()) < 0.05
     gain = found.pull_back(torch.eye(2, dtype=torch.float64).expand(3, 2, 2))

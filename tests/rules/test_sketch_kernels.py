@@ -128,7 +128,7 @@ def without_means(across: Tensor) -> Tensor:
 def assert_one_layer(rule: Nonlinearity, mean: Tensor, samples: Tensor, values: Tensor, expected: Tensor) -> None:
     """What the rule makes of it in a sketch."""
     assert rule.has_kernels(mean, samples)
-    found = rule.sketched(mean, samples)
+    found = rule.in_sketch(mean, samples)
     assert torch.equal(found.values, values)
     assert torch.equal(found.mean, expected)
 
