@@ -35,6 +35,8 @@ PIECE: dict[str, dict[Kind, int]] = {
 }  # fmt: skip
 """Bytes that a piece of work of each kind may take."""
 
+SUMS_COPIES = 4
+"""Sums over samples take up to so many times their own size while they are made and turned into estimates."""
 DIRECTIONS = 64
 """Directions of a point that go through the network together; several points go together if there is room for more."""
 
@@ -100,6 +102,27 @@ def matrices_together(like: Tensor, each: int, budget: int | None) -> int:
     if budget is None:
         limit = min(limit, piece_bytes("matrices", like.device))
     return max(1, limit // (each * like.element_size()))
+
+
+def inputs_together(mean: Tensor, pairs: int, outputs: int, products: bool, sums: int) -> int:
+    """How many inputs, with means (E, ...), are sampled at a time, for d outputs of each.
+
+    Each has both samples of some pairs, inputs and outputs, and so many sums in float64 for every output, or for every
+    product of two. If the sums of one input do not fit, that is an error.
+    """
+    numbers = sums * (outputs**2 if products else outputs)
+    needed = SUMS_COPIES * 8 * numbers
+    if (
+        products
+        and needed > piece_bytes("backward", mean.device)
+        and needed > (limit := memory_limit(mean.device, None))
+    ):
+        raise MemoryError(
+            f"output_moments: sampling all covariances of {outputs:,} outputs takes {gigabytes(needed)} of the "
+            f"{gigabytes(limit)} there are for it; choose some with outputs=, leave out covariance=True, or give a "
+            f"formula without its comparison with samples, check=0"
+        )
+    return elements_together("backward", mean, 2 * pairs * (mean[0].numel() + outputs) + 2 * numbers)
 
 
 def gigabytes(count: float) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from netmoments.gaussian import Gaussian, random_seed
-from netmoments.memory import elements_together
+from netmoments.memory import elements_together, inputs_together
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.progress import progress_bar
@@ -29,8 +29,6 @@ from netmoments.sampling.estimate import (
     WIDENING,
     PairEstimate,
     infinite_outputs,
-    inputs_together,
-    require_room_for_products,
 )
 from netmoments.sampling.fast_network import FastNetwork, fast_network, half_network, low_network
 from netmoments.sampling.pair_sums import (
@@ -119,10 +117,7 @@ def sampled_to_tolerance(
     """
     start = time.perf_counter()
     count = model.outputs if outputs is None else outputs.shape[1]
-    sums = FOLDS * SUMS * (count**2 if products else count)
-    if products:
-        require_room_for_products(sums, count, noise.device)
-    together = inputs_together(noise.mean, PILOT, count, sums)
+    together = inputs_together(noise.mean, PILOT, count, products, FOLDS * SUMS)
     with torch.inference_mode(False), torch.no_grad(), full_precision():
         if len(noise.mean) <= together:
             return _Sampling(model, noise, outputs, products, seed, memory_budget).until(goal, start)

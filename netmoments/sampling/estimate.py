@@ -33,8 +33,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.memory import elements_together, gigabytes, memory_limit, piece_bytes
-
 PILOT = 64
 """Pairs of a first look at a network. WIDE_PAIRS of them are at wider noise, and only show what may be missed."""
 WIDENING = 2.5
@@ -48,8 +46,6 @@ MOST_SHARE = 1.0
 """Relative errors of variances above this are widened for skewness only as much as this one."""
 ROUNDING = 16
 """An output that varies by less than so many units in the last place of its mean is taken not to vary."""
-WITH_COPIES = 4
-"""Sums take up to so many times their own size while they are made and turned into estimates."""
 
 
 class PairEstimate(NamedTuple):
@@ -68,25 +64,6 @@ class PairEstimate(NamedTuple):
     def variance_error_squared(self) -> Tensor:
         squared = self.second_error_squared
         return squared if squared.dim() == 2 else squared.diagonal(dim1=-2, dim2=-1)
-
-
-def inputs_together(mean: Tensor, pairs: int, outputs: int, sums: int) -> int:
-    """How many inputs, with means (E, ...), are sampled at a time, for d outputs of each.
-
-    Each has both samples of some pairs, inputs and outputs, and so many sums in float64, which are two numbers each.
-    """
-    return elements_together("backward", mean, 2 * pairs * (mean[0].numel() + outputs) + 2 * sums)
-
-
-def require_room_for_products(sums: int, outputs: int, device: torch.device) -> None:
-    """Raise an error if so many sums in float64, those for all covariances of one input, do not fit."""
-    needed = WITH_COPIES * 8 * sums
-    if needed > piece_bytes("backward", device) and needed > (limit := memory_limit(device, None)):
-        raise MemoryError(
-            f"output_moments: sampling all covariances of {outputs:,} outputs takes {gigabytes(needed)} of the "
-            f"{gigabytes(limit)} there are for it; choose some with outputs=, leave out covariance=True, or give a "
-            f"formula without its comparison with samples, check=0"
-        )
 
 
 def counts_of_infinite(values: Tensor) -> Tensor:

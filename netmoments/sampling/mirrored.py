@@ -18,7 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from netmoments.gaussian import Gaussian
-from netmoments.memory import elements_together
+from netmoments.memory import elements_together, inputs_together
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision
 from netmoments.progress import progress_bar
@@ -31,8 +31,6 @@ from netmoments.sampling.estimate import (
     allowing_for_the_unseen,
     counts_of_infinite,
     infinite_outputs,
-    inputs_together,
-    require_room_for_products,
     wide_residuals,
 )
 from netmoments.sampling.fast_network import FastNetwork, fast_network
@@ -60,10 +58,7 @@ def mirrored_moments(
     for skewness (see `estimate`).
     """
     count, pairs = model.outputs if outputs is None else outputs.shape[1], runs // 2
-    sums = len(MirroredSums._fields) * (count**2 if products else count)
-    if products:
-        require_room_for_products(sums, count, noise.device)
-    together = inputs_together(noise.mean, pairs, count, sums)
+    together = inputs_together(noise.mean, pairs, count, products, len(MirroredSums._fields))
     points = min(2, int(GRADIENTS_SHARE * runs / (BACKWARD * count) + 0.5))
     generator = Generator(noise.device).manual_seed(seed)
     estimates, taken = [], 2 * pairs

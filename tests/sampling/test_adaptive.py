@@ -15,8 +15,9 @@ from torch.nn import functional
 
 import netmoments as nm
 from benchmarks.measure import class_frequencies
+from netmoments import memory
 from netmoments.network.model import NetworkModel
-from netmoments.sampling import adaptive, estimate
+from netmoments.sampling import adaptive
 from netmoments.sampling.adaptive import (
     Goal,
     described,
@@ -297,7 +298,7 @@ def test_covariances_that_do_not_fit_are_refused_beforehand(monkeypatch):
         nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1000)).eval(),
         nm.Gaussian(torch.zeros(2), std=0.3),
     )
-    monkeypatch.setattr(estimate, "memory_limit", lambda device, budget: 2**30)
+    monkeypatch.setattr(memory, "memory_limit", lambda device, budget: 2**30)
     expected = r"all covariances of 1,000 outputs takes 1.2 GB of the 1.1 GB .* choose some with outputs="
     with pytest.raises(MemoryError, match=expected):
         nm.output_moments(network, noise, tolerance=0.05, covariance=True)
