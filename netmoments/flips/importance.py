@@ -93,11 +93,10 @@ async def by_importance(
             if search.guide is None:
                 return None
             guides.append(with_exact_levels(search.guide, target, generator))
-        if estimation is not None and estimation.result(met).agreed and not common((*estimation.guides, *guides)):
+        if estimation is not None and estimation.result(met).agreed and estimation.can_go_on_with(guides):
             estimation.go_on_with(guides)
         else:
-            points = common(guides) or guides[-1].predicted_variance <= WORTH
-            estimation = (RareEstimation if points else LineEstimation)(margins, guides, generator)
+            estimation = (LineEstimation if lines_pay(guides) else RareEstimation)(margins, guides, generator)
         last, each = attempt + 1 == ATTEMPTS, estimation.runs_each
         most = math.inf if last else round_runs(searches) / max(1 - likely_left(variances), 1e-9) / each
         met = await estimation.run_until(target, estimation.samples + most, limit, FIRST_RUNS // each)
@@ -190,6 +189,16 @@ def with_exact_levels(guide: Guide, target: Target, generator: torch.Generator) 
 def common(guides: Iterable[Guide | PlainNoise]) -> bool:
     """Whether one of these guides expects flips to be so common that its h is a control variate."""
     return any(guide.expected >= COMMON for guide in guides)
+
+
+def within_reach(guides: Iterable[Guide | PlainNoise]) -> bool:
+    """Whether flips are no rarer than lines can show, by all of these guides."""
+    return all(guide.expected >= NEGLIGIBLE for guide in guides)
+
+
+def lines_pay(guides: Sequence[Guide]) -> bool:
+    """Whether to follow lines: flips are neither common nor beyond reach, and points vary much."""
+    return within_reach(guides) and not common(guides) and guides[-1].predicted_variance > WORTH
 
 
 class Estimation:
@@ -327,6 +336,10 @@ class RareEstimation(Estimation):
         super().add(white, margins, number)
         self.flipped.append(white[self.flips[-1] > 0])
 
+    def can_go_on_with(self, guides: Sequence[Guide]) -> bool:
+        """Whether the densities of these guides can be mixed with those so far."""
+        return not common((*self.guides, *guides))
+
     def go_on_with(self, guides: Sequence[Guide]) -> None:
         """Draw further runs from these guides. The runs so far keep counting, in the mixture of old and new guides."""
         flips, white = torch.cat(self.flips), torch.cat(self.flipped)
@@ -387,6 +400,9 @@ class LineEstimation(RareEstimation):
     @property
     def runs_each(self) -> int:
         return RUNS_EACH
+
+    def can_go_on_with(self, guides: Sequence[Guide]) -> bool:
+        return super().can_go_on_with(guides) and within_reach(guides)
 
     async def run(self, count: int) -> None:
         """Follow so many lines more, divided among the guides."""
