@@ -182,15 +182,19 @@ class Lines:
         """π in each cell, (N, T), after margins (N, d) of the network at the first runs in the cells (N,).
 
         Surrogates are moved by how wrong they were there, and are the less certain the farther away, but no more
-        certain than cells can show.
+        certain than cells can show. Of two faces of one rival only the nearer one was seen.
         """
-        t = self.faces.places
+        t, faces = self.faces.places, self.faces
+        here = self.margins.gather(1, cell.view(-1, 1, 1).expand(-1, 1, self.margins.shape[2])).squeeze(1)
+        rivals = cell.new_tensor([surrogate.rival for surrogate in faces.surrogates])
+        same = rivals.unsqueeze(0) == rivals.unsqueeze(1)
+        seen = here <= torch.where(same, here.unsqueeze(1), torch.inf).amin(2)
+        moved = torch.where(seen, margins[:, rivals] - here, 0.0).unsqueeze(1)
         away = (t - t[cell].unsqueeze(1)).abs()
-        here = self.margins.gather(1, cell.view(-1, 1, 1).expand(-1, 1, self.margins.shape[2]))
-        seen = torch.stack([margins[:, surrogate.rival] for surrogate in self.faces.surrogates], 1).unsqueeze(1)
-        spread = (KNOWN + FORGOTTEN * away).unsqueeze(-1) * self.margins.new_tensor(self.faces.spreads)
+        unsure = torch.where(seen.unsqueeze(1), (KNOWN + FORGOTTEN * away).unsqueeze(-1), 1.0)
+        spread = unsure * self.margins.new_tensor(faces.spreads)
         spread = torch.maximum(spread, self.margins.diff(dim=1, append=self.margins[:, -1:]).abs()).clamp(min=1e-300)
-        scaled = ((self.margins + seen - here) / spread).flatten(0, 1)
+        scaled = ((self.margins + moved) / spread).flatten(0, 1)
         chance = joint_flip_chance(scaled, torch.ones_like(scaled[0])).unflatten(0, away.shape)
         informed = self.weights * (chance * (1 - chance) + DOUBT * chance).clamp(min=0).sqrt()
         plain = self.mixture / self.mixture.sum(1, keepdim=True).clamp(min=1e-300)

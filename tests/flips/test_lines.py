@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,3 +121,20 @@ def test_lines_keep_counting_with_new_guides():
 def test_lines_where_they_pay():
     assert runs_for_unit_error(WORTH) == WORTH
     assert runs_for_unit_error(100.0) == 2 * line_variance(100.0) < 100.0
+
+
+def test_a_first_run_says_nothing_of_the_other_face_of_its_rival():
+    """Two faces at z = ±4 of one rival: second runs are near 4 on lines of the first, where the first run was right."""
+    one = surrogate(curved=0.0)
+    two = replace(one, slope=-one.slope)
+    generator = torch.Generator().manual_seed(0)
+    made = guide((one, two), generator)
+    faces = Faces.of(made)
+    white = made.draw(torch.randn(200, SIZE, generator=generator), generator)
+    lines = faces.lines((made,), (1.0,), white, faces.chosen(white, generator))
+    cell = lines.first_places()
+    strongest = faces.margins(lines.at(faces.places[cell])).amin(1, keepdim=True)
+    t, _ = lines.drawn(
+        lines.second_chances(cell, torch.cat([torch.full_like(strongest, 9.0), strongest], 1)), generator
+    )
+    assert float(((t > 3.9) & (t < 5.5)).double().mean()) > 0.6
