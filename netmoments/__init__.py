@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from netmoments.affine_relu_affine import AffineReluAffine
     from netmoments.attacks.expected_logits import ExpectedLogits
     from netmoments.covariances import Covariance, Dense, Diagonal, Isotropic, LowRank
-    from netmoments.flips.class_probabilities import class_probabilities
-    from netmoments.flips.flip_probability import flip_probability
+    from netmoments.flips.flip_probability import class_probabilities, flip_probability
     from netmoments.flips.result import ClassProbabilities, FlipProbability, NearestFlip
     from netmoments.flips.search import nearest_flip
     from netmoments.gaussian import Gaussian
@@ -39,8 +38,7 @@ _NAMES = {
     "affine_relu_affine": ["AffineReluAffine"],
     "attacks.expected_logits": ["ExpectedLogits"],
     "covariances": ["Covariance", "Dense", "Diagonal", "Isotropic", "LowRank"],
-    "flips.class_probabilities": ["class_probabilities"],
-    "flips.flip_probability": ["flip_probability"],
+    "flips.flip_probability": ["class_probabilities", "flip_probability"],
     "flips.result": ["ClassProbabilities", "FlipProbability", "NearestFlip"],
     "flips.search": ["nearest_flip"],
     "gaussian": ["Gaussian"],

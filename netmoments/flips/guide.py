@@ -157,7 +157,11 @@ class Guide:
 
     def ratio(self, white: Tensor) -> Tensor:
         """ρ (N,) at ε (N, n): the density of samples over that of N(0, I)."""
-        parts = self._parts(self.margins(self.coordinates(white)))
+        return self.ratio_of_margins(self.margins(self.coordinates(white)))
+
+    def ratio_of_margins(self, margins: Tensor) -> Tensor:
+        """ρ (N,) from the surrogates' margins (N, J)."""
+        parts = self._parts(margins)
         return self._mixed([part / level for part, level in zip(parts, self.levels, strict=True)])
 
     def flip_chance(self, white: Tensor) -> Tensor:

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from netmoments.flips.guide import COMMON, POOL, Guide, PlainNoise
+from netmoments.flips.lines import RUNS_EACH, WORTH, Faces, Lines, line_variance, numbers_of_line, runs_for_unit_error
 from netmoments.flips.margins import BACKWARD, NoisyMargins, OutOfTime
 from netmoments.flips.result import EntryResult, FlipEstimate, Target, agree, half_width
 from netmoments.flips.search import Search
+from netmoments.memory import elements_together
 
 MIXTURE = (0.2, 0.2, 0.6)
 """The shares of an estimate's runs: by the guide of each search, and by that of both together."""
@@ -91,13 +93,13 @@ async def by_importance(
             if search.guide is None:
                 return None
             guides.append(with_exact_levels(search.guide, target, generator))
-        if estimation is not None and estimation.result(met).agreed and not common((*estimation.guides, *guides)):
+        if estimation is not None and estimation.result(met).agreed and estimation.can_go_on_with(guides):
             estimation.go_on_with(guides)
         else:
-            estimation = RareEstimation(margins, guides, generator)
-        last = attempt + 1 == ATTEMPTS
-        most = math.inf if last else round_runs(searches) / max(1 - likely_left(variances), 1e-9)
-        met = await estimation.run_until(target, estimation.samples + most, limit)
+            estimation = (LineEstimation if lines_pay(guides) else RareEstimation)(margins, guides, generator)
+        last, each = attempt + 1 == ATTEMPTS, estimation.runs_each
+        most = math.inf if last else round_runs(searches) / max(1 - likely_left(variances), 1e-9) / each
+        met = await estimation.run_until(target, estimation.samples + most, limit, FIRST_RUNS // each)
         if (
             (met and estimation.result(met).agreed)
             or margins.runs >= limit
@@ -145,7 +147,7 @@ async def _searched_while_it_pays(
     both.refit()
     margins, start = both.margins, both.margins.runs - taken
     while both.guide is not None and both.guide.expected >= NEGLIGIBLE:
-        variances.append(both.guide.predicted_variance)
+        variances.append(runs_for_unit_error(both.guide.predicted_variance))
         needed = missing * variances[-1] * target.times_needed(both.guide.expected, both.guide.expected)
         taken = margins.runs - start
         saved = needed if both.guide.unaffordable else (1 - likely_left(variances)) * needed
@@ -189,6 +191,16 @@ def common(guides: Iterable[Guide | PlainNoise]) -> bool:
     return any(guide.expected >= COMMON for guide in guides)
 
 
+def within_reach(guides: Iterable[Guide | PlainNoise]) -> bool:
+    """Whether flips are no rarer than lines can show, by all of these guides."""
+    return all(guide.expected >= NEGLIGIBLE for guide in guides)
+
+
+def lines_pay(guides: Sequence[Guide]) -> bool:
+    """Whether to follow lines: flips are neither common nor beyond reach, and points vary much."""
+    return within_reach(guides) and not common(guides) and guides[-1].predicted_variance > WORTH
+
+
 class Estimation:
     """Runs that only estimate: whether they flipped, which class won, and h and ρ of every guide at them."""
 
@@ -210,6 +222,11 @@ class Estimation:
         self.origins: list[Tensor] = []
         """Which guide each run was drawn from."""
 
+    @property
+    def runs_each(self) -> int:
+        """Runs of the network for each sample."""
+        return 1
+
     async def run_until(
         self, target: Target, most: float, limit: int, first: int = FIRST_RUNS, margin: float = MARGIN
     ) -> bool:
@@ -218,7 +235,7 @@ class Estimation:
             await self.run(first)
             while True:
                 times = self.times_needed(target)
-                left = limit - self.margins.runs
+                left = (limit - self.margins.runs) // self.runs_each
                 if times <= 1 or left < 2 or (self.samples > first and times * self.samples > most):
                     return times <= 1
                 await self.run(max(2, int(min(self.samples * min(margin * times - 1, LARGEST_ROUND), left))))
@@ -263,7 +280,16 @@ class Estimation:
     def estimate(self) -> FlipEstimate:
         """The estimate from all runs, which have the density of the mixture in the shares that were drawn."""
         estimate = controlled(torch.cat(self.flips), self.mixture_ratios(), self.controls())
-        return replace(_with_prediction(estimate, self.guides[-1]), unseen_error=self.unseen_error)
+        return replace(self._with_prediction(estimate, self.guides[-1]), unseen_error=self.unseen_error)
+
+    def expected_variance(self, guide: Guide | PlainNoise) -> float:
+        """The variance of one sample over the square of the probability, if the surrogates are right."""
+        return min(guide.predicted_variance, MOST_PREDICTED)
+
+    def _with_prediction(self, estimate: FlipEstimate, guide: Guide | PlainNoise) -> FlipEstimate:
+        """The estimate with the error that the surrogates expect of so many samples."""
+        relative = BELIEVED * math.sqrt(self.expected_variance(guide) / max(estimate.samples, 1))
+        return replace(estimate, predicted_error=relative * max(estimate.probability, 0.0))
 
     def controls(self) -> Controls:
         """The control variates of all runs: h of the last guide."""
@@ -310,11 +336,15 @@ class RareEstimation(Estimation):
         super().add(white, margins, number)
         self.flipped.append(white[self.flips[-1] > 0])
 
+    def can_go_on_with(self, guides: Sequence[Guide]) -> bool:
+        """Whether the densities of these guides can be mixed with those so far."""
+        return not common((*self.guides, *guides))
+
     def go_on_with(self, guides: Sequence[Guide]) -> None:
         """Draw further runs from these guides. The runs so far keep counting, in the mixture of old and new guides."""
         flips, white = torch.cat(self.flips), torch.cat(self.flipped)
         for rows, values in (
-            (self.ratios, [guide.ratio(white) for guide in guides]),
+            (self.ratios, self.ratios_at_flips(guides)),
             (self.flip_chances, [guide.flip_chance(white) for guide in guides]),
         ):
             added = flips.new_zeros(len(flips), len(guides))
@@ -324,6 +354,11 @@ class RareEstimation(Estimation):
         self.shares = (*(0.0 for _ in self.guides), *MIXTURE)
         self.guides = (*(guide.without_pool() for guide in self.guides), *guides)
         self.sources, self.drawn = list(self.guides), [0] * len(self.guides)
+
+    def ratios_at_flips(self, guides: Sequence[Guide]) -> list[Tensor]:
+        """ρ of guides at the runs that flipped."""
+        white = torch.cat(self.flipped)
+        return [guide.ratio(white) for guide in guides]
 
     def of_search(self, number: int) -> Tensor:
         """Which runs (N,) were drawn from a guide of the search with that number."""
@@ -336,7 +371,7 @@ class RareEstimation(Estimation):
         drawn = torch.cat(self.origins)[own].bincount(minlength=len(self.guides))[number::every].double()
         guide = self.guides[number - every]
         controls = Controls.of_guide(chances[:, number - every], guide)
-        return _with_prediction(controlled(flips, ratios[:, number::every] @ drawn / drawn.sum(), controls), guide)
+        return self._with_prediction(controlled(flips, ratios[:, number::every] @ drawn / drawn.sum(), controls), guide)
 
     def result(self, met: bool) -> EntryResult:
         """The estimate of all runs, and whether those of the two searches agree with it."""
@@ -352,6 +387,58 @@ class RareEstimation(Estimation):
         return all(guide.expected_error <= LEAST_KNOWN * guide.expected for guide in self.guides)
 
 
+class LineEstimation(RareEstimation):
+    """Lines in the place of single runs: what each shows of the probability of a flip, and its ρ_j (see `lines`)."""
+
+    def __init__(self, margins: NoisyMargins, guides: Sequence[Guide], generator: torch.Generator) -> None:
+        super().__init__(margins, guides, generator)
+        self.faces = Faces.of(guides[-1])
+        """Those of the first guides: the density of lines is known only among lines of the same directions."""
+        self.faces_of_flips: list[Tensor] = []
+        """The face (N,) of each line that flipped."""
+
+    @property
+    def runs_each(self) -> int:
+        return RUNS_EACH
+
+    def can_go_on_with(self, guides: Sequence[Guide]) -> bool:
+        return super().can_go_on_with(guides) and within_reach(guides)
+
+    async def run(self, count: int) -> None:
+        """Follow so many lines more, divided among the guides."""
+        budget, guides = self.margins.memory_budget, [each for each in self.guides if isinstance(each, Guide)]
+        together = min(POOL_SAMPLES, elements_together("pass", guides[-1].basis, numbers_of_line(guides), budget))
+        for number, lines in enumerate(self.divided(count)):
+            for start in range(0, lines, together):
+                part = min(together, lines - start)
+                white = self.source(number, part).draw(self.margins.normal(part), self.generator)
+                face = self.faces.chosen(white, self.generator)
+                await self.follow(self.faces.lines(guides, self.shares, white, face), number)
+
+    async def follow(self, lines: Lines, number: int) -> None:
+        """Two runs on each line, of which the points were drawn from the guide with that number."""
+        cell = lines.first_places()
+        seen = await self.margins.at(lines.at(self.faces.places[cell]))
+        t, weight = lines.drawn(lines.second_chances(cell, seen), self.generator)
+        white = lines.at(t)
+        margins = await self.margins.at(white)
+        flipped = margins.amin(1) < 0
+        self.flips.append(torch.where(flipped, weight, 0.0))
+        self.winners.append(margins.argmin(1))
+        self.ratios.append(lines.ratios)
+        self.flip_chances.append(torch.zeros_like(lines.ratios))
+        self.origins.append(torch.full((len(t),), number, device=t.device))
+        self.flipped.append(white[flipped])
+        self.faces_of_flips.append(lines.face[flipped])
+
+    def ratios_at_flips(self, guides: Sequence[Guide]) -> list[Tensor]:
+        white, face = torch.cat(self.flipped), torch.cat(self.faces_of_flips)
+        return [self.faces.line_ratio(guide, white, face) for guide in guides]
+
+    def expected_variance(self, guide: Guide | PlainNoise) -> float:
+        return line_variance(super().expected_variance(guide))
+
+
 def with_shrinking_share(times: float, estimate: FlipEstimate) -> float:
     """How many times the runs are needed, where the square of the careful error is `times` what is wanted.
 
@@ -362,12 +449,6 @@ def with_shrinking_share(times: float, estimate: FlipEstimate) -> float:
     part = min((estimate.largest_share * estimate.probability) ** 2 / square, 1.0) if square > 0 else 0.0
     first = (1 - part) * times
     return 0.5 * (first + math.sqrt(first**2 + 4 * part * times))
-
-
-def _with_prediction(estimate: FlipEstimate, guide: Guide | PlainNoise) -> FlipEstimate:
-    """The estimate with the error that the surrogates expect of so many samples, if they are right."""
-    relative = BELIEVED * math.sqrt(min(guide.predicted_variance, MOST_PREDICTED) / max(estimate.samples, 1))
-    return replace(estimate, predicted_error=relative * max(estimate.probability, 0.0))
 
 
 def farther(origin: FlipEstimate, one: FlipEstimate, two: FlipEstimate) -> FlipEstimate:
