@@ -122,7 +122,7 @@ def read_subjects(
         network = nn.Sequential(_preprocessing_module(caller, preprocessing), network).eval()
     model = NetworkModel.of(network, images, caller)
     with torch.no_grad():
-        scores = scores_of(network, images)
+        scores = scores_of(model.network, images)
     require_finite(caller, "the network's scores", scores)
     classes = scores.shape[1]
     if classes < 2:

@@ -363,7 +363,8 @@ def margin_gradients(
     except RuntimeError:
         with without_cudnn():
             scores, slopes = work(*filled)
-    return scores[:count], slopes[:count]
+    # 0·∞ in a branch that torch.where did not take, say: such a run shows a value only
+    return scores[:count], slopes[:count].nan_to_num(0.0, 0.0, 0.0)
 
 
 def comparable(scores: Tensor, probabilities: bool) -> Tensor:

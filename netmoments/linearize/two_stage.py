@@ -124,6 +124,7 @@ class Linearizer(NamedTuple):
                 at = points[group].clone()  # one made in inference mode could not be differentiated
                 z, out, B, D, live = after_the_cut(self.cut, at, indices[group], self.directions)
                 A = _before_the_cut(self.cut, at, live, self.directions, self.limit // len(points))
+                require_finite_derivatives(A, B, D)
                 z, flat = z.gather(1, live), at.flatten(1)
                 c2 = out - matvec(B, torch.relu(z))
                 groups.append((A, z - matvec(A, flat), B, c2 if D is None else c2 - matvec(D, flat), D))
@@ -356,4 +357,14 @@ def scores_and_jacobians(network: nn.Module, points: Tensor, rows: Tensor, chunk
         (jacobian,) = by_reverse_mode(out, (x,), rows, chunk) if out.requires_grad else (None,)
     if jacobian is None:
         jacobian = points.new_zeros(*rows.shape, points[0].numel())
+    require_finite_derivatives(jacobian)
     return out.detach().gather(1, rows), jacobian
+
+
+def require_finite_derivatives(*jacobians: Tensor | None) -> None:
+    """Raise an error where a derivative is NaN or infinite, though the scores are not."""
+    if not all(bool(x.isfinite().all()) for x in jacobians if x is not None):
+        raise ValueError(
+            "the network's derivative is NaN or infinite at the point where it is linearized (a square root at 0, or "
+            "in a branch that torch.where does not take?); use method='auto' or 'sampling'"
+        )

@@ -99,12 +99,18 @@ class Layerwise(Method):
 
     def moments(self, request: Request) -> OutputMoments:
         with request.following_gradients() as noise:
-            indices, plan = request.indices(), plan_of(request.model, request.caller)
-            mean, covariance = layerwise(
-                plan, noise.mean, noise.covariance, indices, request.memory_budget, request.caller,
-                meanwhile=request.model.look,
-            )  # fmt: skip
-        return OutputMoments(mean, _variances(covariance), covariance, self.name, outputs=indices)
+            indices, plan, entries = request.indices(), plan_of(request.model, request.caller), len(noise.mean)
+            wanted, parts = request.products(indices.shape[1]), []
+            together = entries if wanted else elements_together("backward", noise.mean, indices.shape[1] ** 2)
+            for start in range(0, entries, together):
+                span = slice(start, start + together)
+                mean, covariance = layerwise(
+                    plan, noise.mean[span], noise.covariance.entries(span), indices[span], request.memory_budget,
+                    request.caller, meanwhile=request.model.look,
+                )  # fmt: skip
+                parts.append((mean, covariance if wanted else _variances(covariance).clone()))
+        mean, second = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        return _moments(mean, second, self.name, indices)
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,7 @@ class Sketch(Method):
                 plan, noise.mean, noise.covariance, indices,
                 probes=self.probes, seed=self.seed, memory_budget=request.memory_budget,
             )  # fmt: skip
-        return OutputMoments(found.mean, _variances(found.covariance), found.covariance, self.name, outputs=indices)
+        return _moments(found.mean, found.covariance, self.name, indices)
 
     def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
         """The expected slopes; from probes that are not among the samples."""
@@ -191,17 +197,16 @@ class TwoStage(Method):
             answers = self._linearizations(request, indices)
         else:
             answers, distance = self._nearest(self.bank, request, indices)
-        means, covariances, order = [], [], []
+        means, seconds, order, wanted = [], [], [], request.products(indices.shape[1])
         for network, entries in answers:
             own = noise.mean.flatten(1)[entries], noise.covariance.entries(entries)
             mean, covariance = network.moments(*own)
             means.append(mean)
-            covariances.append(covariance)
+            seconds.append(covariance if wanted else _variances(covariance).clone())
             order.append(entries)
         back = torch.cat(order).argsort()
-        mean, covariance = torch.cat(means)[back], torch.cat(covariances)[back]
         cut = request.model.relu(self.layer).name if self.bank is None else self.bank.relu
-        return OutputMoments(mean, _variances(covariance), covariance, self.name, cut, indices, distance)
+        return _moments(torch.cat(means)[back], torch.cat(seconds)[back], self.name, indices, cut, distance)
 
     def _linearizations(self, request: Request, indices: Tensor) -> Iterator[tuple[AffineReluAffine, Tensor]]:
         """Linearizations at the means, some at a time, with the entries of the noise that each is for."""
@@ -263,12 +268,13 @@ class Linear(Method):
     name: ClassVar[str] = "linear"
 
     def moments(self, request: Request) -> OutputMoments:
-        indices, means, covariances = request.indices(), [], []
+        indices, means, seconds = request.indices(), [], []
+        wanted = request.products(indices.shape[1])
         for mean, jacobian, span in _jacobians(request, indices):
+            covariance = request.flat.covariance.entries(span)
             means.append(mean)
-            covariances.append(request.flat.covariance.entries(span).push(jacobian))
-        covariance = torch.cat(covariances)
-        return OutputMoments(torch.cat(means), _variances(covariance), covariance, self.name, outputs=indices)
+            seconds.append(covariance.push(jacobian) if wanted else covariance.push_diagonal(jacobian))
+        return _moments(torch.cat(means), torch.cat(seconds), self.name, indices)
 
     def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
         """The derivative at the mean."""
@@ -374,7 +380,8 @@ class Auto(Method):
         require_seed("Auto", self.seed)
 
     def moments(self, request: Request) -> OutputMoments:
-        may_be_exact = len(request.model.relus) <= 1 and not request.model.smooth
+        model = request.model
+        may_be_exact = len(model.relus) <= 1 and not model.smooth and not model.reads_values
         if request.wants_gradient or may_be_exact:  # only then is the network's graph looked at
             name, reason = self._formula(request)
             if request.wants_gradient or name == "exact":
@@ -455,6 +462,21 @@ def method_named(method: Any, caller: str, **limits: float | None) -> Method:
     raise ValueError(
         f"{caller}: method must be one of {', '.join(SHORT_NAMES)}, or a method with options such as "
         f"netmoments.Sketch(probes=128), got {method!r}"
+    )
+
+
+def _moments(
+    mean: Tensor,
+    second: Tensor,
+    method: str,
+    outputs: Tensor,
+    cut: str | None = None,
+    distance: Tensor | None = None,
+) -> OutputMoments:
+    """The answer of a formula, from covariances (N, k, k), or from variances (N, k) where no more was wanted."""
+    covariance = second if second.dim() == 3 else None
+    return OutputMoments(
+        mean, second if covariance is None else _variances(covariance), covariance, method, cut, outputs, distance
     )
 
 

@@ -139,9 +139,12 @@ def traced_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph
 
     with torch.inference_mode(False):
         traced = _traced(run, slots.tensors, image.detach().clone(), twin, calls, caller)
+    recorded = tuple(traced.graph.nodes)
     _remove_changes_in_place(traced.graph)
     _expand_after_reciprocals(traced.graph)
     nodes = tuple(traced.graph.nodes)
+    places = {node: place for place, node in enumerate(nodes)}  # nodes were put between those that were recorded
+    moved = [*(places[node] for node in recorded), len(nodes)]
     *weights, image_node = (node for node in nodes if node.op == "placeholder")
     (output,) = next(node for node in nodes if node.op == "output").all_input_nodes
     graph = NetworkGraph(
@@ -150,7 +153,7 @@ def traced_graph(network: nn.Module, image: Tensor, caller: str) -> NetworkGraph
         output=output,
         parameters={prefix + name: node for name, node in zip(slots.tensors, weights, strict=True)},
         fixed={node: getattr(traced, str(node.target)) for node in nodes if node.op == "get_attr"},
-        calls=tuple(calls),
+        calls=tuple(LayerCall(call.path, moved[call.start], moved[call.stop]) for call in calls),
         noisy=frozenset(_depending_on(image_node, nodes)),
     )
     if not _agrees(graph, network, another_image(image.detach())):

@@ -20,8 +20,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from netmoments.checks import describe, require_float_tensor
@@ -30,7 +28,16 @@ from netmoments.network.graph import NetworkGraph, traced_graph
 from netmoments.network.interface import HALVES, Arguments, FlatNetwork, OutputPart, needs_flattening, output_parts
 from netmoments.network.relu_calls import Cut, Relu, Trace, find_relu
 from netmoments.network.replica import replica
-from netmoments.network.validate import REFUSALS, examined, first_line, random_state_kept, require_plain_weights
+from netmoments.network.validate import (
+    REFUSALS,
+    attributes_of,
+    equal_tensors,
+    examined,
+    first_line,
+    operations_of,
+    random_state_kept,
+    require_plain_weights,
+)
 from netmoments.precision import full_precision, one_at_a_time
 
 Result = TypeVar("Result")
@@ -82,6 +89,8 @@ class NetworkModel:
     """The smooth functions that the network calls, each with the module that calls it."""
     has_gradient: bool
     """Whether the scores have a gradient in the input, which a constant or a mere decision has not."""
+    reads_values: bool
+    """Whether Python sees values of tensors in a run, by which the network may do something else for other inputs."""
     most_images: int
     """The largest batch that the network takes; only some exported programs have a bound."""
     _caller: str
@@ -188,26 +197,32 @@ class NetworkModel:
         kind = self.image.shape, self.image.dtype, self.image.device, form
         with one_at_a_time:
             by_kind = _known.setdefault(self.given, {})
+            if kind in by_kind and by_kind[kind].may_be_outdated(self.given):
+                del by_kind[kind]
             while kind not in by_kind:
                 versions = [x._version for x in self._tensors() if not x.is_inference()]
                 try:
                     parts = self._set_network()
                     trace = examined(self.network, self.image, self._caller)
-                    by_kind[kind] = _Knowledge(trace, operations_of(self.network, self.image), parts)
+                    if trace.changes_buffers:
+                        self.network = replica(self.network)
+                    operations, attributes = operations_of(self.network, self.image), attributes_of(self.given)
+                    by_kind[kind] = _Knowledge(trace, operations, attributes, parts)
                 except ValueError:  # two runs may differ because another thread trains the network: look again then
                     if versions == [x._version for x in self._tensors() if not x.is_inference()]:
                         raise
-            self._knowledge, self.network = by_kind.pop(kind), self.given
+            self._knowledge = by_kind.pop(kind)
+            self.network = replica(self.given) if self._knowledge.trace.changes_buffers else self.given
             by_kind[kind] = self._knowledge  # the latest last
             if len(by_kind) > KEPT_SHAPES:
                 del by_kind[next(iter(by_kind))]
             if self._knowledge.parts is not None and self._form is None:
                 examined(self.given, self.image, self._caller)  # raises the error that the outputs are no scores
             elif self._knowledge.parts is not None:
-                self.network = FlatNetwork(self.given, arguments, output_key)
+                self.network = FlatNetwork(self.network, arguments, output_key)
         trace = self._knowledge.trace
         self.relus, self.outputs, self.largest = trace.relus, trace.output.shape[1], trace.largest
-        self.has_gradient, self.smooth = trace.has_gradient, trace.smooth
+        self.has_gradient, self.smooth, self.reads_values = trace.has_gradient, trace.smooth, trace.reads_values
         self.pass_size = ACTIVATIONS_HELD * trace.largest
         whole = OutputPart("", trace.output.shape[1:], 0)
         self.parts = (whole,) if self._knowledge.parts is None else self._knowledge.parts
@@ -234,6 +249,10 @@ class NetworkModel:
             return None
         self.network = flat
         return parts
+
+    @property
+    def caller(self) -> str:
+        return self._caller
 
     def relu(self, layer: int | str) -> Relu:
         """The ReLU that `layer` names: a number counted from either end, or a name."""
@@ -311,7 +330,7 @@ class NetworkModel:
             entry = cached.get(key)
             if entry is not None and (entry.addresses, entry.versions) != (addresses, versions):
                 weights = self._weights()
-                if entry.addresses == addresses and _equal(entry.weights, weights):
+                if entry.addresses == addresses and equal_tensors(entry.weights, weights):
                     entry = _Cached(entry.value, weights, addresses, versions)
                 else:
                     entry = None
@@ -369,7 +388,7 @@ class NetworkModel:
             weights = self._weights()
             with one_at_a_time:
                 for entry in known.cached.values():
-                    if not all(map(torch.equal, entry.weights, weights)) and not _equal(entry.weights, weights):
+                    if not all(map(torch.equal, entry.weights, weights)) and not equal_tensors(entry.weights, weights):
                         known.cached.clear()
                         return True
         return False
@@ -481,6 +500,8 @@ class _Knowledge:
     trace: Trace
     operations: list[tuple[Any, ...]]
     """What the network did when it was looked at, from `operations_of`."""
+    attributes: list[Any]
+    """What it had in its modules then, from `attributes_of`."""
     parts: tuple[OutputPart, ...] | None = None
     """What its outputs are; None if it returns scores (N, d) itself."""
     graph: NetworkGraph | None = None
@@ -490,6 +511,16 @@ class _Knowledge:
     """What `kept` has made, by its key."""
     warned: bool = False
     """Whether the user was warned of smooth functions."""
+
+    def may_be_outdated(self, network: nn.Module) -> bool:
+        """Whether something may have changed that the operations of a run do not show.
+
+        Python may decide by an attribute, a threshold say, in inputs that were not tried. What a run changes is private
+        to a copy, which would not have the attributes of now.
+        """
+        if self.trace.changes_buffers:
+            return True
+        return self.trace.reads_values and self.attributes != attributes_of(network)
 
 
 class _Cached(NamedTuple):
@@ -507,93 +538,9 @@ _known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Knowledge]] = WeakKe
 """What is known, by network and kind of input, as long as the network lives."""
 
 
-def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    """Whether two lists hold equal tensors, where NaN equals NaN."""
-    if len(first) != len(second):
-        return False
-    for x, y in zip(first, second, strict=True):
-        if not torch.equal(x, y) and not (x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())):
-            return False
-    return True
-
-
 def _levels_to_the_user() -> int:
     """The `stacklevel` with which a warning points to the user's line that called this package."""
     package, level, frame = str(Path(__file__).parent.parent), 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
     return level
-
-
-class _Constant:
-    """A tensor that a run used but did not make, and that is no parameter or buffer; compared by its values."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value.detach().clone()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Constant) or self.value.shape != other.value.shape:
-            return False
-        same = self.value.dtype == other.value.dtype and self.value.device == other.value.device
-        return same and _equal([self.value], [other.value])
-
-    def __hash__(self) -> int:
-        return hash(self.value.shape)
-
-
-class _Recorder(TorchDispatchMode):
-    """Records every operation of a run with its arguments: numbers as they are, tensors by where they come from."""
-
-    operations: list[tuple[Any, ...]]
-    origins: WeakIdKeyDictionary
-    """Where a tensor comes from: 0 for the input, −k for tensor k of the network, n for the result of operation n."""
-    random = False
-    """Whether an operation drew random numbers."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        self.operations.append((func, self._described(args), self._described(kwargs)))
-        result = func(*args, **kwargs)
-        for made in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(made, Tensor) and made not in self.origins:
-                self.origins[made] = len(self.operations)
-        return result
-
-    def _described(self, value: Any) -> Any:
-        """An argument in a form that can be compared with that of another run."""
-        if isinstance(value, Tensor):
-            origin = self.origins.get(value)
-            if origin is not None:
-                return origin, None if value.is_nested else value.shape  # of a padded sequence, say: it has no shape
-            return _Constant(value)
-        if isinstance(value, float) and value != value:  # NaN differs from itself
-            return "nan"
-        if isinstance(value, list | tuple):
-            return list(map(self._described, value))
-        if isinstance(value, dict):
-            return dict(zip(value, map(self._described, value.values()), strict=True))
-        if isinstance(value, torch.ScriptObject):  # packed weights, a profiler's record: cannot be compared
-            return type(value)
-        return value
-
-
-def operations_of(network: nn.Module, image: Tensor) -> list[tuple[Any, ...]]:
-    """Every operation of a run on one image: two runs with equal lists compute the same function of the weights.
-
-    The values of parameters and buffers do not count, only which of them are used. All numbers and other tensors that
-    enter do count, wherever the network keeps them.
-    """
-    with torch.inference_mode(False), torch.no_grad(), full_precision():
-        x, random_state = image.detach().clone(), torch.get_rng_state()
-        recorder = _Recorder()
-        recorder.operations, recorder.origins = [], WeakIdKeyDictionary()
-        for place, tensor in enumerate((x, *network.parameters(), *network.buffers())):
-            recorder.origins[tensor] = -place
-        with recorder:
-            network(x)
-        if recorder.random:  # only then, since all threads share this state
-            torch.set_rng_state(random_state)
-    return recorder.operations

@@ -57,6 +57,10 @@ class Trace:
     """False if the scores change with the input but have no derivative in it; set by `validate.examined`."""
     has_gradient: bool = True
     """Whether the scores have a gradient in the input, which a constant or a mere decision has not; set there too."""
+    reads_values: bool = False
+    """Whether Python gets to see values of tensors, by which it may decide what to do next."""
+    changes_buffers: bool = False
+    """Whether a run changes buffers of the network, as a counter of runs does; set by `validate.examined`."""
 
 
 def trace(network: nn.Module, inputs: Tensor) -> Trace:
@@ -67,7 +71,10 @@ def trace(network: nn.Module, inputs: Tensor) -> Trace:
     names = _exported_names(network.program) if isinstance(network, ExportedNetwork) else watcher.names
     numbered = zip(_numbered(names), watcher.shapes, strict=True)
     relus = tuple(Relu(index, name, shape[1:]) for index, (name, shape) in enumerate(numbered))
-    return Trace(relus, tuple(dict.fromkeys(watcher.smooth)), output, watcher.largest, tuple(watcher.shapes))
+    return Trace(
+        relus, tuple(dict.fromkeys(watcher.smooth)), output, watcher.largest, tuple(watcher.shapes),
+        reads_values=watcher.reads_values,
+    )  # fmt: skip
 
 
 def with_batch_known(alone: Trace, pair: Trace) -> Trace:
@@ -160,6 +167,7 @@ class _Watcher(TorchFunctionMode):
         """The module that called each ReLU."""
         self.shapes: list[torch.Size] = []
         self.smooth: list[str] = []
+        self.reads_values = False
         self.largest = 0
         self._batch = batch
 
@@ -173,6 +181,7 @@ class _Watcher(TorchFunctionMode):
             self.shapes.append(pre_activations(args, kwargs).shape)
         elif (smooth := smooth_name(func)) is not None:
             self.smooth.append(f"{smooth} in {module}")
+        self.reads_values |= _name(func) in _READS
         result = func(*args, **kwargs)
         if isinstance(result, Tensor):
             self.largest = max(self.largest, -(-result.numel() // self._batch))
@@ -266,6 +275,11 @@ _THRESHOLD: Call = functional.threshold  # a Python function, which torch itself
 _THRESHOLDS: set[Call] = {_THRESHOLD, torch.threshold, torch.threshold_}
 _THRESHOLDS |= {aten.threshold.default, aten.threshold_.default}
 
+_READS = {
+    "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__bool__", "__contains__",
+    "__complex__", "__float__", "__index__", "__int__",
+}  # fmt: skip
+"""Names of functions that give values of tensors to Python."""
 _SMOOTH = {
     "gelu", "sigmoid", "silu", "softmax", "softmin", "softplus", "tanh", "elu", "selu", "celu", "mish",
     "hardswish", "hardsigmoid", "logsigmoid", "log_softmax", "log_sigmoid", "softsign", "tanhshrink", "exp",

@@ -1,4 +1,9 @@
-"""Checks that a network is a deterministic, differentiable function of each image by itself, made by running it."""
+"""What runs of a network show: whether it is a function of each image by itself, and what it does.
+
+`examined` checks that it is deterministic and treats images alone. What is known of a network then holds as long as it
+does the same operations, with the same numbers, on the same image (`operations_of`). Where Python sees values of
+tensors, other inputs may be treated in another way, which depends on what the modules hold (`attributes_of`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from netmoments.checks import describe, require_finite, require_values, unlike_plain
 from netmoments.network.relu_calls import Trace, trace, with_batch_known
@@ -91,6 +98,7 @@ class _RandomOperations(TorchDispatchMode):
 
 
 def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
+    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
     try:
         alone = trace(network, image)
     except REFUSALS as error:
@@ -128,7 +136,15 @@ def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
     unknown = any(parameter.is_inference() for parameter in network.parameters())  # refused where it matters
     differentiable = not changes or unknown or _has_derivative(network, both)
     has_gradient = differentiable and (changes or unknown or _slope(network, both) is not None)
-    return dataclasses.replace(with_batch_known(alone, pair), differentiable=differentiable, has_gradient=has_gradient)
+    now = dict(network.named_buffers())
+    changed = not equal_tensors(list(buffers.values()), [now[name] for name in buffers])
+    return dataclasses.replace(
+        with_batch_known(alone, pair),
+        differentiable=differentiable,
+        has_gradient=has_gradient,
+        reads_values=alone.reads_values or pair.reads_values,
+        changes_buffers=changed,
+    )
 
 
 def _require_deterministic(same: bool, caller: str) -> None:
@@ -214,3 +230,98 @@ def same_values(x: Tensor, y: Tensor) -> bool:
     x, y = x.where(finite, 0.0), y.where(finite, 0.0)
     tolerance = 1e4 * torch.finfo(x.dtype).eps * x.abs().max().clamp(min=1e-30)
     return not bool(((x - y).abs() > tolerance).any())
+
+
+def equal_tensors(first: list[Tensor], second: list[Tensor]) -> bool:
+    """Whether two lists hold equal tensors, where NaN equals NaN."""
+    if len(first) != len(second):
+        return False
+    for x, y in zip(first, second, strict=True):
+        if not torch.equal(x, y) and not (x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())):
+            return False
+    return True
+
+
+class _Constant:
+    """A tensor that a run used but did not make, and that is no parameter or buffer; compared by its values."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value.detach().clone()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Constant) or self.value.shape != other.value.shape:
+            return False
+        same = self.value.dtype == other.value.dtype and self.value.device == other.value.device
+        return same and equal_tensors([self.value], [other.value])
+
+    def __hash__(self) -> int:
+        return hash(self.value.shape)
+
+
+class _Recorder(TorchDispatchMode):
+    """Records every operation of a run with its arguments: numbers as they are, tensors by where they come from."""
+
+    operations: list[tuple[Any, ...]]
+    origins: WeakIdKeyDictionary
+    """Where a tensor comes from: 0 for the input, −k for tensor k of the network, n for the result of operation n."""
+    random = False
+    """Whether an operation drew random numbers."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        self.operations.append((func, self._described(args), self._described(kwargs)))
+        result = func(*args, **kwargs)
+        for made in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(made, Tensor) and made not in self.origins:
+                self.origins[made] = len(self.operations)
+        return result
+
+    def _described(self, value: Any) -> Any:
+        """An argument in a form that can be compared with that of another run."""
+        if isinstance(value, Tensor):
+            origin = self.origins.get(value)
+            if origin is not None:
+                return origin, None if value.is_nested else value.shape  # of a padded sequence, say: it has no shape
+            return _Constant(value)
+        if isinstance(value, float) and value != value:  # NaN differs from itself
+            return "nan"
+        if isinstance(value, list | tuple):
+            return list(map(self._described, value))
+        if isinstance(value, dict):
+            return dict(zip(value, map(self._described, value.values()), strict=True))
+        if isinstance(value, torch.ScriptObject):  # packed weights, a profiler's record: cannot be compared
+            return type(value)
+        return value
+
+
+def operations_of(network: nn.Module, image: Tensor) -> list[tuple[Any, ...]]:
+    """Every operation of a run on one image: two runs with equal lists compute the same function of the weights.
+
+    The values of parameters and buffers do not count, only which of them are used. All numbers and other tensors that
+    enter do count, wherever the network keeps them.
+    """
+    with torch.inference_mode(False), torch.no_grad(), full_precision():
+        x, random_state = image.detach().clone(), torch.get_rng_state()
+        recorder = _Recorder()
+        recorder.operations, recorder.origins = [], WeakIdKeyDictionary()
+        for place, tensor in enumerate((x, *network.parameters(), *network.buffers())):
+            recorder.origins[tensor] = -place
+        with recorder:
+            network(x)
+        if recorder.random:  # only then, since all threads share this state
+            torch.set_rng_state(random_state)
+    return recorder.operations
+
+
+def attributes_of(network: nn.Module) -> list[Any]:
+    """The plain attributes of all modules: numbers, words and flags, also in tuples and lists."""
+    return [(name, value) for module in network.modules() for name, value in vars(module).items() if _is_plain(value)]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | complex | str)

@@ -19,6 +19,7 @@ from netmoments.gaussian import Gaussian
 from netmoments.moments.methods import method_named
 from netmoments.network import zoo
 from netmoments.network.loading import load_network, with_preprocessing
+from netmoments.network.validate import REFUSALS
 
 RELATIVE_LEVELS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Noise levels of the accuracy curve, in units of the chosen one."""
@@ -209,7 +210,7 @@ def _takes(network: nn.Module, images: LabelledImages) -> bool:
     try:
         with torch.no_grad():
             network(images.images[:1].to(like.device, like.dtype))
-    except (RuntimeError, ValueError, IndexError):
+    except REFUSALS:
         return False
     return True
 

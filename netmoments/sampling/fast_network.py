@@ -32,6 +32,8 @@ from netmoments.propagate.replay import recorded
 
 LEAST_BATCH, MOST_BATCH = 8, 512
 """The batch sizes tried on a CPU, in inputs: larger ones never paid, and a batch should take less than a second."""
+BATCH_TRIED = 64
+"""The batch in which images must be treated as in smaller ones; a smaller one if that is what is used."""
 PATIENCE = 0.25
 """No larger batch is tried once a batch takes so many seconds."""
 FASTER = 0.9
@@ -198,7 +200,9 @@ def _tuned(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
             tried = min(batch, 2048)
             copies = [FastNetwork(run, dtype, layout, batch, math.inf, {}) for layout, run in twins.items()]
             timed = [replace(copy, cost=_seconds(copy, image, tried) / tried) for copy in copies]
-            return _differentiable(min(timed, key=lambda copy: copy.cost), image)
+            chosen = min(timed, key=lambda copy: copy.cost)
+            require_rows_alone(chosen, model, image)
+            return _differentiable(chosen, image)
         start = min(LEAST_BATCH, model.most_images)
         copies = [FastNetwork(run, dtype, layout, start, math.inf) for layout, run in twins.items()]
         tried = min(64, model.most_images)
@@ -213,7 +217,26 @@ def _tuned(model: NetworkModel, dtype: torch.dtype) -> FastNetwork:
             if seconds > PATIENCE:
                 break
             size *= 2
+        require_rows_alone(chosen, model, image)
         return chosen
+
+
+def require_rows_alone(network: FastNetwork, model: NetworkModel, image: Tensor) -> None:
+    """Refuse a network whose values depend on the batch only where this is large, as with a capacity for each expert.
+
+    Images between two that the network was tried on go through it in one batch, and in quarters of that.
+    """
+    if network.dtype != image.dtype:
+        return
+    count = min(network.batch, BATCH_TRIED)
+    shares = torch.linspace(0, 1, count, dtype=image.dtype, device=image.device)
+    images = torch.lerp(image, another_image(image), shares.reshape(-1, *(1,) * (image.dim() - 1)))
+    quarters = [network(part.clone()) for part in images.split(-(-count // 4))]
+    if not same_values(network(images.clone()), torch.cat(quarters)):
+        raise ValueError(
+            f"{model.caller}: the network's output for an image depends on the other images of a batch of {count} "
+            f"(a capacity that they share?); netmoments needs each image treated by itself"
+        )
 
 
 def _differentiable(network: FastNetwork, image: Tensor) -> FastNetwork:
@@ -260,8 +283,11 @@ def _with_channels_last(model: NetworkModel, image: Tensor, dtype: torch.dtype) 
 def _copy(
     model: NetworkModel, image: Tensor, dtype: torch.dtype, layout: torch.memory_format
 ) -> Callable[[Tensor], Tensor]:
-    """A copy with weights of its own, with batch normalisations folded if that leaves the values as they are."""
-    folded = _with_own_weights(model.network, image, dtype, layout, fold=True)
+    """A copy with weights of its own, with batch normalisations folded if that leaves the values as they are.
+
+    Nothing is folded where the network may do something else for other inputs, with the same layers.
+    """
+    folded = None if model.reads_values else _with_own_weights(model.network, image, dtype, layout, fold=True)
     if folded is not None:
         examples = (image, another_image(image))
         if dtype != image.dtype or all(

@@ -231,7 +231,7 @@ class Evaluation:
                 self.function(for_entries(x, self.noise, self.entries)).expand(len(x), *self.entries, -1)
             )
         inputs = x.reshape(-1, *self.noise.event_shape)
-        values = self.function(inputs)
+        values = self.function(inputs.clone())  # which it may write into, while others still need the samples
         if not isinstance(values, Tensor) or values.dim() < 1 or values.shape[0] != inputs.shape[0]:
             raise ValueError(
                 f"{self.caller}: function must return a tensor with one row for each of the {inputs.shape[0]} inputs "
