@@ -89,7 +89,7 @@ def four_term_series(
         ValueError: the network has an operation without a rule, or what is carried does not fit into memory.
     """
     plan = plan_of(NetworkModel.of(network, noise.mean, "four_term_series"), "four_term_series")
-    need = need_of(plan, noise.covariance.rank, noise.mean.element_size())
+    need = need_of(plan, noise.covariance.rank, noise.mean.element_size(), plan.last.size)
     limit = memory_limit(noise.mean.device, memory_budget)
     if need.bytes > limit:
         raise ValueError(

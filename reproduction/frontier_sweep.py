@@ -319,7 +319,7 @@ class _Image:
         """Whether a way fits into memory; layerwise knows its need in advance."""
         if way.method != "layerwise":
             return True
-        need = need_of(self.plan(), self.noise.covariance.rank, self.noise.dtype.itemsize)
+        need = need_of(self.plan(), self.noise.covariance.rank, self.noise.dtype.itemsize, self.plan().last.size)
         return need.bytes <= memory_limit(self.noise.device, None)
 
     def plan(self) -> Plan:

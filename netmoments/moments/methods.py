@@ -417,7 +417,8 @@ class Auto(Method):
         except ValueError:  # no fixed graph
             return "sketch", "the network does not always do the same operations"
         noise = request.flat
-        need = need_of(plan, noise.covariance.rank, noise.dtype.itemsize)
+        scores = request.model.outputs if request.outputs is None else request.indices().shape[1]
+        need = need_of(plan, noise.covariance.rank, noise.dtype.itemsize, scores)
         limit = memory_limit(noise.device, request.memory_budget)
         if not plan.last.sources:
             return "exact", "the scores do not depend on the input"

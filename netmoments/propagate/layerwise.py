@@ -65,7 +65,11 @@ def _carried(
     itemsize = mean.element_size()
     squares_limit = min(limit, piece_bytes("backward", mean.device)) if torch.is_grad_enabled() else limit
     as_squares = has_squares(plan, mean, squares_limit)
-    need = squares.need_of(plan, itemsize) if as_squares else rows.need_of(plan, covariance.rank, itemsize)
+    need = (
+        squares.need_of(plan, itemsize)
+        if as_squares
+        else rows.need_of(plan, covariance.rank, itemsize, outputs.shape[1])
+    )
     if need.bytes > limit:
         raise ValueError(
             f'{caller}: method="layerwise" needs {gigabytes(need.bytes)} for the covariances at {need.layer}, but '
@@ -181,7 +185,7 @@ def numbers_seen(plan: Plan, like: Tensor) -> int:
     return int((weights[plan.image] != 0).sum(-1).max())
 
 
-def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
+def need_of(plan: Plan, rank: int, itemsize: int, scores: int) -> Need:
     """The memory that one image with noise of `rank` directions needs at least, as squares or as rows."""
-    needs = squares.need_of(plan, itemsize), rows.need_of(plan, rank, itemsize)
+    needs = squares.need_of(plan, itemsize), rows.need_of(plan, rank, itemsize, scores)
     return min(needs, key=lambda need: need.bytes)

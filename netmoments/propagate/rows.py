@@ -59,6 +59,11 @@ FEWEST_SCORED, MOST_SCORED = 128, 256
 if that is smaller). The chance error is √2/S of that part."""
 SCORE_WORK = 2**33
 """S exceeds the fewest only as far as S², times the numbers in the windows of all layers, stays within this."""
+SCORES_NUMBERS = 2**24
+"""The matrices of the quadratic parts of all scores have so many numbers at most, or S is `MANY_SCORED`: for more than
+256 scores S is less than for few."""
+MANY_SCORED = 48
+"""S for thousands of scores."""
 MIXED = 32
 """Random sums of all rows but the linear ones, which count in the scores' quadratic part beside the S directions."""
 
@@ -102,10 +107,12 @@ class CurvedLayer(NamedTuple):
     def quadratic(self, weights: Tensor) -> Tensor:
         """M_i[k, l] = Σ_u a_iu H_u[f_k, f_l] for m scores with weights a (N, m, n): (N, m, S + `MIXED`, ·)."""
         curved = (self.curvature @ self.directions).flatten(1, 2)
-        matrices = []
-        for of_score in weights.unbind(1):
-            matrices.append((self.directions * of_score[..., None, None]).flatten(1, 2).mT @ curved)
-        return torch.stack(matrices, 1)
+        count = curved.shape[-1]
+        # filled one by one: small results kept among large temporary ones would leave holes everywhere in memory
+        matrices = weights.new_empty(*weights.shape[:2], count, count)
+        for score, of_score in enumerate(weights.unbind(1)):
+            matrices[:, score] = (self.directions * of_score[..., None, None]).flatten(1, 2).mT @ curved
+        return matrices
 
 
 class Sums(NamedTuple):
@@ -160,15 +167,16 @@ Beyond = Callable[[FactorLayout, Tensor, Sums, Local, Tensor, Tensor], ThirdOrde
 """How corrections for skewed tensors are computed: `third_order`, or None to take every tensor as Gaussian."""
 
 
-def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
-    """The most memory that any layer needs for one image with noise of `rank` directions.
+def need_of(plan: Plan, rank: int, itemsize: int, scores: int) -> Need:
+    """The most memory that any layer needs for one image with noise of `rank` directions, or the pass back of scores.
 
     A layer with p inputs and n units of w inputs holds the factor of its input three times (in parts, joined, by unit),
     twice more by window (gathered, and masked where windows are smaller), and the factor of its output twice. To these
     come matrices of all pairs of directions, for the output and for third cumulants if there are any, and four squares
-    where pairs are exact. What a layer keeps for the pass back is added to the layers after it.
+    where pairs are exact. What a layer keeps for the pass back is added to the layers after it. In that pass every
+    score has weights on all units of a layer, and matrices of all pairs of S directions, a few times each.
     """
-    layout, scored = layout_for(_event(plan), rank, MOST_LEADING), scored_directions(plan, rank)
+    layout, scored = layout_for(_event(plan), rank, MOST_LEADING), scored_directions(plan, rank, scores)
     kept, worst = 0, Need("the scores", itemsize * rank * plan.sizes[plan.image])
     for place, stage in enumerate(plan.stages):
         n, w, p = stage.rule.units, stage.rule.width, stage.before.size
@@ -188,7 +196,9 @@ def need_of(plan: Plan, rank: int, itemsize: int) -> Need:
         if needed > worst.bytes:
             worst = Need(stage.name, needed)
         kept += own
-    return worst
+    matrices = 5 * (scored + MIXED) ** 2 + 4 * max(plan.sizes.values()) + 4 * scores
+    back = Need("the scores", itemsize * (kept + scores * matrices))
+    return max(worst, back, key=lambda need: need.bytes)
 
 
 def numbers_carried(plan: Plan) -> int:
@@ -260,7 +270,7 @@ def directions_for(plan: Plan, means: dict[Node, Tensor], image: Tensor, outputs
     layout = layout_for(_event(plan), image.shape[1], outputs.shape[1])
     colour = colours(_event(plan), layout.rank, PAIRED)
     signs = signs_of_colours(colour, image.dtype, image.device)
-    scored = scored_directions(plan, layout.rank)
+    scored = scored_directions(plan, layout.rank, outputs.shape[1])
     identity = torch.eye(layout.rank, dtype=image.dtype, device=image.device).expand(len(image), -1, -1)
     if not layout.leading:
         return Directions.of(layout, identity[..., :0], signs, identity)
@@ -458,19 +468,19 @@ def score_covariance(
         total = total + half + half.mT + turns @ turns.mT
     weights = plan.score_weights(outputs, factor)
     all_exact = len(layers) == 1 and layers[0].pairs is not None
-    matrices: list[Tensor] = []
+    quadratic: Tensor | None = None  # M of all layers so far
     for layer in reversed(layers):
         on_units = weights.pop(layer.stage.output)
-        if not all_exact:
-            matrices.append(layer.quadratic(on_units))
+        own = None if all_exact else layer.quadratic(on_units)
         if layer.pairs is None:
             total = total + (on_units * layer.rest.unsqueeze(1)) @ on_units.mT
         else:
             total = total + on_units @ layer.pairs @ on_units.mT
-            total = total if all_exact else total - _half_products(matrices[-1], layout)
+            total = total if own is None else total - _half_products(own, layout)
+        quadratic = own if quadratic is None or own is None else quadratic + own
         weights = layer.stage.pull_back(layer.gain, on_units, weights)
-    if matrices:
-        total = total + _half_products(torch.stack(matrices).sum(0), layout)
+    if quadratic is not None:
+        total = total + _half_products(quadratic, layout)
     return 0.5 * (total + total.mT)
 
 
@@ -497,10 +507,13 @@ def layout_for(event: tuple[int, ...], rank: int, scores: int) -> FactorLayout:
     return FactorLayout.of(rank, coloured + leading, SIGNS, leading)
 
 
-def scored_directions(plan: Plan, rank: int) -> int:
-    """S, how many directions of the noise count in the scores' quadratic part: as many as `SCORE_WORK` allows."""
+def scored_directions(plan: Plan, rank: int, scores: int) -> int:
+    """S, how many directions of the noise count in the quadratic part of so many scores: as many as their work and
+    memory allow.
+    """
     in_windows = sum(stage.rule.windows.numel() for stage in plan.stages)
-    return min(rank, max(FEWEST_SCORED, min(MOST_SCORED, math.isqrt(SCORE_WORK // max(1, in_windows)))))
+    of_one = max(FEWEST_SCORED, min(MOST_SCORED, math.isqrt(SCORE_WORK // max(1, in_windows))))
+    return min(rank, max(MANY_SCORED, min(of_one, math.isqrt(SCORES_NUMBERS // scores))))
 
 
 def _event(plan: Plan) -> tuple[int, ...]:

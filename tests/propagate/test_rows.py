@@ -128,13 +128,13 @@ def test_sums_of_an_input_are_sums_of_its_windows(name):
 def test_scores_have_more_directions_where_their_work_allows(monkeypatch):
     make, shape = SMALL["2×2 pools"]
     plan = plan_for(seeded(make), image(*shape))
-    assert scored_directions(plan, 64) == 64
-    assert scored_directions(plan, 3000) == rows_module.MOST_SCORED
+    assert scored_directions(plan, 64, 10) == 64
+    assert scored_directions(plan, 3000, 10) == rows_module.MOST_SCORED
     in_windows = sum(stage.rule.windows.numel() for stage in plan.stages)
     monkeypatch.setattr(rows_module, "SCORE_WORK", 200**2 * in_windows)
-    assert scored_directions(plan, 3000) == 200
+    assert scored_directions(plan, 3000, 10) == 200
     monkeypatch.setattr(rows_module, "SCORE_WORK", 0)
-    assert scored_directions(plan, 3000) == rows_module.FEWEST_SCORED
+    assert scored_directions(plan, 3000, 10) == rows_module.FEWEST_SCORED
 
 
 def test_mixed_variance_is_what_quadratic_parts_have_beyond_linear_rows():
@@ -194,7 +194,7 @@ def test_the_need_grows_with_the_largest_layer_and_names_it():
     def need(width: int) -> tuple[str, int]:
         layers = nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 2)
         network = seeded(lambda: nn.Sequential(*layers))
-        return need_of(plan_for(network, image(4)), 4, 8)
+        return need_of(plan_for(network, image(4)), 4, 8, 2)
 
     assert need(1000)[0] == "3"
     assert need(2000)[1] > 3 * need(1000)[1]

@@ -95,7 +95,7 @@ def test_a_small_budget_takes_rows(monkeypatch):
     """And a tiny one is an error that says what is needed."""
     network, x = random_mlp(64, 3), torch.zeros(1, 64, dtype=torch.float64)
     plan, outputs = plan_for(network, x), torch.arange(3).unsqueeze(0)
-    budget = rows.need_of(plan, 64, 8).bytes
+    budget = rows.need_of(plan, 64, 8, 3).bytes
     monkeypatch.setattr(squares, "need_of", lambda *_: rows.Need("1", budget + 1))
     with torch.no_grad():
         mean, _ = layerwise(plan, x, isotropic(1.0, x), outputs, budget)
