@@ -2,13 +2,14 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import netmoments as nm
 from netmoments.flips.flip_probability import BOUND_RUNS, FlipGoal, require_positive
 from netmoments.flips.margins import seed_of_input
 from netmoments.flips.search import START
 from tests.flips.classifiers import Corner, Rounded, at_distance, linear, tail
+from tests.networks import seeded
 
 
 @pytest.mark.parametrize("distance", [0.0, 1.0, 2.2, 3.0, 4.5, 6.0, 7.94])
@@ -323,3 +324,28 @@ def test_class_probabilities_time_that_is_over_before_anything_was_found():
     assert found.probability.sum(1).tolist() == [1.0] * 4
     assert bool((found.interval == torch.tensor([0.0, 1.0], dtype=torch.float64)).all())
     assert not bool(found.met.any())
+
+
+class RootOfPositive(nn.Module):
+    """√z where z > 0: values are fine, gradients are 0·∞ wherever some z is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x)
+        return self.last(torch.where(z > 0, z.sqrt(), torch.zeros_like(z)))
+
+
+def test_gradients_that_are_not_finite_do_not_matter():
+    net, noise = seeded(RootOfPositive, torch.float32), nm.Gaussian(torch.zeros(6), std=0.5)
+    label = int(net(torch.zeros(1, 6)).argmax())
+    found, counted = (
+        nm.flip_probability(net, noise),
+        nm.monte_carlo(lambda x: (net(x).argmax(1) != label).float(), noise, 50_000),
+    )
+    low, high = found.interval.tolist()
+    assert low - 0.01 <= float(counted.mean) <= high + 0.01
+    with pytest.raises(ValueError, match="derivative is NaN or infinite at the point"):
+        nm.output_moments(net, noise, "linear")

@@ -13,6 +13,7 @@ from torch.func import jacrev
 
 import netmoments as nm
 from netmoments.linearize.two_stage import Linearizer
+from netmoments.moments import methods
 from tests.closeness import assert_close
 from tests.moments.problems import assert_same, deep, means, noise, perceptron
 from tests.networks import inputs, network, random_network, seeded
@@ -459,3 +460,15 @@ def test_plain_sampling_without_covariances_is_unbiased():
         assert_close(getattr(found.error, name) / expected, torch.ones(2, 101), atol=0.25, what=name)
     assert found.samples == 2000
     assert_close(found.wins.sum(-1), [1.0, 1.0], atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["auto", "layerwise", "two-stage", "linear"])
+def test_covariances_that_nobody_wants_are_not_held(method, monkeypatch):
+    """More than 100 outputs: entries go some at a time, and only variances stay."""
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 101)))
+    wanted = nm.output_moments(net, noise(5), method, covariance=True, check=0)
+    monkeypatch.setattr(methods, "elements_together", lambda *sizes: 2)
+    found = nm.output_moments(net, noise(5), method, check=0)
+    assert found.covariance is None
+    assert_close(found.mean, wanted.mean, rtol=1e-12, atol=1e-14)
+    assert_close(found.variance, wanted.covariance.diagonal(dim1=-2, dim2=-1), rtol=1e-10, atol=1e-14)

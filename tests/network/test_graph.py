@@ -96,3 +96,15 @@ def test_dimensions_exchanged_in_place_and_quotients_by_what_was_expanded():
     values = graph.values(graph.constants(net), another)
     assert_close(values[graph.output], net(another), rtol=1e-13, atol=1e-14)
     assert all(shape_of(node) == values[node].shape for node in graph.nodes if node in graph.noisy)
+
+
+def test_layers_are_found_where_nodes_were_put_between_the_recorded_ones():
+    """Circular padding writes into slices, which become new tensors; the pool after it is still one layer."""
+    layers = nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular"), nn.ReLU(), nn.LPPool2d(2, 2), nn.Flatten()
+    net = seeded(lambda: nn.Sequential(*layers, nn.Linear(18, 2)), torch.float32)
+    given = nm.Gaussian(torch.rand(1, 6, 6, generator=torch.Generator().manual_seed(1)), std=0.1)
+    truth = nm.monte_carlo(net, given, 20_000)
+    for method in ("layerwise", "sketch"):
+        found = nm.output_moments(net, given, method)
+        off = (found.mean - truth.mean).abs() / (found.error.mean**2 + truth.mean_standard_error**2).sqrt()
+        assert float(off.max()) < 5

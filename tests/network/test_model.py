@@ -825,3 +825,74 @@ def test_few_shapes_of_inputs_are_remembered():
     assert len(module._known[network]) == module.KEPT_SHAPES
     first = nm.output_moments(models[0], nm.Gaussian(torch.zeros(1, 5), std=0.1), samples=100)  # goes on as it was
     assert first.mean.shape == (2,)
+
+
+class _EarlyExit(nn.Module):
+    """A cascade: rows of which the first layer is sure enough end there."""
+
+    def __init__(self, read: Callable[[Tensor], float]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+        self.threshold, self.read = 0.99, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = []
+        for row in x:
+            early = self.first(row)
+            rows.append(early if self.read(early.softmax(0).max()) > self.threshold else 5 * self.second(row))
+        return torch.stack(rows)
+
+
+READS: dict[str, Callable[[Tensor], float]] = {
+    "item": lambda x: x.detach().item(),
+    "float": lambda x: float(x.detach()),
+    "list": lambda x: x.reshape(1).tolist()[0],
+    "numpy": lambda x: float(x.detach().numpy()),
+    "array": lambda x: float(np.asarray(x.detach())),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_what_python_decides_by_is_never_stale_nor_exact(read):
+    """A threshold at which only noisy images take the other way: no operation of a run shows that it changed."""
+    net, given = seeded(lambda: _EarlyExit(READS[read]), torch.float32), nm.Gaussian(torch.ones(4), std=0.5)
+    sure = float(net.first(torch.ones(4)).detach().softmax(0).max())
+    assert nm.NetworkModel(net, torch.ones(1, 4)).reads_values
+    before = nm.output_moments(net, given, tolerance=0.05)
+    assert before.method == "sampling"
+    net.threshold = sure + 0.01
+    now = nm.output_moments(net, given, tolerance=0.05)
+    truth = nm.monte_carlo(net, given, 20_000)
+    assert bool(((now.mean - truth.mean).abs() < 5 * (now.error.mean**2 + truth.mean_standard_error**2).sqrt()).all())
+    assert float(((before.mean - truth.mean).abs() / before.error.mean).max()) > 5
+
+
+class _Counting(nn.Module):
+    """Runs are counted, and a mean of inputs is kept, that nothing depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+        self.register_buffer("runs", torch.zeros(()))
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        self.seen = x
+        return torch.relu(self.last(x))
+
+
+@pytest.mark.parametrize("method", ["auto", "layerwise", "sketch", "two-stage", "linear", "sampling"])
+def test_a_run_changes_no_buffer_and_leaves_nothing_in_the_network(method):
+    net, given = seeded(_Counting, torch.float32), nm.Gaussian(torch.ones(2, 4), std=0.5)
+    for _ in range(2):
+        nm.output_moments(net, given, method)
+    nm.flip_probability(net, given, relative_error=0.5)
+    assert float(net.runs) == 0
+    assert not bool(net.average.any())
+    assert "seen" not in vars(net)
+    with torch.no_grad():  # and its weights still count
+        net.last.weight.neg_()
+    found, truth = nm.output_moments(net, given, method), nm.monte_carlo(seeded(_Counting, torch.float32), given, 5000)
+    assert float((found.mean - truth.mean).abs().max()) > 0.05

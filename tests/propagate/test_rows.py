@@ -244,3 +244,15 @@ def test_units_that_see_a_small_part_of_an_image_have_no_chance_error(monkeypatc
     monkeypatch.setattr("netmoments.propagate.rows.PAIRED", 144)
     assert_close(without, means(), rtol=1e-12, atol=1e-12)
     assert float((with_rest - without).abs().max()) > 1e-6
+
+
+def test_many_scores_have_fewer_directions_and_need_more_memory():
+    """The matrices of all scores together are bounded; what they take is known beforehand."""
+    make, shape = SMALL["2×2 pools"]
+    plan = plan_for(seeded(make), image(*shape))
+    assert scored_directions(plan, 3000, 10**3) ** 2 * 10**3 <= rows_module.SCORES_NUMBERS
+    assert scored_directions(plan, 3000, 10**6) == rows_module.MANY_SCORED
+    few, many = (need_of(plan, 64, 8, scores) for scores in (2, 10**4))
+    assert many.layer == "the scores"
+    assert many.bytes > 8 * 10**4 * rows_module.MANY_SCORED**2
+    assert few.bytes < many.bytes

@@ -11,8 +11,10 @@ from PIL import Image
 from torch import nn
 
 from netmoments.data.images import LabelledImages
+from netmoments.network.model import network_of
 from netmoments.report.arguments import (
     StudyConfig,
+    _takes,
     accuracy_in_words,
     class_names_in,
     class_numbered,
@@ -192,3 +194,10 @@ def test_a_number_or_all():
 def test_what_a_report_cannot_be_asked_is_explained(given, message):
     with pytest.raises(ValueError, match=f"report: {message}"):
         StudyConfig(**{"sigma": 0.1, **given})
+
+
+def test_an_exported_network_that_guards_its_channels_gets_grey_images():
+    """A guard of torch.export fails with an AssertionError."""
+    network = nn.Sequential(nn.Flatten(), nn.Linear(16, 2)).eval()
+    program = torch.export.export(network, (torch.rand(1, 1, 4, 4),))
+    assert not _takes(network_of(program, "test"), LabelledImages(torch.rand(2, 3, 4, 4), None, ("0", "1"), ()))

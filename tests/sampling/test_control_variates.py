@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import netmoments as nm
 from netmoments.sampling import control_variates as control
@@ -18,7 +18,7 @@ from netmoments.sampling.control_variates import (
 )
 from netmoments.sampling.monte_carlo import SampledMoments
 from tests.closeness import assert_close
-from tests.networks import random_network
+from tests.networks import random_network, seeded
 
 STD = 0.7
 NETWORK = random_network(inputs=12, units=30, outputs=2, seed=0)
@@ -315,3 +315,24 @@ def test_bad_input(name):
     }  # fmt: skip
     with pytest.raises(error, match=message):
         controlled_monte_carlo(**arguments)
+
+
+class Overwriting(nn.Module):
+    """A network that normalizes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x.sub_(0.3).div_(0.2))
+
+
+@pytest.mark.filterwarnings("ignore:.* which is smooth")
+@pytest.mark.parametrize("control_method", ["sketch", "linear"])
+def test_a_network_may_write_into_its_samples(control_method):
+    net, given = seeded(Overwriting, torch.float32), nm.Gaussian(torch.ones(4), std=0.1)
+    found = nm.output_moments(net, given, nm.Sampling(1000, control=control_method))
+    truth = nm.monte_carlo(lambda x: net(x.clone()), given, 50_000)
+    error = (found.error.mean**2 + truth.mean_standard_error**2).sqrt()
+    assert float(((found.mean - truth.mean).abs() / error).max()) < 5

@@ -453,3 +453,50 @@ def test_networks_that_mind_how_images_lie_in_memory(kind):
     torch.testing.assert_close(fast.values(x), network(x))
     for method in ("auto", "layerwise", "sketch", "linear"):
         assert nm.output_moments(network, noise, method).mean.shape == (2,)
+
+
+class Switched(nn.Module):
+    """One convolution and two norms, of which the brightness of an image chooses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(1, 4, 3), nn.Linear(4 * 16, 3)
+        self.dark, self.bright = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        for norm in (self.dark, self.bright):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dark, y = x.mean((1, 2, 3)) < 0.9, x.new_zeros(len(x), 4, 4, 4)
+        for norm, chosen in ((self.dark, dark), (self.bright, ~dark)):
+            if chosen.any():
+                y = y.index_put((chosen.nonzero()[:, 0],), norm(self.conv(x[chosen])))
+        return self.last(torch.relu(y).flatten(1))
+
+
+def test_a_norm_that_only_some_images_meet_is_not_folded():
+    net, x = seeded(Switched, torch.float32), torch.full((1, 1, 6, 6), 0.2)
+    fast = fast_network(NetworkModel.of_any(net, x, "test"))
+    images = torch.cat([x, x + 1])
+    assert_close(fast.values(images), net(images).detach(), rtol=1e-4, atol=1e-5)
+
+
+class Crowded(nn.Module):
+    """Every expert takes 16 images of a batch, and no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        choice, y = self.gate(x).argmax(1), x.new_zeros(len(x), 3)
+        for number, expert in enumerate(self.experts):
+            taken = (choice == number).nonzero()[:, 0][:16]
+            y = y.index_copy(0, taken, expert(x[taken]))
+        return y
+
+
+def test_a_capacity_shared_by_a_batch_is_refused():
+    net, noise = seeded(Crowded, torch.float32), nm.Gaussian(torch.ones(4), std=0.1)
+    with pytest.raises(ValueError, match=r"depends on the other images of a batch of \d+ \(a capacity"):
+        nm.output_moments(net, noise)
