@@ -338,6 +338,7 @@ class RootOfPositive(nn.Module):
         return self.last(torch.where(z > 0, z.sqrt(), torch.zeros_like(z)))
 
 
+@pytest.mark.filterwarnings("ignore:.* which is smooth")
 def test_gradients_that_are_not_finite_do_not_matter():
     net, noise = seeded(RootOfPositive, torch.float32), nm.Gaussian(torch.zeros(6), std=0.5)
     label = int(net(torch.zeros(1, 6)).argmax())
