@@ -73,6 +73,10 @@ BOUND_RUNS = 10_000
 DEFAULT_RUNS = 1_000_000
 
 
+RELATIVE_ERROR, NOT_ASKED = 0.1, 1e-9
+"""The relative error that is enough if no error is asked for; and one that is never reached, if only an absolute is."""
+
+
 @dataclass(frozen=True)
 class FlipGoal:
     """What a call asks for, checked."""
@@ -88,7 +92,8 @@ class FlipGoal:
     def read(
         cls, caller: str, relative_error: Any, absolute_error: Any, runs: Any, seconds: Any, seed: Any
     ) -> FlipGoal:
-        require_positive(caller, "relative_error", relative_error, "0.1 for ten per cent")
+        if relative_error is not None:
+            require_positive(caller, "relative_error", relative_error, "0.1 for ten per cent")
         if absolute_error is not None:
             require_positive(caller, "absolute_error", absolute_error, "0.01 for one point, or None")
             if absolute_error >= 0.5:
@@ -100,6 +105,8 @@ class FlipGoal:
         require_count(caller, "runs", runs, least=100)
         require_seed(caller, seed)
         absolute = None if absolute_error is None else float(absolute_error)
+        if relative_error is None:
+            relative_error = RELATIVE_ERROR if absolute is None else NOT_ASKED
         return cls(Target(float(relative_error), absolute), runs, seconds, seed)
 
 
@@ -107,7 +114,7 @@ def flip_probability(
     network: Any,
     noise: Gaussian | Mapping[str, Any] | Sequence[Any],
     label: int | Tensor | None = None,
-    relative_error: float = 0.1,
+    relative_error: float | None = None,
     *,
     absolute_error: float | None = None,
     runs: int = DEFAULT_RUNS,
@@ -124,8 +131,9 @@ def flip_probability(
         noise: the input, with any batch dimensions, and any covariance.
         label: the class that should win, an int or an int tensor of the batch's shape; by default the network's answer
             at the mean of the noise.
-        relative_error: the standard error that is enough, relative to the probability.
-        absolute_error: a half-width of the 95 % interval that is enough too: 0.01 for one point.
+        relative_error: the standard error that is enough, relative to the probability; 0.1 if no error is asked for.
+        absolute_error: the half-width of the 95 % interval that is enough: 0.01 for one point. Of both errors, the one
+            that is reached first is enough.
         runs: at most so many runs of the network for each input; a backward pass counts two. Flips that the searches
             expect below 1e-20 are only bounded, by 10,000 samples, or as many as an `absolute_error` asks for.
         seconds: at most so many seconds for all inputs together.
@@ -323,7 +331,7 @@ def class_probabilities(
     """
     start = time.perf_counter()
     require_positive(SHARES_CALLER, "absolute_error", absolute_error, "0.01 for one point")
-    goal = FlipGoal.read(SHARES_CALLER, 1e-9, absolute_error, runs, seconds, seed)
+    goal = FlipGoal.read(SHARES_CALLER, None, absolute_error, runs, seconds, seed)
     request = read_classifier(SHARES_CALLER, network, noise, memory_budget, key)
     entries = request.model.answer(partial(_shares_of_entries, request, goal))
     batch = request.noise.batch_shape

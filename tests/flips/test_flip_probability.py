@@ -350,3 +350,14 @@ def test_gradients_that_are_not_finite_do_not_matter():
     assert low - 0.01 <= float(counted.mean) <= high + 0.01
     with pytest.raises(ValueError, match="derivative is NaN or infinite at the point"):
         nm.output_moments(net, noise, "linear")
+
+
+def test_an_absolute_error_alone_is_what_is_reached():
+    """Common flips, where a tenth of the probability would be reached much sooner; and of both, the first is enough."""
+    net, noise = Corner(0.3, 0.5).eval(), nm.Gaussian(torch.zeros(6), std=1.0)
+    for asked, both in ((0.01, False), (0.05, True)):
+        options = {"relative_error": 0.3} if both else {}
+        found = nm.flip_probability(net, noise, 0, absolute_error=asked, **options)
+        low, high = found.interval.tolist()
+        assert bool(found.met)
+        assert ((high - low) / 2 <= asked * 1.001) != both

@@ -470,8 +470,8 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "little memory": (
         lambda: nm.output_moments(deep(), noise(), "layerwise", memory_budget=99),
         ValueError,
-        r'"layerwise" needs 0\.\d+ MB for the covariances at the scores, but 9.9e-05 MB is the limit; raise memory_budget=, or '
-        r'use method="sketch" \(any size\) or "sampling"',
+        r'"layerwise" needs 0\.\d+ MB for the covariances at the scores, but 9.9e-05 MB is the limit; raise '
+        r'memory_budget=, or use method="sketch" \(any size\) or "sampling"',
     ),
     "no memory": (lambda: moments("auto", memory_budget=0), ValueError, r"must be a positive number of bytes, got 0"),
     "negative memory": (
