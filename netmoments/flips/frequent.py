@@ -149,7 +149,7 @@ async def by_guided_frequencies(
         most = math.inf if attempt + 1 == ATTEMPTS else POOR * plain_runs
         met = await counting.run_until(target, most, limit, FIRST_RUNS, MARGIN)
         missing = min((counting.times_needed(target) - 1) * counting.samples, plain_runs)
-        if met or 3 * search.next_round > ROUND_SHARE * missing or margins.runs >= limit or margins.clock.over:
+        if met or search.next_round_runs > ROUND_SHARE * missing or margins.runs >= limit or margins.clock.over:
             break
         await search.advance()
         if not expects_flips(search):
@@ -168,7 +168,7 @@ async def by_guided_frequencies(
 
 async def search_while_it_pays(margins: NoisyMargins, search: Search, target: Target) -> None:
     """Go on with a search until its gradients have taken their share of the runs of plain sampling."""
-    start = margins.runs - 3 * search.gradients
+    start = margins.runs - search.gradient_runs
     plain_runs = likely_plain_runs(search, target)
     while margins.runs - start < WORTH * plain_runs and search.guide is not None:
         await search.advance()

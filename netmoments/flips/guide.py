@@ -42,7 +42,7 @@ MOST_TILT = 100.0
 """The largest θ, times the standard deviation of q: nothing is looked for farther away."""
 LEAST_SHARE = 0.1
 """This share of a pool is divided equally among its Gaussians, the rest by need."""
-COMMON = 0.005
+CONTROL_FROM = 0.005
 """Flips are common if the surrogates expect at least this probability. They are then a control variate."""
 DOUBT = 0.1
 """κ: how wrong a surrogate may be where it is sure of a flip."""
@@ -93,7 +93,7 @@ def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points:
     trial, needs = empty._filled(equal, generator)
     attention = [share + LEAST_DEFENCE for share in trial.shares]
     defence = tuple(share / sum(attention) for share in attention)
-    empty = replace(empty, defence=defence, common=trial.expected >= COMMON)
+    empty = replace(empty, defence=defence, common=trial.expected >= CONTROL_FROM)
     pool_shares = (1 - LEAST_SHARE) * needs + LEAST_SHARE / total
     sizes = (pool_shares * points).long().clamp(min=2).split([len(each.thetas) for each in tilts])
     return replace(empty, pool_sizes=tuple(sizes))._filled(list(sizes), generator)[0]

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from netmoments.flips.guide import COMMON, POOL, Guide, PlainNoise
+from netmoments.flips.guide import CONTROL_FROM, POOL, Guide, PlainNoise
 from netmoments.flips.lines import RUNS_EACH, WORTH, Faces, Lines, line_variance, numbers_of_line, runs_for_unit_error
-from netmoments.flips.margins import BACKWARD, NoisyMargins, OutOfTime
+from netmoments.flips.margins import NoisyMargins, OutOfTime
 from netmoments.flips.result import EntryResult, FlipEstimate, Target, agree, half_width
 from netmoments.flips.search import Search
 from netmoments.memory import elements_together
@@ -73,11 +73,11 @@ async def by_importance(
     Where the searches disagree it begins anew, and so where flips are common: h of a new guide is not known at all runs
     of the old ones. None where there is nothing to follow.
     """
-    before = margins.runs - 3 * search.gradients
+    before = margins.runs - search.gradient_runs
     searches = (search, await Search.from_pulled(margins, generator))
     for _ in range(SEARCH_ROUNDS):
-        for search in searches:
-            await search.advance()
+        for each in searches:
+            await each.advance()
     await _share_rivals(searches)
     estimation: RareEstimation | None = None
     variances, met = list[float](), False
@@ -88,18 +88,18 @@ async def by_importance(
         if both.guide is not None and both.guide.expected < NEGLIGIBLE:
             limit = min(limit, margins.runs + NEGLIGIBLE_RUNS)
         guides = []
-        for search in (*searches, both):
-            search.refit(POOL)
-            if search.guide is None:
+        for each in (*searches, both):
+            each.refit(POOL)
+            if each.guide is None:
                 return None
-            guides.append(with_exact_levels(search.guide, target, generator))
+            guides.append(with_exact_levels(each.guide, target, generator))
         if estimation is not None and estimation.result(met).agreed and estimation.can_go_on_with(guides):
             estimation.go_on_with(guides)
         else:
             estimation = (LineEstimation if lines_pay(guides) else RareEstimation)(margins, guides, generator)
-        last, each = attempt + 1 == ATTEMPTS, estimation.runs_each
-        most = math.inf if last else round_runs(searches) / max(1 - likely_left(variances), 1e-9) / each
-        met = await estimation.run_until(target, estimation.samples + most, limit, FIRST_RUNS // each)
+        last, runs_each = attempt + 1 == ATTEMPTS, estimation.runs_each
+        most = math.inf if last else round_runs(searches) / max(1 - likely_left(variances), 1e-9) / runs_each
+        met = await estimation.run_until(target, estimation.samples + most, limit, FIRST_RUNS // runs_each)
         if (
             (met and estimation.result(met).agreed)
             or margins.runs >= limit
@@ -107,8 +107,8 @@ async def by_importance(
             or margins.runs - before > SEARCH_SHARE * limit
         ):
             break
-        for search in searches:
-            await search.advance()
+        for each in searches:
+            await each.advance()
     assert estimation is not None
     return estimation.result(met)
 
@@ -162,7 +162,7 @@ async def _searched_while_it_pays(
 
 def round_runs(searches: tuple[Search, Search]) -> int:
     """The runs of the network that another round of both searches takes."""
-    return (1 + BACKWARD) * sum(search.next_round for search in searches)
+    return sum(search.next_round_runs for search in searches)
 
 
 def likely_left(variances: Sequence[float]) -> float:
@@ -188,7 +188,7 @@ def with_exact_levels(guide: Guide, target: Target, generator: torch.Generator) 
 
 def common(guides: Iterable[Guide | PlainNoise]) -> bool:
     """Whether one of these guides expects flips to be so common that its h is a control variate."""
-    return any(guide.expected >= COMMON for guide in guides)
+    return any(guide.expected >= CONTROL_FROM for guide in guides)
 
 
 def within_reach(guides: Iterable[Guide | PlainNoise]) -> bool:
@@ -480,7 +480,7 @@ def controlled(flips: Tensor, ratios: Tensor, controls: Controls) -> FlipEstimat
     count = len(flips)
     terms = flips / ratios
     largest = float(terms.max() / terms.sum().clamp(min=1e-300))
-    if controls.means[0] < COMMON:
+    if controls.means[0] < CONTROL_FROM:
         mean, error = float(terms.mean()), float(terms.std()) / math.sqrt(count)
         freedom = (mean / error) ** 2 if error > 0 else 1.0
         level_error = mean * controls.errors[0] / max(controls.means[0], 1e-300)

@@ -170,6 +170,15 @@ class Search:
         """Gradients of the next round."""
         return max(LEAST_ROUND, int(GROWTH * self.gradients))
 
+    @property
+    def gradient_runs(self) -> int:
+        """What these took, in runs of the network: one run each, and a backward pass."""
+        return (1 + BACKWARD) * self.gradients
+
+    @property
+    def next_round_runs(self) -> int:
+        return (1 + BACKWARD) * self.next_round
+
     def surrogates(self) -> tuple[Quadratic, ...]:
         """A surrogate for every rival with enough gradients, or two where its boundary has two faces."""
         evidence = self.evidence

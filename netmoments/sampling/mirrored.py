@@ -34,7 +34,7 @@ from netmoments.sampling.estimate import (
     wide_residuals,
 )
 from netmoments.sampling.fast_network import FastNetwork, fast_network
-from netmoments.sampling.slopes import BACKWARD, gradients_under_noise, lines
+from netmoments.sampling.slopes import GRADIENT_RUNS, gradients_under_noise, lines
 
 GRADIENTS_SHARE = 0.25
 """Gradients may cost so much of the runs; they are taken at two mirrored points, at the mean, or not at all."""
@@ -59,7 +59,7 @@ def mirrored_moments(
     """
     count, pairs = model.outputs if outputs is None else outputs.shape[1], runs // 2
     together = inputs_together(noise.mean, pairs, count, products, len(MirroredSums._fields))
-    points = min(2, int(GRADIENTS_SHARE * runs / (BACKWARD * count) + 0.5))
+    points = min(2, int(GRADIENTS_SHARE * runs / (GRADIENT_RUNS * count) + 0.5))
     generator = Generator(noise.device).manual_seed(seed)
     estimates, taken = [], 2 * pairs
     with (

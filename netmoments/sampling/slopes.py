@@ -2,7 +2,7 @@
 
 The slopes S are averages of gradients at K points of the noise. If a share v of the outputs' variance is even in the
 noise, K gradients lose about 2v/K of the variance that slopes could explain. That costs 8v/K more of the 1/tolerance²
-samples (see `pair_sums`), while the gradients of d outputs cost BACKWARD·d·K runs of the network. `points_worth`
+samples (see `pair_sums`), while the gradients of d outputs cost GRADIENT_RUNS·d·K runs of the network. `points_worth`
 takes the K for which the sum is smallest.
 """
 
@@ -21,7 +21,7 @@ from netmoments.memory import elements_together
 from netmoments.network.model import NetworkModel
 from netmoments.sampling.fast_network import FastNetwork
 
-BACKWARD = 3
+GRADIENT_RUNS = 3
 """The cost of the gradient of one output, in runs of the network."""
 MOST_POINTS = 16
 """At most so many points have their gradients taken."""
@@ -52,7 +52,7 @@ def points_worth(first: Tensor, second: Tensor, runs: float) -> int:
     result is 0. On a GPU the host does not wait for v where gradients are cheap.
     """
     outputs = first.shape[-1]
-    affordable = 0.25 * runs / (BACKWARD * outputs)
+    affordable = 0.25 * runs / (GRADIENT_RUNS * outputs)
     if affordable < 0.5:
         return 0
     if first.device.type == "cuda" and affordable > UNSEEN_POINTS:
@@ -60,9 +60,9 @@ def points_worth(first: Tensor, second: Tensor, runs: float) -> int:
     even, odd = ((first + second) / 2).double().var(0), ((first - second) / 2).double().square().mean(0)
     total = even + odd
     share = float(torch.where(total > 0, even / torch.where(total > 0, total, 1.0), 0.0).mean())
-    if (1 - share) ** 2 * runs < BACKWARD * outputs:
+    if (1 - share) ** 2 * runs < GRADIENT_RUNS * outputs:
         return 0
-    best = math.sqrt(8 * share * runs / (BACKWARD * outputs))
+    best = math.sqrt(8 * share * runs / (GRADIENT_RUNS * outputs))
     points = max(1, int(min(best + 0.5, affordable, MOST_POINTS)))
     return points if points == 1 else points // 2 * 2
 
