@@ -326,20 +326,27 @@ def relus(
     from rich.table import Table
     from rich.text import Text
 
-    from netmoments.network.loading import load_network
     from netmoments.network.model import relus
-    from netmoments.report.arguments import images_for
+    from netmoments.report.arguments import Subject
 
-    example = images_for(model, data, split, data_dir, size).images[:1]
+    network, images = Subject(model, data, weights, None, split, data_dir, size).load()
+    example = images.images[:1]
     table = Table("layer", "name", "shape", "units", box=box.SIMPLE_HEAD)
-    for relu in relus(load_network(model, weights), example):
+    for relu in relus(network, example):
         table.add_row(str(relu.index), Text(printable(relu.name)), "×".join(map(str, relu.shape)), f"{relu.size:,}")
     Console().print(table)
 
 
 @app.command(group=NETWORK)
 def accuracy(
-    model: str, data: str, *, weights: Path | None = None, data_dir: DataDir = None, device: Device = "auto"
+    model: str,
+    data: str,
+    *,
+    weights: Path | None = None,
+    data_dir: DataDir = None,
+    mean: Mean = None,
+    std: Std = None,
+    device: Device = "auto",
 ) -> None:
     """How many test images it gets right.
 
@@ -358,11 +365,11 @@ def accuracy(
     """
     from netmoments import data as datasets
     from netmoments.network.loading import load_network
-    from netmoments.report.arguments import accuracy_in_words, device_named
+    from netmoments.report.arguments import accuracy_in_words, device_named, prepared
 
-    network, place = load_network(model, weights), device_named(device)
     training, held_out = (datasets.load(data, split=split, data_dir=data_dir) for split in ("train", "test"))
-    print(accuracy_in_words(network, held_out, training, place))
+    network, held_out = prepared(load_network(model, weights), held_out, False, mean, std)
+    print(accuracy_in_words(network, held_out, training, device_named(device)))
 
 
 @app.command(group=MACHINE)

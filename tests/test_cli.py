@@ -245,6 +245,12 @@ def test_relus_are_listed(run, own_network):
     assert re.search(r"0 \S+ 16 16", said.out)
 
 
+def test_accuracy_with_a_preprocessing_of_its_own(run):
+    """Dark images: the shipped network was not trained on these."""
+    found = run("accuracy", "digits", "digits", "--mean", "0.5", "--std", "2").out
+    assert float(found.removeprefix("test accuracy ").partition("%")[0]) < 90
+
+
 def test_accuracy_of_the_shipped_weights(run):
     said = run("accuracy", "digits", "digits")
     assert said.status == 0, said.err

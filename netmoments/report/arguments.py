@@ -184,7 +184,14 @@ def prepared(
     Pixels stay in [0, 1], because that is where the noise is added. Images in colour are brought to grey if `grey` says
     so, or if the network takes nothing else.
     """
-    network = with_preprocessing(network, numbers_in("--mean", mean), numbers_in("--std", std))
+    shifts, scales = numbers_in("--mean", mean), numbers_in("--std", std)
+    for option, numbers in (("--mean", shifts), ("--std", scales)):
+        if numbers is not None and len(numbers) not in (1, 1 if grey else images.event_shape[0]):
+            raise ValueError(
+                f"{option} {','.join(f'{x:g}' for x in numbers)}: give one number, or one for each channel; the images "
+                f"have {1 if grey else images.event_shape[0]}"
+            )
+    network = with_preprocessing(network, shifts, scales)
     if images.event_shape[0] == 1:
         return network, images
     in_grey = dataclasses.replace(images, images=grey_of(images.images))

@@ -201,3 +201,14 @@ def test_an_exported_network_that_guards_its_channels_gets_grey_images():
     network = nn.Sequential(nn.Flatten(), nn.Linear(16, 2)).eval()
     program = torch.export.export(network, (torch.rand(1, 1, 4, 4),))
     assert not _takes(network_of(program, "test"), LabelledImages(torch.rand(2, 3, 4, 4), None, ("0", "1"), ()))
+
+
+def test_the_numbers_of_a_preprocessing_are_those_of_the_channels():
+    images = LabelledImages(torch.rand(2, 1, 4, 4), None, ("0", "1"), ())
+    network = nn.Sequential(nn.Flatten(), nn.Linear(16, 2)).eval()
+    with pytest.raises(ValueError, match=r"--mean 0.1,0.2,0.3: give one number, or one for each channel; .* have 1"):
+        prepared(network, images, False, "0.1,0.2,0.3", None)
+    with pytest.raises(ValueError, match=r"--std 1,2: give one number"):
+        prepared(network, images, False, None, "1,2")
+    normalised, _ = prepared(network, images, False, "0.5", "0.25")
+    torch.testing.assert_close(normalised(images.images), network((images.images - 0.5) / 0.25))
