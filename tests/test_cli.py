@@ -369,7 +369,7 @@ def test_an_interruption_is_told_in_a_word(run, monkeypatch):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("netmoments.network.loading.load_network", interrupted)
+    monkeypatch.setattr("netmoments.report.arguments.load_network", interrupted)
     assert run("relus", "digits", "digits") == (130, "", "interrupted")
 
 
@@ -377,7 +377,7 @@ def test_a_bug_shows_where_it_happened(run, monkeypatch):
     def broken(*_: object, **__: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("netmoments.network.loading.load_network", broken)
+    monkeypatch.setattr("netmoments.report.arguments.load_network", broken)
     with pytest.raises(KeyError, match="a bug"):
         run("relus", "digits", "digits")
 
