@@ -6,6 +6,8 @@ Most take the name of the public function that was called, `caller`, and the nam
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -161,3 +163,11 @@ def require_sigma(caller: str, sigma: float | Tensor) -> float | Tensor:
     if not bool((level > 0).all()) or not bool(torch.isfinite(level).all()):
         raise ValueError(f"{caller}: sigma must be a standard deviation above 0, got {describe(sigma)}")
     return sigma
+
+
+def levels_to_the_user() -> int:
+    """The `stacklevel` with which a warning points to the user's line that called this package."""
+    package, level, frame = str(Path(__file__).parent), 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    return level

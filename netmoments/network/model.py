@@ -8,21 +8,21 @@ anything is kept between calls: traces, graphs, and what other rooms make from a
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter, is_not
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from netmoments.checks import describe, require_float_tensor
+from netmoments.checks import describe, levels_to_the_user, require_float_tensor
 from netmoments.network.exported import ExportedNetwork
 from netmoments.network.graph import NetworkGraph, traced_graph
 from netmoments.network.interface import HALVES, Arguments, FlatNetwork, OutputPart, needs_flattening, output_parts
@@ -34,8 +34,8 @@ from netmoments.network.validate import (
     equal_tensors,
     examined,
     first_line,
-    operations_of,
     random_state_kept,
+    refuse_training,
     require_plain_weights,
 )
 from netmoments.precision import full_precision, one_at_a_time
@@ -297,7 +297,7 @@ class NetworkModel:
             warnings.warn(
                 f"{self._caller}: the network calls {', '.join(trace.smooth)}, which is smooth and not piecewise "
                 f"linear; it is linearized at the given point like everything but the chosen ReLU",
-                stacklevel=_levels_to_the_user(),
+                stacklevel=levels_to_the_user(),
             )
 
     @property
@@ -448,7 +448,7 @@ def network_of(network: Any, caller: str) -> nn.Module:
             f"that with torch.export, or sample it with netmoments.monte_carlo, which takes any function"
         )
     if any(map(_training, network.modules())):
-        _refuse_training(network, caller)
+        refuse_training(network, caller)
     if any(map(is_lazy, network.parameters())):
         raise ValueError(f"{caller}: the network has weights that are not made yet (lazy modules); run it once first")
     return network
@@ -472,25 +472,6 @@ def _network_of_program(program: torch.export.ExportedProgram) -> ExportedNetwor
 
 
 _training = attrgetter("training")
-
-
-def _refuse_training(network: nn.Module, caller: str) -> None:
-    """Raise an error that names what is in training mode, except in exported programs, which have no modes."""
-    if isinstance(network, ExportedNetwork):
-        return
-    if network.training:
-        raise ValueError(
-            f"{caller}: the network is in training mode, where dropout and batch normalisation are random; call "
-            f"network.eval() first"
-        )
-    exported = {id(x) for module in network.modules() if isinstance(module, ExportedNetwork) for x in module.modules()}
-    training = [
-        name
-        for name, module in network.named_modules()
-        if module.training and id(module) not in exported and not any(child.training for child in module.children())
-    ]
-    if training:
-        raise ValueError(f"{caller}: {', '.join(training[:4])} left in training mode; call network.eval()")
 
 
 @dataclass(eq=False)
@@ -538,9 +519,75 @@ _known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _Knowledge]] = WeakKe
 """What is known, by network and kind of input, as long as the network lives."""
 
 
-def _levels_to_the_user() -> int:
-    """The `stacklevel` with which a warning points to the user's line that called this package."""
-    package, level, frame = str(Path(__file__).parent.parent), 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
-        frame, level = frame.f_back, level + 1
-    return level
+class _Constant:
+    """A tensor that a run used but did not make, and that is no parameter or buffer; compared by its values."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value.detach().clone()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Constant) or self.value.shape != other.value.shape:
+            return False
+        same = self.value.dtype == other.value.dtype and self.value.device == other.value.device
+        return same and equal_tensors([self.value], [other.value])
+
+    def __hash__(self) -> int:
+        return hash(self.value.shape)
+
+
+class _Recorder(TorchDispatchMode):
+    """Records every operation of a run with its arguments: numbers as they are, tensors by where they come from."""
+
+    operations: list[tuple[Any, ...]]
+    origins: WeakIdKeyDictionary
+    """Where a tensor comes from: 0 for the input, −k for tensor k of the network, n for the result of operation n."""
+    random = False
+    """Whether an operation drew random numbers."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        self.operations.append((func, self._described(args), self._described(kwargs)))
+        result = func(*args, **kwargs)
+        for made in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(made, Tensor) and made not in self.origins:
+                self.origins[made] = len(self.operations)
+        return result
+
+    def _described(self, value: Any) -> Any:
+        """An argument in a form that can be compared with that of another run."""
+        if isinstance(value, Tensor):
+            origin = self.origins.get(value)
+            if origin is not None:
+                return origin, None if value.is_nested else value.shape  # of a padded sequence, say: it has no shape
+            return _Constant(value)
+        if isinstance(value, float) and value != value:  # NaN differs from itself
+            return "nan"
+        if isinstance(value, list | tuple):
+            return list(map(self._described, value))
+        if isinstance(value, dict):
+            return dict(zip(value, map(self._described, value.values()), strict=True))
+        if isinstance(value, torch.ScriptObject):  # packed weights, a profiler's record: cannot be compared
+            return type(value)
+        return value
+
+
+def operations_of(network: nn.Module, image: Tensor) -> list[tuple[Any, ...]]:
+    """Every operation of a run on one image: two runs with equal lists compute the same function of the weights.
+
+    The values of parameters and buffers do not count, only which of them are used. All numbers and other tensors that
+    enter do count, wherever the network keeps them.
+    """
+    with torch.inference_mode(False), torch.no_grad(), full_precision():
+        x, random_state = image.detach().clone(), torch.get_rng_state()
+        recorder = _Recorder()
+        recorder.operations, recorder.origins = [], WeakIdKeyDictionary()
+        for place, tensor in enumerate((x, *network.parameters(), *network.buffers())):
+            recorder.origins[tensor] = -place
+        with recorder:
+            network(x)
+        if recorder.random:  # only then, since all threads share this state
+            torch.set_rng_state(random_state)
+    return recorder.operations

@@ -1,9 +1,4 @@
-"""What runs of a network show: whether it is a function of each image by itself, and what it does.
-
-`examined` checks that it is deterministic and treats images alone. What is known of a network then holds as long as it
-does the same operations, with the same numbers, on the same image (`operations_of`). Where Python sees values of
-tensors, other inputs may be treated in another way, which depends on what the modules hold (`attributes_of`).
-"""
+"""Checks that a network is a deterministic, differentiable function of each image by itself, made by running it."""
 
 from __future__ import annotations
 
@@ -15,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from netmoments.checks import describe, require_finite, require_values, unlike_plain
+from netmoments.network.exported import ExportedNetwork
 from netmoments.network.relu_calls import Trace, trace, with_batch_known
 from netmoments.network.replica import named_tensors, replica
 from netmoments.precision import full_precision, without_cudnn
@@ -52,6 +46,25 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
             torch.set_rng_state(state)
             if gpu_state is not None:
                 torch.cuda.set_rng_state(gpu_state, device)
+
+
+def refuse_training(network: nn.Module, caller: str) -> None:
+    """Raise an error that names what is in training mode, except in exported programs, which have no modes."""
+    if isinstance(network, ExportedNetwork):
+        return
+    if network.training:
+        raise ValueError(
+            f"{caller}: the network is in training mode, where dropout and batch normalisation are random; call "
+            f"network.eval() first"
+        )
+    exported = {id(x) for module in network.modules() if isinstance(module, ExportedNetwork) for x in module.modules()}
+    training = [
+        name
+        for name, module in network.named_modules()
+        if module.training and id(module) not in exported and not any(child.training for child in module.children())
+    ]
+    if training:
+        raise ValueError(f"{caller}: {', '.join(training[:4])} left in training mode; call network.eval()")
 
 
 QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
@@ -240,80 +253,6 @@ def equal_tensors(first: list[Tensor], second: list[Tensor]) -> bool:
         if not torch.equal(x, y) and not (x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())):
             return False
     return True
-
-
-class _Constant:
-    """A tensor that a run used but did not make, and that is no parameter or buffer; compared by its values."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value.detach().clone()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Constant) or self.value.shape != other.value.shape:
-            return False
-        same = self.value.dtype == other.value.dtype and self.value.device == other.value.device
-        return same and equal_tensors([self.value], [other.value])
-
-    def __hash__(self) -> int:
-        return hash(self.value.shape)
-
-
-class _Recorder(TorchDispatchMode):
-    """Records every operation of a run with its arguments: numbers as they are, tensors by where they come from."""
-
-    operations: list[tuple[Any, ...]]
-    origins: WeakIdKeyDictionary
-    """Where a tensor comes from: 0 for the input, −k for tensor k of the network, n for the result of operation n."""
-    random = False
-    """Whether an operation drew random numbers."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        self.operations.append((func, self._described(args), self._described(kwargs)))
-        result = func(*args, **kwargs)
-        for made in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(made, Tensor) and made not in self.origins:
-                self.origins[made] = len(self.operations)
-        return result
-
-    def _described(self, value: Any) -> Any:
-        """An argument in a form that can be compared with that of another run."""
-        if isinstance(value, Tensor):
-            origin = self.origins.get(value)
-            if origin is not None:
-                return origin, None if value.is_nested else value.shape  # of a padded sequence, say: it has no shape
-            return _Constant(value)
-        if isinstance(value, float) and value != value:  # NaN differs from itself
-            return "nan"
-        if isinstance(value, list | tuple):
-            return list(map(self._described, value))
-        if isinstance(value, dict):
-            return dict(zip(value, map(self._described, value.values()), strict=True))
-        if isinstance(value, torch.ScriptObject):  # packed weights, a profiler's record: cannot be compared
-            return type(value)
-        return value
-
-
-def operations_of(network: nn.Module, image: Tensor) -> list[tuple[Any, ...]]:
-    """Every operation of a run on one image: two runs with equal lists compute the same function of the weights.
-
-    The values of parameters and buffers do not count, only which of them are used. All numbers and other tensors that
-    enter do count, wherever the network keeps them.
-    """
-    with torch.inference_mode(False), torch.no_grad(), full_precision():
-        x, random_state = image.detach().clone(), torch.get_rng_state()
-        recorder = _Recorder()
-        recorder.operations, recorder.origins = [], WeakIdKeyDictionary()
-        for place, tensor in enumerate((x, *network.parameters(), *network.buffers())):
-            recorder.origins[tensor] = -place
-        with recorder:
-            network(x)
-        if recorder.random:  # only then, since all threads share this state
-            torch.set_rng_state(random_state)
-    return recorder.operations
 
 
 def attributes_of(network: nn.Module) -> list[Any]:
