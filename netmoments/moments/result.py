@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from netmoments.checks import describe
+from netmoments.files import printable
 from netmoments.moments.contests import losing_probability, winning_probabilities
 from netmoments.network.interface import OutputPart
 from netmoments.sampling.monte_carlo import SampledMoments, relative_difference
@@ -310,6 +311,23 @@ ROWS, INPUTS = 12, 3
 """Outputs and inputs that are printed, at most."""
 
 
+def output_names(moments: OutputMoments, place: tuple[int, ...]) -> list[str]:
+    """The number of each output; of several tensors, the name of its own and its number there."""
+    if moments.outputs is not None:
+        return list(map(str, moments.outputs[place].tolist()))
+    if not moments.parts:
+        return list(map(str, range(moments.mean.shape[len(moments.batch_shape) :].numel())))
+    return [
+        f"{printable(part.name)[:LONGEST_NAME]} {number}"
+        for part in moments.parts
+        for number in range(part.stop - part.start)
+    ]
+
+
+LONGEST_NAME = 20
+"""Characters of an output's name that are printed."""
+
+
 def printed(moments: OutputMoments) -> Iterator[str]:
     """A table: each output's mean and standard deviation with their errors; method, samples, time, tolerance."""
     batch = moments.batch_shape
@@ -327,21 +345,23 @@ def printed(moments: OutputMoments) -> Iterator[str]:
         mean = moments.mean[place].detach().double().cpu().flatten()
         spread = moments.variance[place].detach().double().cpu().flatten().clamp(min=0).sqrt()
         rows = range(outputs) if outputs <= ROWS else mean.topk(ROWS).indices.sort().values.tolist()
-        names = range(outputs) if moments.outputs is None else moments.outputs[place].tolist()
+        names = output_names(moments, place)
+        width = max(8, *(len(names[row]) for row in rows))
         if moments.error is None:
-            yield f"{'output':>8}  {'mean':>10}  {'std':>10}   (not checked)"
+            yield f"{'output':>{width}}  {'mean':>10}  {'std':>10}   (not checked)"
             for row in rows:
-                yield f"{names[row]:>8}  {mean[row]:>10.4g}  {spread[row]:>10.4g}"
+                yield f"{names[row]:>{width}}  {mean[row]:>10.4g}  {spread[row]:>10.4g}"
             continue
         off = moments.error.mean[place].double().cpu().flatten()
         of_spread = moments.error.variance[place].double().cpu().flatten() / (2 * spread.clamp(min=1e-300))
-        yield f"{'output':>8}  {'mean':>10} ± {'error':<8}  {'std':>10} ± {'error':<8}"
+        yield f"{'output':>{width}}  {'mean':>10} ± {'error':<8}  {'std':>10} ± {'error':<8}"
         for row in rows:
             spread_error = of_spread[row] if spread[row] > 0 else 0.0
             yield (
-                f"{names[row]:>8}  {mean[row]:>10.4g} ± {off[row]:<8.2g}  {spread[row]:>10.4g} ± {spread_error:<8.2g}"
+                f"{names[row]:>{width}}  {mean[row]:>10.4g} ± {off[row]:<8.2g}  "
+                f"{spread[row]:>10.4g} ± {spread_error:<8.2g}"
             )
         if outputs > ROWS:
-            yield f"{'…':>8}  the {ROWS} largest of {outputs:,}"
+            yield f"{'…':>{width}}  the {ROWS} largest of {outputs:,}"
     if len(places) > INPUTS:
         yield f"… {len(places) - INPUTS:,} more inputs"

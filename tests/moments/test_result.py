@@ -255,3 +255,20 @@ def test_a_gaussian_fitted_to_probabilities_is_warned_of(ask):
         ask(nm.output_moments(network, noise, "sketch"))
     ask(nm.output_moments(network, noise))  # frequencies of its own samples
     ask(nm.output_moments(network[:3].eval(), noise, "sketch"))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.spread = nn.Linear(4, 2), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"mean": self.mean(x), "the logarithm of the spread": self.spread(x)}
+
+
+def test_printed_of_several_outputs():
+    """Each with the name of its own, cut to a length; a chosen one without."""
+    found = nm.output_moments(seeded(TwoHeads), noise())
+    heads = [line.split("  ")[0].strip() or line.strip().split("  ")[0] for line in table(found)[2:]]
+    assert heads == ["mean 0", "mean 1", *(f"the logarithm of the {number}" for number in range(3))]
+    assert table(found["mean"])[2].split()[0] == "0"
