@@ -41,9 +41,6 @@ Call = Callable[[], Fields]
 DOUBLE, SINGLE, ATTACK = 1e-9, 1e-4, 1e-3
 ITERATED = ("attack",)
 """Prefixes of the names of calls that run attacks."""
-LEAST_SCALE = 0.01
-"""Differences of what attacks give are relative to this at least: margins are solved to be 0, and what they are then
-is the rounding of scores."""
 
 
 def calls() -> dict[str, Call]:
@@ -337,7 +334,6 @@ def difference(name: str, recorded: Any, found: Any) -> Difference:
     largest = 0.0
     for field, both in sorted(pairs.items()):
         scale = max((abs(old) for old, _ in both if math.isfinite(old)), default=0.0)
-        scale = max(scale, LEAST_SCALE) if name.startswith(ITERATED) else scale
         apart = max(_apart(old, new) for old, new in both)
         relative = apart / scale if scale else float(apart > 0)
         largest = max(largest, relative)

@@ -247,7 +247,8 @@ def block_sums(
     first, second = (x - centre.to(x.dtype) for x in (first, second))
     unit: Tensor | float = 1.0
     if not products:
-        unit = torch.linalg.vector_norm(first, math.inf, 0).clamp(min=torch.finfo(dtype).tiny)
+        largest = torch.maximum(*(torch.linalg.vector_norm(x, math.inf, 0) for x in (first, second)))
+        unit = largest.clamp(min=torch.finfo(dtype).tiny)
         first, second = first.div_(unit), second.div_(unit)
     first, second = by_fold(first), by_fold(second)
     even, odd = (first + second) / 2, (first - second) / 2

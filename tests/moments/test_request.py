@@ -13,6 +13,7 @@ from netmoments.moments.request import Request, joint_noise
 from tests.closeness import assert_close
 from tests.moments.problems import PROPAGATED, deep, noise
 from tests.networks import network, seeded
+from tests.sampling.kinds import Recurrent
 
 F64 = torch.float64
 
@@ -199,18 +200,6 @@ def test_joint_noise_says_where_each_argument_is():
 
 
 # which dimensions are one input
-
-
-class Recurrent(nn.Module):
-    """Of a sequence (N, time, 3), its last state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.last = nn.GRU(3, 5, batch_first=True), nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        states, _ = self.cell(x)
-        return self.last(states[:, -1])
 
 
 READ: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {

@@ -552,3 +552,17 @@ def test_what_varies_within_rounding_is_taken_not_to_vary():
     single, double = (float(tolerance_met(estimate, dtype)) for dtype in (torch.float32, torch.float64))
     assert single == pytest.approx(1 / (8 * 16))
     assert double == pytest.approx(1 / math.sqrt(2))
+
+
+def test_an_output_that_only_second_samples_move():
+    """A unit that hardly ever opens: sums in float32 are in units of the larger deviation of both samples."""
+    first = torch.zeros(8, 1, 3)
+    second = first.clone()
+    second[5, 0, 1] = 2.0
+    centre = torch.zeros(1, 3, dtype=torch.float64)
+    for control in (None, (torch.linspace(-1, 1, 8).reshape(8, 1, 1).expand(8, 1, 3), None)):
+        single, double = (block_sums(a, b, c, centre, False)[0] for a, b, c in (
+            (first, second, control),
+            (first.double(), second.double(), None if control is None else (control[0].double(), None)),
+        ))  # fmt: skip
+        assert_close(single, double, rtol=1e-6, atol=1e-12)
