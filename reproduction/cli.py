@@ -46,7 +46,8 @@ def reproduce(
     NAME is figure-1, figure-2, table-1, table-2, table-3, table-4, seeds (Table 2 for several trained networks),
     readings-2 (Table 2 by training recipe and reading), frontier (error against time of every method),
     moments-training (training on the expected loss), of the attacks figure-3, figure-4, figure-5, figure-6, figure-7,
-    table-5, figure-8, figure-9, readings-5 (Table 5 under every reading), or all.
+    table-5, figure-8, figure-9, readings-5 (Table 5 under every reading), readings-2019 (Table 5 on networks
+    trained as in 2019), or all.
     Each prints its table and writes NAME/ (JSON, Markdown, PNG, PDF) and report.html into the output folder, beside the
     raw results as parquet. Stopped at any moment, the same command goes on where it was.
 
@@ -97,7 +98,7 @@ def reproduce(
     names = experiments_named(name)
     if (model, layer) != ("lenet", "-1") and "figure-1" not in names and (name, model) != ("figure-5", "alexnet"):
         raise ValueError(f"--model and --layer are for figure-1; {name} has a network and a cut of its own")
-    if weights is not None and name in ("seeds", "readings-2", "moments-training", "all"):
+    if weights is not None and name in ("seeds", "readings-2", "readings-2019", "moments-training", "all"):
         raise ValueError(f"--weights is for one experiment and its network; {name} trains or uses several")
     if gallery is not None and "frontier" not in names:
         raise ValueError(f"--gallery is for frontier; {name} does not use it")

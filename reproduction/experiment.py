@@ -44,6 +44,7 @@ MODULES = {
     "figure-8": "figure_8",
     "figure-9": "figure_9",
     "readings-5": "readings_5",
+    "readings-2019": "readings_2019",
     "frontier": "frontier",
     "moments-training": "moments_training",
 }

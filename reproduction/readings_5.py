@@ -22,8 +22,6 @@ from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settin
 from reproduction.faces import Faces, chosen_faces, chosen_rows, error_over_images, in_cell, percent
 from reproduction.published import FIGURE_8_SPARSITY, TABLE_5, TABLE_5_AVERAGE
 from reproduction.table_5 import PER_CLASS, matrix, published
-from reproduction.trained import splits, trained_once
-from reproduction.training import RECIPES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,11 +57,6 @@ DIGIT_WAYS = {
     "pixels in [0, 255], σ = 1": Way(white=255.0, sigma=1.0),
     "pixels in [0, 1], σ = 1": Way(sigma=1.0),
 }
-PLAIN_WAYS = {name: FACE_WAYS[name] for name in (LAST, "l = 3", "linearized again")}
-"""The ways for face networks trained as in 2019."""
-PLAIN_SEEDS = (0, 1, 2)
-PLAIN_FROM = 1000
-"""From so many images on these are trained: each takes half a minute on a GPU, and hours on a CPU."""
 TEST_DIGITS = 100
 MEANS_FROM = 10_000
 """The mean image of digit d has this number + d; MNIST's test images have smaller ones."""
@@ -99,16 +92,19 @@ class Studied:
 
 
 def reproduce(settings: Settings) -> Outcome:
-    of_faces = faces(settings)
-    found = [digits(settings), *of_faces]
+    return outcome_of(NAME, "Readings of Table 5 and Figures 6 to 9", [digits(settings), *faces(settings)])
+
+
+def outcome_of(name: str, title: str, found: Sequence[Studied]) -> Outcome:
+    """What these networks show, the last of them first."""
     return Outcome(
-        name=NAME,
-        title="Readings of Table 5 and Figures 6 to 9",
+        name=name,
+        title=title,
         reading=tuple(_reading(found)),
         comparisons=tuple(_comparisons(found)),
         panels=tuple(_panel(one, task) for one in reversed(found) for task in (TARGETED, FREE)),
         drawings=tuple(
-            Drawing(f"{NAME}-{number}", _caption(one), partial(draw_rates, one, TARGETED))
+            Drawing(f"{name}-{number}", _caption(one), partial(draw_rates, one, TARGETED))
             for number, one in enumerate(reversed(found), 1)
         ),
         numbers={"samples": SAMPLES, "studied": [_numbers(one) for one in found]},
@@ -146,39 +142,28 @@ def chosen_digits(settings: Settings) -> Faces:
 
 
 def faces(settings: Settings) -> list[Studied]:
-    """The face network, or that of --weights, and some trained as in 2019; from seven images on, one per emotion."""
-    everything = None
-    found = []
-    for title, weights, ways in face_networks(settings):
-        everything = data.load("fer2013", data_dir=settings.data_dir) if everything is None else everything
-        found.append(_of_faces(settings, title, weights, ways, everything))
-    return found
-
-
-def face_networks(settings: Settings) -> list[tuple[str, Path | None, Mapping[str, Way]]]:
-    """Title, weights and ways of each face network; none if there are too few images."""
+    """The face network, or that of --weights, from seven images on, one per emotion."""
     if settings.images < len(TABLE_5):
         return []
-    if settings.weights is not None:
-        return [(f"the face network {settings.weights.stem}", settings.weights, FACE_WAYS)]
-    shipped = ("the shipped face network", None, FACE_WAYS)
-    if settings.images < PLAIN_FROM:
-        return [shipped]
-    images = splits(settings, "fer2013")
-    recipe = RECIPES["faces-plain"]
-    plain = [(seed, trained_once(settings, "faces-2019", recipe, seed, images)[0]) for seed in PLAIN_SEEDS]
-    return [shipped, *((f"a face network as of 2019, seed {seed}", path, PLAIN_WAYS) for seed, path in plain)]
+    title = "the shipped face network" if settings.weights is None else f"the face network {settings.weights.stem}"
+    everything = data.load("fer2013", data_dir=settings.data_dir)
+    return [studied_faces(settings, f"{NAME}-faces", title, settings.weights, FACE_WAYS, everything)]
 
 
-def _of_faces(
-    settings: Settings, title: str, weights: Path | None, ways: Mapping[str, Way], everything: LabelledImages
+def studied_faces(
+    settings: Settings,
+    name: str,
+    title: str,
+    weights: Path | None,
+    ways: Mapping[str, Way],
+    everything: LabelledImages,
 ) -> Studied:
+    """A face network, attacked in these ways on Table 5's choice of faces; `name` is that of the sweep."""
     network = zoo.pretrained("faces", weights).float()
     count = max(1, min(PER_CLASS, settings.images // len(TABLE_5)))
     wanted = dict.fromkeys(range(len(everything.classes)), count)
     chosen = chosen_faces(network, everything, wanted, settings.seed, TABLE_5_FACES)
     kind = settings.device.type
-    name = f"{NAME}-faces" if ways is FACE_WAYS or weights is None else f"{NAME}-{weights.stem}"
     few = {slow: EARLY[kind] for slow in SLOW if slow in ways}
     results = settings.run(ReadingsSweep(name, chosen, ways, few, BLOCK[kind], SAMPLES))
     paper = {TARGETED: TABLE_5_AVERAGE, FREE: 1.0}

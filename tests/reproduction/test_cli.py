@@ -185,6 +185,7 @@ WRONG = {
     "layer": (["figure-1", "--layer", "7"], "7"),
     "another's model": (["table-2", "--model", "squeezenet"], "--model and --layer are for figure-1"),
     "several networks": (["seeds", "--weights", "w.safetensors"], "seeds trains or uses several"),
+    "networks of 2019": (["readings-2019", "--weights", "w.safetensors"], "readings-2019 trains or uses several"),
     "one of Ray's GPUs": (["table-2", "--engine", "ray", "--device", "cuda:1"], "give "),
     "into a file": (["figure-1", "--out", "taken"], "is a file; give a folder"),
     "recipe": (["train", "alexnet"], "no recipe for 'alexnet'; there are digits, lenet, faces"),

@@ -149,25 +149,13 @@ def test_the_table(toys, tmp_path):
     assert readings_5.near_published(exact, FREE) == []
 
 
-def test_faces_need_an_image_of_each_emotion(tmp_path):
-    assert readings_5.face_networks(settings_for(tmp_path, images=6)) == []
-    titles = [title for title, *_ in readings_5.face_networks(settings_for(tmp_path, images=7))]
-    assert titles == ["the shipped face network"]
-
-
-def test_networks_as_of_2019_are_trained_for_many_images(tmp_path, monkeypatch):
-    asked = []
-
-    def trained(settings, label, recipe, seed, images):
-        asked.append((recipe, seed, images))
-        return tmp_path / f"{label}-{seed}.safetensors", 1.0
-
-    monkeypatch.setattr(readings_5, "splits", lambda settings, name: name)
-    monkeypatch.setattr(readings_5, "trained_once", trained)
-    found = readings_5.face_networks(settings_for(tmp_path, images=1000))
-    assert [title for title, *_ in found][1:] == [f"a face network as of 2019, seed {seed}" for seed in (0, 1, 2)]
-    assert [path.stem for _, path, _ in found[1:]] == ["faces-2019-0", "faces-2019-1", "faces-2019-2"]
-    assert {recipe.optimizer for recipe, *_ in asked} == {"sgd"}
-    assert {data for *_, data in asked} == {"fer2013"}
+def test_faces_need_an_image_of_each_emotion(tmp_path, monkeypatch):
+    monkeypatch.setattr(readings_5.data, "load", lambda name, **options: name)
+    monkeypatch.setattr(readings_5, "studied_faces", lambda settings, *given: given)
+    assert readings_5.faces(settings_for(tmp_path, images=6)) == []
+    ((name, title, weights, ways, _),) = readings_5.faces(settings_for(tmp_path, images=7))
+    assert (name, title, weights) == ("readings-5-faces", "the shipped face network", None)
+    assert ways is readings_5.FACE_WAYS
     own = replace(settings_for(tmp_path, images=1000), weights=tmp_path / "mine.safetensors")
-    assert [title for title, *_ in readings_5.face_networks(own)] == ["the face network mine"]
+    ((_, title, weights, *_),) = readings_5.faces(own)
+    assert (title, weights) == ("the face network mine", tmp_path / "mine.safetensors")
