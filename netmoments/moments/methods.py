@@ -194,11 +194,11 @@ class TwoStage(Method):
     def moments(self, request: Request) -> OutputMoments:
         noise, indices, distance = request.flat, request.indices(), None
         if self.bank is None:
-            answers = self._linearizations(request, indices)
+            networks = self._networks_with_entries(request, indices)
         else:
-            answers, distance = self._nearest(self.bank, request, indices)
+            networks, distance = self._nearest_with_entries(self.bank, request, indices)
         means, seconds, order, wanted = [], [], [], request.products(indices.shape[1])
-        for network, entries in answers:
+        for network, entries in networks:
             own = noise.mean.flatten(1)[entries], noise.covariance.entries(entries)
             mean, covariance = network.moments(*own)
             means.append(mean)
@@ -208,8 +208,10 @@ class TwoStage(Method):
         cut = request.model.relu(self.layer).name if self.bank is None else self.bank.relu
         return _moments(torch.cat(means)[back], torch.cat(seconds)[back], self.name, indices, cut, distance)
 
-    def _linearizations(self, request: Request, indices: Tensor) -> Iterator[tuple[AffineReluAffine, Tensor]]:
-        """Linearizations at the means, some at a time, with the entries of the noise that each is for."""
+    def _networks_with_entries(self, request: Request, indices: Tensor) -> Iterator[tuple[AffineReluAffine, Tensor]]:
+        """The network linearized at some of the means at a time, with the entries of the noise that it answers: one for
+        each of several means, or all that share one mean.
+        """
         model, noise = request.model, request.flat
         origin, first = _shared_means(request.noise, indices)
         points, chosen = noise.mean[first].detach(), indices[first]
@@ -217,15 +219,15 @@ class TwoStage(Method):
             count = len(group.c1)
             mine = ((origin >= start) & (origin < start + count)).nonzero().squeeze(1)
             mine = mine[origin[mine].argsort(stable=True)]
-            levels = (origin[mine] - start).bincount(minlength=count).unique()
-            if len(levels) == 1:  # as many entries for each: all their first ones together, all their second, …
+            sharing = (origin[mine] - start).bincount(minlength=count).unique()
+            if len(sharing) == 1:  # as many entries for each: all their first ones together, all their second, …
                 for entries in mine.reshape(count, -1).unbind(1):
                     yield group, entries
             else:
                 for number in range(count):
                     yield group.entries(number), mine[origin[mine] == start + number]
 
-    def _nearest(
+    def _nearest_with_entries(
         self, bank: LinearizationBank, request: Request, indices: Tensor
     ) -> tuple[Iterator[tuple[AffineReluAffine, Tensor]], Tensor]:
         """The bank's linearizations with the entries that each is nearest to, and how far away these are, (N,)."""
@@ -236,9 +238,8 @@ class TwoStage(Method):
                 f"{request.model.outputs}"
             )
         nearest, distance = bank.nearest(request.flat.mean)
-        pairs = ((bank.member(int(number)), (nearest == number).nonzero().squeeze(1)) for number in nearest.unique())
-        answers = ((network.outputs(indices[entries]), entries) for network, entries in pairs)
-        return answers, distance
+        members = ((bank.member(int(number)), (nearest == number).nonzero().squeeze(1)) for number in nearest.unique())
+        return ((network.outputs(indices[entries]), entries) for network, entries in members), distance
 
     def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
         """The linearization itself, whose moments are exact."""

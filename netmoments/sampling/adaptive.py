@@ -1,4 +1,4 @@
-"""Sampling until a tolerance is met: mirrored and independent pairs of samples, with expected slopes as control.
+"""Sampling until a tolerance is met: mirrored and independent pairs of samples, controlled by expected slopes.
 
 A first round of few pairs shows how the outputs vary. From that follow the number of points at which the network is
 differentiated for the slopes, the share of pairs to be mirrored, and the number of pairs needed. Further rounds follow
@@ -14,6 +14,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,18 +35,21 @@ from netmoments.sampling.fast_network import FastNetwork, fast_network, half_net
 from netmoments.sampling.pair_sums import (
     FOLDS,
     SUMS,
+    BlockSums,
+    Decisions,
+    FirstSums,
     PairSums,
     Standing,
     block_sums,
-    first_sums,
+    flat_first_sums,
     wide_residuals_of,
 )
-from netmoments.sampling.slopes import SlopeControls, expected_slopes, lines, points_worth
-from netmoments.sampling.two_level import MOST_SHARE, WORTH, Correction, ExactPairs, exact_pairs_worth, exact_share
+from netmoments.sampling.slopes import SlopeControls, expected_slopes, linear_controls, points_worth
+from netmoments.sampling.two_level import MOST_SHARE, WORTH, ExactPairs, exact_pairs_worth, exact_share
 
 GROWTH = 8
 """A round has at most so many times the pairs of all before: few pairs say little of a variance."""
-MARGIN = 1.05
+RESERVE = 1.05
 """A round has so many times the pairs that the errors so far ask for, so that another round is seldom needed."""
 ENOUGH = 0.75
 """A round ends when this share of its inputs have the pairs they need; the others go on in the next."""
@@ -236,14 +240,9 @@ class _Sampling:
         """Run a few pairs of all inputs, take the slopes, and decide from them: which share of the pairs to mirror from
         now on, and whether to go on in low precision.
         """
-        inputs, mirrored = len(self.mean), self.mirrored_share == 1
-        pairs = PILOT
-        if self.on_gpu:  # more of them cost next to nothing
-            fitting = elements_together("pass", self.mean, 2 * inputs * self.noise.size)
-            pairs = max(PILOT, min(8 * PILOT, 32 * PILOT // inputs, fitting) // FOLDS * FOLDS)
-        pairs = min(pairs - self.wide_pairs, most)
-        deviations, wide = self._draw(None, pairs, mirrored), self._draw_wide()
-        first, second, *wide_values = self._first_values(deviations, wide)
+        mirrored = self.mirrored_share == 1
+        deviations, wide_deviations = self._draw(None, self._first_pairs(most), mirrored), self._draw_wide()
+        values = self._first_values(deviations, wide_deviations)
         half_values: tuple[Tensor, ...] = ()
         plain_runs = min(goal.tolerance**-2, goal.samples)
         if self.half is not None:
@@ -251,34 +250,47 @@ class _Sampling:
             plain_runs *= self.half.cost / self.fast.cost  # as many in float32 would take as long
         if mirrored:
             self.slopes = expected_slopes(
-                self.model, self.fast, self.noise, self.outputs, points_worth(first, second, plain_runs),
+                self.model, self.fast, self.noise, self.outputs, points_worth(*values.exact, plain_runs),
                 products=self.products, seed=self.seed, memory_budget=self.memory_budget,
             )  # fmt: skip
-        residuals = None
-        if wide_values:
-            (residuals,) = self.fast.replayed("wide", wide_residuals_of, self.slopes.slopes, wide, *wide_values)
-        centre, sums, wins, bad, costs, decisions, *correction = self.fast.replayed(
-            ("first sums", self.products, mirrored, goal.tolerance),
-            partial(first_sums, self.products, mirrored, goal.tolerance),
-            self.slopes.slopes, residuals, deviations[0], first, second, *half_values,
+        wide = None
+        if values.of_wide_pairs is not None:
+            (wide,) = self.fast.replayed(
+                "wide", wide_residuals_of, self.slopes.slopes, wide_deviations, *values.of_wide_pairs
+            )
+        kind = (self.products, mirrored, goal.tolerance)
+        found = FirstSums.of(
+            self.fast.replayed(
+                ("first sums", *kind), partial(flat_first_sums, *kind),
+                self.slopes.slopes, wide, deviations[0], *values.exact, *half_values,
+            )
         )  # fmt: skip
-        self.sums = PairSums(centre, self.noise.dtype, self.products, self.slopes.known, costs)
-        self.sums.correction = Correction(*correction) if correction else None
-        self.sums.wide = residuals
+        self.sums = PairSums(found.centre, self.noise.dtype, self.products, self.slopes.known, found.costs)
+        self.sums.correction = found.correction
+        self.sums.wide = wide
         if not mirrored:
             self.sums.heavy = 0.0
-        self.sums.add(mirrored, None, sums, wins, bad)
+        self.sums.add(mirrored, None, found.block)
         if self.on_gpu:
             self.model.look()
-        standing = self.sums.standing(self.fast.replayed, decisions)
-        share, *of_half = standing.decisions.tolist()
+        standing = self.sums.standing(self.fast.replayed, found.decisions)
+        decided = Decisions(*standing.decisions.tolist())
+        share = decided.mirrored_share
         self.mirrored_share = share if 0.1 < share < 0.9 else float(round(share))
-        if self.half is not None and not of_half[0]:
+        if self.half is not None and not decided.half_used:
             self.half, self.sums.correction = None, None
-            self.remark = "" if of_half[1] else ABANDONED.format("float16", "overflowed")
+            self.remark = "" if decided.half_finite else ABANDONED.format("float16", "overflowed")
         if not self.never_low and mirrored and self.half is None:
-            standing = self._in_low_precision(standing, deviations, (first, second), most, goal)
+            standing = self._in_low_precision(standing, deviations, values.exact, most, goal)
         return standing
+
+    def _first_pairs(self, most: int) -> int:
+        """How many pairs the first round has, beside those at wider noise."""
+        pairs, inputs = PILOT, len(self.mean)
+        if self.on_gpu:  # more of them cost next to nothing
+            fitting = elements_together("pass", self.mean, 2 * inputs * self.noise.size)
+            pairs = max(PILOT, min(8 * PILOT, 32 * PILOT // inputs, fitting) // FOLDS * FOLDS)
+        return min(pairs - self.wide_pairs, most)
 
     def _in_low_precision(
         self,
@@ -315,8 +327,8 @@ class _Sampling:
         exact_pairs.share, exact_pairs.least = share, least
         sums = PairSums(self.sums.centre, self.noise.dtype, self.products, self.slopes.known, self.sums.costs)
         sums.wide = self.sums.wide
-        control = lines(self.slopes.slopes, *deviations)
-        sums.add(True, None, *block_sums(values[0], values[1], control, sums.centre, self.products))
+        control = linear_controls(self.slopes.slopes, *deviations)
+        sums.add(True, None, block_sums(values[0], values[1], control, sums.centre, self.products))
         sums.correction = exact_pairs.correction()
         self.low, self.exact, self.sums, self.remark = low, exact_pairs, sums, CORRECTED
         return sums.standing(self.fast.replayed)
@@ -358,11 +370,11 @@ class _Sampling:
             given = [None if x is None else x[where] for x in given]
         deviations = self._draw(where, count, mirrored)
         if self.exact is not None:
-            sums = self._with_exact_pairs(self.exact, network, where, given, deviations)
+            block = self._with_exact_pairs(self.exact, network, where, given, deviations)
         else:
             work = partial(_sums_of_block, network, self.products)
-            sums = network.replayed(("block", self.products), work, *given, *deviations)
-        self.sums.add(mirrored, where, *sums)
+            block = BlockSums(*network.replayed(("block", self.products), work, *given, *deviations))
+        self.sums.add(mirrored, where, block)
 
     def _with_exact_pairs(
         self,
@@ -371,7 +383,7 @@ class _Sampling:
         where: Tensor | None,
         given: list[Tensor | None],
         deviations: tuple[Tensor, Tensor | None],
-    ) -> tuple[Tensor, ...]:
+    ) -> BlockSums:
         """The sums of pairs in low precision, some of which are run exactly as well."""
         mean, centre, slopes, outputs = given
         assert mean is not None
@@ -386,25 +398,26 @@ class _Sampling:
             exact_values = self.fast.pairs(mean, first[:count], None if others is None else others[:count], outputs)
             self.sums.bad[0] += sum(int((~x.isfinite()).any(-1).sum()) for x in exact_values)
             exact.add(where, exact_values, (values[0][:count], values[1][:count]))
-        return block_sums(values[0], values[1], lines(slopes, *deviations), centre, self.products)
+        return block_sums(values[0], values[1], linear_controls(slopes, *deviations), centre, self.products)
 
-    def _first_values(self, deviations: tuple[Tensor, Tensor | None], wide: Tensor | None) -> tuple[Tensor, ...]:
-        """Outputs (p, E, d) at both inputs of the first pairs; and of the wide pairs, from the same run.
+    def _first_values(self, deviations: tuple[Tensor, Tensor | None], wide_deviations: Tensor | None) -> _FirstValues:
+        """The outputs at the first pairs, and from the same run those at wide pairs.
 
         If the network refuses inputs at wider noise, which the noise itself would hardly produce, there are no wide
         pairs.
         """
-        if wide is None:
-            return self.fast.replayed("pairs", self.fast.pairs, self.mean, *deviations, self.outputs)
+        if wide_deviations is None:
+            first, second = self.fast.replayed("pairs", self.fast.pairs, self.mean, *deviations, self.outputs)
+            return _FirstValues((first, second))
         pairs = len(deviations[0])
         try:
             first, second = self.fast.replayed(
-                "pairs", self.fast.pairs, self.mean, torch.cat([deviations[0], wide]), None, self.outputs
+                "pairs", self.fast.pairs, self.mean, torch.cat([deviations[0], wide_deviations]), None, self.outputs
             )
         except Exception:
             self.wide_pairs = 0
             return self._first_values(deviations, None)
-        return first[:pairs], second[:pairs], first[pairs:], second[pairs:]
+        return _FirstValues((first[:pairs], second[:pairs]), (first[pairs:], second[pairs:]))
 
     def _draw(self, where: Tensor | None, pairs: int, mirrored: bool) -> tuple[Tensor, Tensor | None]:
         """Deviations (p, A, n) from the means: of the first samples of pairs; of the second, unless mirrored."""
@@ -429,12 +442,21 @@ class _Sampling:
         raise infinite_outputs(self.sums.bad, 2 * int(standing.pairs.sum()))
 
 
+class _FirstValues(NamedTuple):
+    """Outputs of E inputs at both samples of each of the first pairs, without low precision."""
+
+    exact: tuple[Tensor, Tensor]
+    """(p, E, d) each."""
+    of_wide_pairs: tuple[Tensor, Tensor] | None = None
+    """(w, E, d) each; None without wide pairs."""
+
+
 class _Abandoned(Exception):
     """Low precision "overflowed" or "failed", as the message says."""
 
 
 def _spread(standing: Standing) -> float:
-    """a of `two_level`: the squared error that so many pairs leave, times their number, averaged over the inputs."""
+    """a of `two_level`: the squared error that the pairs so far leave, times their number, averaged over the inputs."""
     return float((standing.reached.square() * standing.pairs).mean())
 
 
@@ -447,16 +469,19 @@ def _sums_of_block(
     outputs: Tensor | None,
     deviations: Tensor,
     others: Tensor | None,
-) -> tuple[Tensor, ...]:
+) -> BlockSums:
     """`block_sums` of pairs that are run through a network."""
     first, second = network.pairs(mean, deviations, others, outputs)
-    return block_sums(first, second, lines(slopes, deviations, others), centre, products)
+    return block_sums(first, second, linear_controls(slopes, deviations, others), centre, products)
 
 
 def missing_pairs(reached: Tensor, done: Tensor, tolerance: float, most: int) -> Tensor:
-    """How many more pairs each input needs, multiples of FOLDS: errors fall as 1/√pairs."""
+    """How many more pairs each input needs (E,), multiples of FOLDS, as errors fall as 1/√pairs.
+
+    `reached` (E,) is the tolerance that the pairs `done` (E,) meet; there may be `most` in all.
+    """
     ratio = (reached.double() / tolerance) ** 2
-    wanted = torch.where(ratio > 1, (MARGIN * ratio).clamp(max=1 + GROWTH) * done, done.double()).clamp(max=most)
+    wanted = torch.where(ratio > 1, (RESERVE * ratio).clamp(max=1 + GROWTH) * done, done.double()).clamp(max=most)
     return torch.minimum(((wanted - done) / FOLDS).ceil().long() * FOLDS, most - done).clamp(min=0)
 
 
@@ -477,7 +502,7 @@ def powers_of_two(count: int, most: int) -> list[int]:
 
 
 def rounded_up(pairs: int) -> int:
-    """The next of the four numbers that are allowed between any two powers of two."""
+    """The next multiple of `step_of(pairs)`, so that few different numbers of pairs occur, and recorded work recurs."""
     return -(-pairs // step_of(pairs)) * step_of(pairs)
 
 

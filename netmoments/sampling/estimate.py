@@ -43,7 +43,7 @@ SQUARES = 6.0
 """From the wider noise to the noise, the variance of squares is taken to fall by this factor more than that of values.
 """
 MOST_SHARE = 1.0
-"""Relative errors of variances above this are widened for skewness only as much as this one."""
+"""Relative errors of variances above this are enlarged for skewness only as much as this one."""
 ROUNDING = 16
 """An output that varies by less than so many units in the last place of its mean is taken not to vary."""
 
@@ -146,16 +146,16 @@ def residual_variance(target: Tensor, control: Tensor) -> Tensor:
     return (target.square().mean(0) - explained).clamp(min=0)
 
 
-def wide_residuals(first: Tensor, second: Tensor, line: Tensor | None) -> Tensor:
+def wide_residuals(first: Tensor, second: Tensor, linear: Tensor | None) -> Tensor:
     """Residual variances (2, E, d) of e and of t (see `pair_sums`) at wider noise, about their own means.
 
-    `first` and `second` are the values (p, E, d) at both samples of p mirrored pairs, `line` is their control, if there
-    is one. Its square explains what it can with a slope fitted here, because slopes differ at wider noise. The result
-    is 0 where a value is not a number.
+    `first` and `second` are the values (p, E, d) at both samples of p mirrored pairs, `linear` is their control ℓ, if
+    there is one. Its square explains what it can with a slope fitted here, because slopes differ at wider noise. The
+    result is 0 where a value is not a number.
     """
     odd, even = (first - second).double() / 2, (first + second).double() / 2
     even = even - even.mean(0)
-    square = torch.zeros_like(odd) if line is None else line.double() ** 2
+    square = torch.zeros_like(odd) if linear is None else linear.double() ** 2
     residual = residual_variance(torch.stack([even, odd**2 + even**2], 1), square.unsqueeze(1))
     return (residual * (len(first) / (len(first) - 2))).nan_to_num(0.0, 0.0, 0.0)  # two coefficients were fitted
 

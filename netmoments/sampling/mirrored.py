@@ -4,10 +4,10 @@ A pair is y₊ = f(m + δ) and y₋ = f(m − δ). About a centre a near the mea
 
     E e = μ − a,        E t = Cov f + (μ − a)(μ − a)ᵀ for t = o oᵀ + e eᵀ.
 
-The control of both are the products ℓᵢℓⱼ of the lines ℓ = S δ, whose means (S Σ Sᵀ)ᵢⱼ are known; the slopes S are
-gradients of the network. The coefficients are fitted to the same pairs, which biases an estimate by 1/pairs of the
-spread that the control leaves: far less than its error, which is 1/√pairs of that. `adaptive` is for more samples; it
-fits across folds, and draws until a tolerance is met.
+The controls are products ℓᵢℓⱼ of the linear functions ℓ = S δ, with known means (S Σ Sᵀ)ᵢⱼ: ℓᵢ² for eᵢ, ℓᵢℓⱼ for tᵢⱼ.
+The slopes S are gradients of the network. The coefficients are fitted to the same pairs, which biases an estimate by
+1/pairs of the spread that the control leaves: far less than its error, which is 1/√pairs of that. `adaptive` is for
+more samples; it fits across folds, and draws until a tolerance is met.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from netmoments.sampling.estimate import (
     wide_residuals,
 )
 from netmoments.sampling.fast_network import FastNetwork, fast_network
-from netmoments.sampling.slopes import GRADIENT_RUNS, gradients_under_noise, lines
+from netmoments.sampling.slopes import GRADIENT_RUNS, gradients_under_noise, linear_controls
 
 GRADIENTS_SHARE = 0.25
 """Gradients may cost so much of the runs; they are taken at two mirrored points, at the mean, or not at all."""
@@ -92,13 +92,13 @@ class MirroredPairs(NamedTuple):
     generator: Generator
 
     def drawn(self, pairs: int, widening: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Values (p, E, d) at both samples of so many pairs, at noise of so many times the deviation, and the lines ℓ.
+        """Values (p, E, d) at both samples of so many pairs, at noise of so many times the deviation, and ℓ (p, E, d).
 
-        Without slopes the lines are 0.
+        Without slopes ℓ is 0.
         """
         deviations = widening * self.noise.covariance.draw((pairs, len(self.noise.mean)), self.generator)
         first, second = self.network.pairs(self.noise.mean.detach(), deviations, None, self.outputs)
-        control = lines(self.slopes, deviations, None)
+        control = linear_controls(self.slopes, deviations, None)
         return first, second, torch.zeros_like(first) if control is None else control[0]
 
     def estimate(self, pairs: int, count: int, products: bool) -> PairEstimate:
@@ -109,15 +109,15 @@ class MirroredPairs(NamedTuple):
             pairs -= WIDE_PAIRS
         numbers_each = 2 * (self.noise.size + len(MirroredSums._fields) * count)
         together = elements_together("pass", mean, len(mean) * numbers_each)
-        first, second, line = self.drawn(min(together, pairs))
+        first, second, linear = self.drawn(min(together, pairs))
         centre = (0.5 * (first.double() + second.double())).mean(0)
-        sums = sums_of(first, second, line, centre, products)
+        sums = sums_of(first, second, linear, centre, products)
         for begun in range(together, pairs, together):
             block = sums_of(*self.drawn(min(together, pairs - begun)), centre, products)
             sums = MirroredSums(*map(torch.add, sums, block))
         if bool(sums.infinite.any()):
             raise infinite_outputs(sums.infinite, 2 * pairs * len(mean))
-        estimate = moments_of_sums(sums, pairs, centre, self.mean_of_lines(centre, products))
+        estimate = moments_of_sums(sums, pairs, centre, self.mean_of_control(centre, products))
         samples = torch.full((len(mean),), 2.0 * pairs, dtype=torch.float64, device=mean.device)
         return allowing_for_skewness(allowing_for_the_unseen(estimate, samples, wide))
 
@@ -130,7 +130,7 @@ class MirroredPairs(NamedTuple):
         except Exception:
             return None
 
-    def mean_of_lines(self, like: Tensor, products: bool) -> Tensor:
+    def mean_of_control(self, like: Tensor, products: bool) -> Tensor:
         """The mean of ℓᵢℓⱼ, (E, d, d), or of ℓᵢ², (E, d), in float64; `like` is (E, d)."""
         if self.slopes is None:
             return torch.zeros_like(like.unsqueeze(-1).expand(*like.shape, like.shape[1]) if products else like)
@@ -145,42 +145,42 @@ class MirroredSums(NamedTuple):
     """Sums over p pairs of E inputs: of e, (E, d); and of products, for all pairs of d outputs or for each alone."""
 
     e: Tensor
-    e_line: Tensor
+    e_control: Tensor
     """Of eᵢℓᵢ², (E, d)."""
     e_e: Tensor
     """Of eᵢeⱼ, (E, d, d), or eᵢ², (E, d); the following are alike."""
     target: Tensor
     """Of tᵢⱼ."""
     target_square: Tensor
-    target_line: Tensor
+    target_control: Tensor
     """Of tᵢⱼℓᵢℓⱼ."""
-    line: Tensor
+    control: Tensor
     """Of ℓᵢℓⱼ."""
-    line_square: Tensor
+    control_square: Tensor
     infinite: Tensor
     """`counts_of_infinite`."""
 
 
-def sums_of(first: Tensor, second: Tensor, line: Tensor, centre: Tensor, products: bool) -> MirroredSums:
-    """The sums over pairs with values (p, E, d) and lines (p, E, d), about a centre (E, d)."""
+def sums_of(first: Tensor, second: Tensor, linear: Tensor, centre: Tensor, products: bool) -> MirroredSums:
+    """The sums over pairs with values (p, E, d) and ℓ (p, E, d), about a centre (E, d)."""
 
     def squares(x: Tensor) -> Tensor:
         """The sum over the pairs of x xᵀ, or of the squares alone."""
         return x.movedim(0, 1).mT @ x.movedim(0, 1) if products else x.square().sum(0)
 
     infinite = counts_of_infinite(torch.cat([first, second]))
-    first, second, line = first.double() - centre, second.double() - centre, line.double()
+    first, second, linear = first.double() - centre, second.double() - centre, linear.double()
     e, o = 0.5 * (first + second), 0.5 * (first - second)
     e_e = squares(e)
     return MirroredSums(
         e=e.sum(0),
-        e_line=(e * line.square()).sum(0),
+        e_control=(e * linear.square()).sum(0),
         e_e=e_e,
         target=squares(o) + e_e,
         target_square=squares(o.square()) + squares(e.square()) + 2 * squares(o * e),
-        target_line=squares(o * line) + squares(e * line),
-        line=squares(line),
-        line_square=squares(line.square()),
+        target_control=squares(o * linear) + squares(e * linear),
+        control=squares(linear),
+        control_square=squares(linear.square()),
         infinite=infinite,
     )
 
@@ -188,11 +188,13 @@ def sums_of(first: Tensor, second: Tensor, line: Tensor, centre: Tensor, product
 def moments_of_sums(sums: MirroredSums, pairs: int, centre: Tensor, known: Tensor) -> PairEstimate:
     """The moments from sums over so many pairs about a centre, with `known` the mean of ℓᵢℓⱼ."""
     products = known.dim() == 3
-    of_each = torch.stack([sums.e_e, sums.line, sums.line_square, known])
-    e_e, line, line_square, mean_of_line = of_each.diagonal(dim1=-2, dim2=-1) if products else of_each
-    mean, mean_error = regressed_on_line(pairs, sums.e, e_e, sums.e_line, line, line_square, mean_of_line)
-    second, second_error = regressed_on_line(
-        pairs, sums.target, sums.target_square, sums.target_line, sums.line, sums.line_square, known
+    of_each = torch.stack([sums.e_e, sums.control, sums.control_square, known])
+    e_e, control, control_square, mean_of_control = of_each.diagonal(dim1=-2, dim2=-1) if products else of_each
+    mean, mean_error = regressed_on_control(
+        pairs, sums.e, e_e, sums.e_control, control, control_square, mean_of_control
+    )
+    second, second_error = regressed_on_control(
+        pairs, sums.target, sums.target_square, sums.target_control, sums.control, sums.control_square, known
     )
     # subtract an unbiased estimate of (μ − a)(μ − a)ᵀ, from products of different pairs
     square = sums.e.unsqueeze(-1) * sums.e.unsqueeze(-2) if products else sums.e.square()
@@ -200,16 +202,22 @@ def moments_of_sums(sums: MirroredSums, pairs: int, centre: Tensor, known: Tenso
     return PairEstimate(centre + mean, second, mean_error, second_error)
 
 
-def regressed_on_line(
-    count: int, total: Tensor, square: Tensor, with_line: Tensor, line: Tensor, line_square: Tensor, known: Tensor
+def regressed_on_control(
+    count: int,
+    total: Tensor,
+    square: Tensor,
+    with_control: Tensor,
+    control: Tensor,
+    control_square: Tensor,
+    known: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The mean of y with a control u of mean `known`, and its squared error, from sums of y, y², yu, u and u².
 
     The mean is that of the regression at u = `known`. Two coefficients are fitted, which the squared error allows for.
     """
-    mean, middle = total / count, line / count
-    varies, shared = line_square / count - middle.square(), with_line / count - mean * middle
-    useful = varies > 1e-12 * line_square / count
+    mean, middle = total / count, control / count
+    varies, shared = control_square / count - middle.square(), with_control / count - mean * middle
+    useful = varies > 1e-12 * control_square / count
     slope = torch.where(useful, shared / torch.where(useful, varies, 1.0), 0.0)
     residual = (square / count - mean.square() - slope * shared).clamp(min=0)
     return mean - slope * (middle - known), residual / (count - 2)

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ from netmoments.sampling.estimate import (
     unseen_variances,
     wide_residuals,
 )
-from netmoments.sampling.slopes import lines
+from netmoments.sampling.slopes import linear_controls
 from netmoments.sampling.two_level import Correction, corrected, correction_from, even_and_target
 
 FOLDS = 4
@@ -75,6 +75,56 @@ class Standing(NamedTuple):
     """Further numbers that were read from the device at the same time."""
 
 
+class BlockSums(NamedTuple):
+    """Sums over pairs of one kind, of A inputs with d outputs."""
+
+    sums: Tensor
+    """(A, FOLDS, m), in float64; `block_sums` says which m numbers these are."""
+    wins: Tensor
+    """How often each output was the largest, (A, d)."""
+    bad: Tensor
+    """How many samples were not finite, and how often each output was not, (1 + d,)."""
+
+
+class FirstSums(NamedTuple):
+    """What follows from the first pairs of E inputs with d outputs."""
+
+    centre: Tensor
+    """The mean of their values, (E, d), in float64: the centre a of all sums."""
+    block: BlockSums
+    """Their sums about the centre: of values in half precision if these are used, else of the exact ones."""
+    costs: Tensor
+    """`pair_costs`, (2, 2); ones where all pairs are to be independent."""
+    decisions: Tensor
+    """The fields of `Decisions`, which the host has not read yet; the first alone without half precision."""
+    correction: Correction | None
+    """What corrects half precision, 0 if that is not used; None where there is none."""
+
+    @classmethod
+    def of(cls, flat: tuple[Tensor, ...]) -> FirstSums:
+        """From what `flat` gave."""
+        centre, sums, wins, bad, costs, decisions, *correction = flat
+        return cls(
+            centre, BlockSums(sums, wins, bad), costs, decisions, Correction(*correction) if correction else None
+        )
+
+    @property
+    def flat(self) -> tuple[Tensor, ...]:
+        """All tensors in a row, as recorded work returns them."""
+        return self.centre, *self.block, self.costs, self.decisions, *(self.correction or ())
+
+
+class Decisions(NamedTuple):
+    """What the first pairs decide, for all inputs together."""
+
+    mirrored_share: float
+    """The share of the further pairs that should be mirrored."""
+    half_used: float = 0.0
+    """1 if values in half precision are used, as their correction is known well enough; else 0."""
+    half_finite: float = 1.0
+    """1 if all values in half precision were finite; else 0."""
+
+
 class PairSums:
     """Sums over the pairs of samples of E inputs, for d outputs: of mirrored pairs, of independent ones, or of both.
 
@@ -96,7 +146,7 @@ class PairSums:
         self.wide: Tensor | None = None
         """`wide_residuals`, if samples at wider noise were taken."""
         self.heavy = HEAVY
-        """0 for plain samples, whose errors are given as they are."""
+        """How strongly errors allow for rare large values (`_mean_with_error`): 0, not at all, for plain samples."""
         self.sums: dict[bool, Tensor] = {}
         """The sums by kind: True for mirrored pairs."""
         self.wins = torch.zeros_like(centre)
@@ -104,8 +154,9 @@ class PairSums:
         self.bad = centre.new_zeros(1 + centre.shape[1], dtype=torch.int64)
         """How many samples were not finite, and how often each output was not."""
 
-    def add(self, mirrored: bool, where: Tensor | None, sums: Tensor, wins: Tensor, bad: Tensor) -> None:
-        """Add what `block_sums` gave for pairs of one kind, of the inputs with indices `where`, or of all."""
+    def add(self, mirrored: bool, where: Tensor | None, block: BlockSums) -> None:
+        """Add the sums over pairs of one kind, of the inputs with indices `where`, or of all."""
+        sums, wins, bad = block
         if mirrored not in self.sums:
             self.sums[mirrored] = self.centre.new_zeros(len(self.centre), *sums.shape[1:])
         if where is None:
@@ -178,23 +229,22 @@ def first_sums(
     first: Tensor,
     second: Tensor,
     *low: Tensor,
-) -> tuple[Tensor, ...]:
-    """From the first pairs: the centre; `block_sums` about it; costs; decisions; the correction of half precision.
+) -> FirstSums:
+    """What follows from the first pairs.
 
     `first`, `second` and, where there is half precision, the two of `low` are values (p, E, d); `slopes` and
-    `deviations` are as for `lines`, `wide` is `wide_residuals`. The decisions are the share of pairs to be mirrored
-    and, with half precision, whether it is used (its correction is known well enough) and whether all its values were
-    finite. If it is not used, the sums are those of the exact values, and the correction is 0.
+    `deviations` are as for `linear_controls`, `wide` is `wide_residuals`. Half precision is used if its correction is
+    known to within `HALF_SHARE` of the tolerance.
     """
     centre = ((first + second) / 2).mean(0).double()
-    control = lines(slopes, deviations, None)
+    control = linear_controls(slopes, deviations, None)
     exact_sums = block_sums(first, second, control, centre, products)
     costs, share = centre.new_ones(2, 2), centre.new_zeros(1)
     if mirrored:
         costs = pair_costs(first, second, None if control is None else control[0], wide)
         share = mirrored_share(costs)
     if not low:
-        return centre, *exact_sums, costs, share
+        return FirstSums(centre, exact_sums, costs, share, None)
     correction = correction_from(centre, (first, second), low, products)
     even, target = even_and_target(centre, (first, second), products)
     of_correction = PairEstimate(
@@ -202,27 +252,35 @@ def first_sums(
     )
     used = (tolerance_met(of_correction, first.dtype) <= HALF_SHARE * tolerance).all()
     low_sums = block_sums(low[0], low[1], control, centre, products)
-    sums = (torch.where(used, one, other) for one, other in zip(low_sums, exact_sums, strict=True))
-    decisions = torch.cat([share, torch.stack([used, low_sums[2][0] == 0]).double()])
-    return centre, *sums, costs, decisions, *(torch.where(used, part, 0.0) for part in correction)
+    sums = BlockSums(*(torch.where(used, one, other) for one, other in zip(low_sums, exact_sums, strict=True)))
+    decisions = torch.cat([share, torch.stack([used, low_sums.bad[0] == 0]).double()])
+    correction = Correction(*(torch.where(used, part, 0.0) for part in correction))
+    return FirstSums(centre, sums, costs, decisions, correction)
+
+
+def flat_first_sums(products: bool, mirrored: bool, tolerance: float, *given: Any) -> tuple[Tensor, ...]:
+    """`first_sums` as recorded work returns it."""
+    return first_sums(products, mirrored, tolerance, *given).flat
 
 
 def wide_residuals_of(slopes: Tensor | None, deviations: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
     """`wide_residuals` of mirrored pairs with these deviations, from the values (p, E, d) at both samples."""
-    control = lines(slopes, deviations, None)
+    control = linear_controls(slopes, deviations, None)
     return (wide_residuals(first, second, None if control is None else control[0]),)
 
 
 def block_sums(
     first: Tensor, second: Tensor, control: tuple[Tensor, Tensor | None] | None, centre: Tensor, products: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums (A, FOLDS, m) over a block of p pairs (a multiple of FOLDS), win counts (A, d), counts of bad values (1 +
-    d).
+) -> BlockSums:
+    """The sums over a block of p pairs, a multiple of FOLDS, for A inputs with d outputs.
 
-    `first` and `second` are the values (p, A, d) at both samples, `control` is as `lines` gives it, `centre` (A, d).
-    The m numbers are the sums of 1; of e, e u, e u², u, u², u³, u⁴ for the control u of e; and of e eᵀ, t, t², t u, t
-    u², u, u², u³, u⁴ for the control u of t, where products and powers of these matrices are elementwise. Sums that are
-    not used are 0. Bad values: how many samples are not finite, and how often each output is not.
+    `first` and `second` are the values (p, A, d) at both samples, `control` is ℓ as `linear_controls` gives it,
+    `centre` (A, d). The m numbers are the sums of
+
+        1;   e, e u, e u², u, u², u³, u⁴ for the control u of e;   e eᵀ, t, t², t u, t u², u, u², u³, u⁴ for that of t
+
+    where products and powers of matrices are elementwise. Without `products` only their diagonals are summed. Sums that
+    are not used are 0.
     """
     outputs = first.shape[-1]
     both = torch.cat([first, second])
@@ -258,23 +316,24 @@ def block_sums(
     if control is None:
         nothing = torch.zeros_like(of_values[0])
         means = [summed(even), *6 * [nothing[..., :outputs]]]
-        return torch.cat([count, *means, *of_values, *6 * [nothing]], -1) * _powers_of_unit(unit), wins, bad
-    line = by_fold(control[0])
+        sums = torch.cat([count, *means, *of_values, *6 * [nothing]], -1)
+        return BlockSums(sums * _powers_of_unit(unit), wins, bad)
+    linear = by_fold(control[0])
     if control[1] is None:
-        square = line**2
+        square = linear**2
         powers = [square, square**2, square**3, square**4]
-        of_lines = [square_sums(odd * line, even * line), square_sums(odd * square, even * square)]
-        of_lines += [square_sums(x) for x in (line, square, square * line, square**2)]
+        of_controls = [square_sums(odd * linear, even * linear), square_sums(odd * square, even * square)]
+        of_controls += [square_sums(x) for x in (linear, square, square * linear, square**2)]
     else:
         other = by_fold(control[1])
-        line_even, line_odd = (line + other) / 2, (line - other) / 2
-        nothing, none = torch.zeros_like(of_values[0]), torch.zeros_like(line)
-        powers = [line_even, line_even**2, none, none]
-        of_lines = [square_sums(odd * line_odd, odd * line_even, even * line_odd, even * line_even), nothing]
-        of_lines += [square_sums(line_odd, line_even)]
-        of_lines += [square_sums(line_odd**2, line_even**2, root * line_odd * line_even), nothing, nothing]
+        u_even, u_odd = (linear + other) / 2, (linear - other) / 2
+        nothing, none = torch.zeros_like(of_values[0]), torch.zeros_like(linear)
+        powers = [u_even, u_even**2, none, none]
+        of_controls = [square_sums(odd * u_odd, odd * u_even, even * u_odd, even * u_even), nothing]
+        of_controls += [square_sums(u_odd, u_even)]
+        of_controls += [square_sums(u_odd**2, u_even**2, root * u_odd * u_even), nothing, nothing]
     means = [summed(x) for x in (even, even * powers[0], even * powers[1], *powers)]
-    return torch.cat([count, *means, *of_values, *of_lines], -1) * _powers_of_unit(unit), wins, bad
+    return BlockSums(torch.cat([count, *means, *of_values, *of_controls], -1) * _powers_of_unit(unit), wins, bad)
 
 
 def _powers_of_unit(unit: Tensor | float) -> Tensor | float:
@@ -359,18 +418,18 @@ def chosen(condition: Tensor, one: PairEstimate, other: PairEstimate) -> PairEst
     )
 
 
-def pair_costs(first: Tensor, second: Tensor, line: Tensor | None, wide: Tensor | None = None) -> Tensor:
+def pair_costs(first: Tensor, second: Tensor, linear: Tensor | None, wide: Tensor | None = None) -> Tensor:
     """How much variance a sample leaves, (2, 2): rows mirrored and independent samples, columns means and variances.
 
     These are the residual variances after the controls: for means in units of the output's variance, for variances in
     units of twice its square. A sample adds the inverse of its cost to the precision of an estimate. `first` and
-    `second` are the values (p, E, d) at both samples of a few mirrored pairs, `line` is their control. What these pairs
-    may have missed, by `wide` (`wide_residuals`), is included: without it, pairs that happened not to show a rare event
-    would seem to be worth more than all later ones.
+    `second` are the values (p, E, d) at both samples of a few mirrored pairs, `linear` is their control ℓ. What these
+    pairs may have missed, by `wide` (`wide_residuals`), is included: without it, pairs that happened not to show a rare
+    event would seem to be worth more than all later ones.
     """
     odd, even = (first - second).double() / 2, (first + second).double() / 2
     even = even - even.mean(0)
-    control = torch.zeros_like(odd) if line is None else line.double()
+    control = torch.zeros_like(odd) if linear is None else linear.double()
     target = odd**2 + even**2
     variance = target.mean(0)
     values, controls = torch.cat([odd + even, even - odd]), torch.cat([control, -control])

@@ -129,11 +129,13 @@ def gradients_under_noise(
     return slopes.nan_to_num(0.0, 0.0, 0.0)
 
 
-def lines(slopes: Tensor | None, deviations: Tensor, others: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-    """The control ℓ = S δ at both samples, (p, A, d), for deviations (p, A, n) and slopes S (A, d, n); None without
-    slopes.
+def linear_controls(
+    slopes: Tensor | None, deviations: Tensor, others: Tensor | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """The control ℓ = S δ at both samples of p pairs, (p, A, d) each, for slopes S (A, d, n); None without slopes.
 
-    Without `others` the pairs are mirrored: the second control is −ℓ, and None here.
+    `deviations` (p, A, n) are δ of the first samples, `others` those of the second. Without `others` the pairs are
+    mirrored: the second control is −ℓ, and not returned (None).
     """
     if slopes is None:
         return None

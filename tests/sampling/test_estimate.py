@@ -59,14 +59,14 @@ def test_what_a_line_leaves():
 def test_the_spread_at_wider_noise():
     """Of e and t about their own means, less what goes with the square of the control."""
     generator = torch.Generator().manual_seed(2)
-    first, second, line = torch.randn(3, 16, 2, 3, dtype=torch.float64, generator=generator)
+    first, second, linear = torch.randn(3, 16, 2, 3, dtype=torch.float64, generator=generator)
     even, odd = (first + second) / 2, (first - second) / 2
     even = even - even.mean(0)
-    found = wide_residuals(first, second, line)
+    found = wide_residuals(first, second, linear)
     assert found.shape == (2, 2, 3)
     for one, target in zip(found, (even, odd**2 + even**2), strict=True):
-        assert_close(one, residual_variance(target, line**2) * 16 / 14, rtol=1e-12)
-    assert_close(wide_residuals(3 * line + 7, -3 * line + 7, line), torch.zeros(2, 2, 3), atol=1e-24)
+        assert_close(one, residual_variance(target, linear**2) * 16 / 14, rtol=1e-12)
+    assert_close(wide_residuals(3 * linear + 7, -3 * linear + 7, linear), torch.zeros(2, 2, 3), atol=1e-24)
     first[3, 1, 2] = math.inf
     assert wide_residuals(first, second, None)[:, 1, 2].tolist() == [0.0, 0.0]
 

@@ -12,7 +12,7 @@ import netmoments as nm
 from netmoments.network.model import NetworkModel
 from netmoments.sampling import mirrored
 from netmoments.sampling.estimate import PairEstimate
-from netmoments.sampling.mirrored import mirrored_moments, moments_of_sums, regressed_on_line, sums_of
+from netmoments.sampling.mirrored import mirrored_moments, moments_of_sums, regressed_on_control, sums_of
 from tests.closeness import assert_close
 from tests.gaussians import KINDS, SIZE, structures
 from tests.networks import seeded
@@ -84,22 +84,22 @@ def test_an_affine_network_has_no_error_but_for_what_samples_cannot_have_shown()
 def test_sums_of_blocks_are_the_sums_of_all():
     """And the estimate from them is that of the formulas, written for single pairs."""
     torch.manual_seed(2)
-    first, second, line = torch.randn(3, 40, 2, 3, dtype=torch.float64) ** 3
+    first, second, linear = torch.randn(3, 40, 2, 3, dtype=torch.float64) ** 3
     centre, known = torch.randn(2, 3, dtype=torch.float64), torch.rand(2, 3, 3, dtype=torch.float64)
-    blocks = [sums_of(*(x[span] for x in (first, second, line)), centre, True) for span in (slice(7), slice(7, 40))]
+    blocks = [sums_of(*(x[span] for x in (first, second, linear)), centre, True) for span in (slice(7), slice(7, 40))]
     total = mirrored.MirroredSums(*map(torch.add, *blocks))
-    for part, whole in zip(total, sums_of(first, second, line, centre, True), strict=True):
+    for part, whole in zip(total, sums_of(first, second, linear, centre, True), strict=True):
         assert_close(part, whole, rtol=1e-12, atol=1e-12)
     found = moments_of_sums(total, 40, centre, known)
     e, o = (first + second) / 2 - centre, (first - second) / 2
     target = (o.unsqueeze(-1) * o.unsqueeze(-2) + e.unsqueeze(-1) * e.unsqueeze(-2)).flatten(1)
-    control = (line.unsqueeze(-1) * line.unsqueeze(-2)).flatten(1)
+    control = (linear.unsqueeze(-1) * linear.unsqueeze(-2)).flatten(1)
     mean, error = regressed(target, control, known.flatten())
     squares = torch.einsum("pei,qej->pqeij", e, e)
     squares = squares.sum((0, 1)) - squares.diagonal().sum(-1)
     assert_close(found.second, mean.reshape(2, 3, 3) - squares / (40 * 39), rtol=1e-9, atol=1e-12)
     assert_close(found.second_error_squared, error.reshape(2, 3, 3), rtol=1e-9)
-    mean, error = regressed(e.flatten(1), line.flatten(1) ** 2, known.diagonal(dim1=1, dim2=2).flatten())
+    mean, error = regressed(e.flatten(1), linear.flatten(1) ** 2, known.diagonal(dim1=1, dim2=2).flatten())
     assert_close(found.mean, mean.reshape(2, 3) + centre, rtol=1e-9)
     assert_close(found.mean_error_squared, error.reshape(2, 3), rtol=1e-9)
 
@@ -119,7 +119,7 @@ def test_a_control_that_does_not_vary_is_none():
     y = torch.tensor([1.0, 2.0, 4.0, 5.0], dtype=torch.float64)
     constant = 3.0 * torch.ones_like(y)
     sums = y.sum(), (y * y).sum(), (y * constant).sum(), constant.sum(), (constant**2).sum()
-    mean, error = regressed_on_line(4, *sums, torch.tensor(7.0))
+    mean, error = regressed_on_control(4, *sums, torch.tensor(7.0))
     assert float(mean) == 3.0
     assert float(error) == pytest.approx(float(y.var(correction=0)) / 2)
 

@@ -25,12 +25,13 @@ from netmoments.sampling.pair_sums import (
     FOLDS,
     HEAVY,
     SHRINKING,
+    Decisions,
+    FirstSums,
     PairSums,
     block_sums,
     chosen,
     combined,
     first_sums,
-    lines,
     mirrored_share,
     of_one_kind,
     pair_costs,
@@ -64,14 +65,14 @@ class Pairs:
 
     first: Tensor
     second: Tensor
-    line: Tensor | None
+    linear: Tensor | None
     known: Tensor | None
     mirrored: bool = True
 
-    def lines(self, span: slice, entries: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor | None] | None:
-        if self.line is None:
+    def controls(self, span: slice, entries: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor | None] | None:
+        if self.linear is None:
             return None
-        one, other = self.line[:, span][:, :, entries]
+        one, other = self.linear[:, span][:, :, entries]
         return one, None if self.mirrored else other
 
     def sums(self, centre: Tensor, products: bool, blocks: list[int], known: Tensor | None = None) -> PairSums:
@@ -79,8 +80,8 @@ class Pairs:
         sums, start = PairSums(centre, self.first.dtype, products, known), 0
         for count in blocks:
             span, start = slice(start, start + count), start + count
-            found = block_sums(self.first[span], self.second[span], self.lines(span), centre, products)
-            sums.add(self.mirrored, None, *found)
+            found = block_sums(self.first[span], self.second[span], self.controls(span), centre, products)
+            sums.add(self.mirrored, None, found)
         return sums
 
     def estimate(
@@ -137,8 +138,8 @@ def by_hand(pairs: Pairs, entry: int, centre: np.ndarray, blocks: list[int]) -> 
     mean, mean_error_squared = np.zeros(outputs), np.zeros(outputs)
     second_moment, second_error_squared = np.zeros((outputs, outputs)), np.zeros((outputs, outputs))
     lines, known = np.zeros((2, count, outputs)), np.zeros((outputs, outputs))
-    if pairs.line is not None and pairs.known is not None:
-        lines, known = pairs.line[:, :, entry].numpy(), pairs.known.numpy()
+    if pairs.linear is not None and pairs.known is not None:
+        lines, known = pairs.linear[:, :, entry].numpy(), pairs.known.numpy()
     for i in range(outputs):
         for j in range(outputs):
             u = (lines[:, :, i] * lines[:, :, j]).mean(0)
@@ -184,7 +185,7 @@ def test_squares_alone_are_the_diagonal_of_all_products(control, mirrored):
 def test_values_in_float32(products):
     """As of the rounded values, but for sums of products in float32 where only squares are wanted."""
     exact = draw(256, 2, "expected slopes")
-    rounded = Pairs(exact.first.float(), exact.second.float(), exact.line.float(), exact.known)
+    rounded = Pairs(exact.first.float(), exact.second.float(), exact.linear.float(), exact.known)
     found, expected = (pairs.estimate(products, off=0.0) for pairs in (rounded, exact))
     for name in ("mean", "mean_error_squared", "second", "second_error_squared"):
         size = float(getattr(expected, name).abs().max())
@@ -250,10 +251,10 @@ def test_some_entries_may_have_more_pairs():
     centre, known = MEAN.expand(3, 2).clone(), pairs.known.expand(3, 2, 2)
     sums = PairSums(centre, torch.float64, products=True, known=known)
     early, late, some = slice(32), slice(32, None), torch.tensor([2, 0])
-    found = block_sums(pairs.first[early], pairs.second[early], pairs.lines(early), centre, True)
-    sums.add(True, None, *found)
-    rest = pairs.first[late][:, some], pairs.second[late][:, some], pairs.lines(late, some)
-    sums.add(True, some, *block_sums(*rest, centre[some], True))
+    found = block_sums(pairs.first[early], pairs.second[early], pairs.controls(early), centre, True)
+    sums.add(True, None, found)
+    rest = pairs.first[late][:, some], pairs.second[late][:, some], pairs.controls(late, some)
+    sums.add(True, some, block_sums(*rest, centre[some], True))
     assert sums.wins.sum(-1).tolist() == [192, 64, 192]
     standing = sums.standing(at_once, torch.tensor([7.0]))
     assert standing.pairs.tolist() == [96, 32, 96]
@@ -264,7 +265,7 @@ def test_some_entries_may_have_more_pairs():
     assert all(map(torch.equal, standing.estimate, allowing_for_skewness(stated)))
     for entries, count, blocks in (([0, 2], 96, [32, 64]), ([1], 32, [32])):
         values = [x[:count, entries] for x in (pairs.first, pairs.second)]
-        alone = Pairs(*values, pairs.line[:, :count, entries], pairs.known)
+        alone = Pairs(*values, pairs.linear[:, :count, entries], pairs.known)
         expected = alone.estimate(blocks=blocks, off=0.0, heavy=HEAVY)
         for name in ("mean", "second", "mean_error_squared", "second_error_squared"):
             assert_close(getattr(found, name)[entries], getattr(expected, name), rtol=1e-9, atol=1e-15, what=name)
@@ -346,7 +347,7 @@ def test_corrected_values_of_low_precision_are_unbiased(control, products):
     """The correction is from the first of the pairs, which count in the sums of low precision too."""
     pairs, entries = 256, 2000
     exact = draw(pairs, entries, control, seed=3)
-    cheap = Pairs(low(exact.first), low(exact.second), exact.line, exact.known)
+    cheap = Pairs(low(exact.first), low(exact.second), exact.linear, exact.known)
     centre = (MEAN + 0.1 * COVARIANCE.diagonal().sqrt()).expand(entries, 2)
     correction = correction_from(
         centre, (exact.first[:64], exact.second[:64]), (cheap.first[:64], cheap.second[:64]), products
@@ -411,7 +412,7 @@ def test_errors_allow_for_the_skewness_of_variances_that_are_known_badly():
 def test_two_kinds_of_pairs_are_one_estimate():
     """Unbiased, with the error that it states, and smaller than each; weights by what other pairs showed."""
     other = draw(2000, 1, "expected slopes", seed=8)
-    costs = pair_costs(other.first, other.second, other.line[0])
+    costs = pair_costs(other.first, other.second, other.linear[0])
     kinds = [
         draw(96, 4000, "expected slopes", mirrored=mirrored, seed=seed).estimate()
         for mirrored, seed in ((True, 6), (False, 7))
@@ -429,7 +430,7 @@ def test_two_kinds_of_pairs_are_one_estimate():
 def test_what_the_first_pairs_may_have_missed_is_in_the_costs():
     """Of mirrored samples and of independent ones alike: a pair of either sees an event as often."""
     seen = draw(64, 1, "expected slopes", seed=9)
-    values = seen.first, seen.second, seen.line[0]
+    values = seen.first, seen.second, seen.linear[0]
     wide = torch.tensor([[[5.0, 0.0]], [[0.0, 2.0]]], dtype=torch.float64)
     missed = pair_costs(*values, wide) - pair_costs(*values)
     even = (seen.first + seen.second) / 2
@@ -443,7 +444,7 @@ def test_costs_are_what_pairs_leave():
     """Of a sample, half a pair: the errors of estimates, in units of the variance and of its square."""
     pairs = 4000
     seen = draw(pairs, 1, "expected slopes", seed=9)
-    costs = pair_costs(seen.first, seen.second, seen.line[0]).tolist()
+    costs = pair_costs(seen.first, seen.second, seen.linear[0]).tolist()
     variance = COVARIANCE.diagonal()
     for mirrored, (of_mean, of_variance) in zip((True, False), costs, strict=True):
         found = draw(pairs, 1, "expected slopes", mirrored=mirrored, seed=10).estimate()
@@ -490,16 +491,7 @@ def test_linear_functions_are_mirrored_and_even_ones_are_not():
 # the first pairs
 
 
-def test_lines_are_the_slopes_along_the_noise():
-    slopes, deviations, others = torch.randn(2, 3, 4), torch.randn(5, 2, 4), torch.randn(5, 2, 4)
-    one, other = lines(slopes, deviations, others)
-    torch.testing.assert_close(one, torch.einsum("pan,adn->pad", deviations, slopes))
-    torch.testing.assert_close(other, torch.einsum("pan,adn->pad", others, slopes))
-    assert lines(slopes, deviations, None)[1] is None
-    assert lines(None, deviations, others) is None
-
-
-def first_pairs(low_by: float) -> tuple[Tensor, ...]:
+def first_pairs(low_by: float) -> FirstSums:
     """What `first_sums` gives for pairs of two inputs with slopes, and low precision that is off by noise."""
     generator = torch.Generator().manual_seed(3)
     deviations = STD * torch.randn(64, 2, 5, dtype=torch.float64, generator=generator)
@@ -511,17 +503,26 @@ def first_pairs(low_by: float) -> tuple[Tensor, ...]:
 def test_first_pairs_decide_whether_low_precision_is_used():
     """Where it is far off, everything is as without; where it is near, the sums are of its values."""
     *near, rough = (first_pairs(low_by) for low_by in (0.0, 1e-3, 10.0))
-    for (centre, sums, wins, bad, costs, decisions, *correction), used in zip((*near, rough), (1, 1, 0), strict=True):
-        assert torch.equal(centre, rough[0])
-        assert torch.equal(costs, rough[4])
-        assert bad.tolist() == [0, 0, 0]
-        assert wins.sum(-1).tolist() == [128.0, 128.0]
-        assert decisions.tolist() == [float(mirrored_share(costs)), used, 1.0]
-        assert len(correction) == 4
-        assert bool(used) or not any(bool(part.any()) for part in correction)
-        assert torch.equal(sums, rough[1]) == (used == 0 or torch.equal(near[0][1], sums))
-    assert torch.equal(near[0][1], rough[1])  # exact values as values of low precision
-    assert not torch.equal(near[1][1], rough[1])
+    for found, used in zip((*near, rough), (1, 1, 0), strict=True):
+        assert torch.equal(found.centre, rough.centre)
+        assert torch.equal(found.costs, rough.costs)
+        assert found.block.bad.tolist() == [0, 0, 0]
+        assert found.block.wins.sum(-1).tolist() == [128.0, 128.0]
+        assert found.decisions.tolist() == list(Decisions(float(mirrored_share(found.costs)), used, 1.0))
+        assert found.correction is not None
+        assert bool(used) or not any(bool(part.any()) for part in found.correction)
+        assert torch.equal(found.block.sums, rough.block.sums) == (
+            used == 0 or torch.equal(near[0].block.sums, found.block.sums)
+        )
+    assert torch.equal(near[0].block.sums, rough.block.sums)  # exact values as values of low precision
+    assert not torch.equal(near[1].block.sums, rough.block.sums)
+
+
+def test_first_sums_are_the_same_after_they_were_tensors_in_a_row():
+    found = first_pairs(1e-3)
+    again = FirstSums.of(found.flat)
+    assert torch.equal(torch.cat([x.flatten() for x in again.flat]), torch.cat([x.flatten() for x in found.flat]))
+    assert FirstSums.of(found._replace(correction=None).flat).correction is None
 
 
 def test_samples_that_are_not_finite_are_counted():
@@ -529,7 +530,7 @@ def test_samples_that_are_not_finite_are_counted():
     pairs = draw(8, 2)
     first, second = pairs.first.clone(), pairs.second.clone()
     first[0, 0, 1], first[3, 1], second[0, 0, 1] = math.nan, math.inf, -math.inf
-    bad = block_sums(first, second, None, MEAN.expand(2, 2), True)[2]
+    bad = block_sums(first, second, None, MEAN.expand(2, 2), True).bad
     assert bad.tolist() == [3, 1, 3]
 
 
@@ -561,7 +562,7 @@ def test_an_output_that_only_second_samples_move():
     second[5, 0, 1] = 2.0
     centre = torch.zeros(1, 3, dtype=torch.float64)
     for control in (None, (torch.linspace(-1, 1, 8).reshape(8, 1, 1).expand(8, 1, 3), None)):
-        single, double = (block_sums(a, b, c, centre, False)[0] for a, b, c in (
+        single, double = (block_sums(a, b, c, centre, False).sums for a, b, c in (
             (first, second, control),
             (first.double(), second.double(), None if control is None else (control[0].double(), None)),
         ))  # fmt: skip

@@ -12,7 +12,7 @@ import netmoments as nm
 from netmoments.network.model import NetworkModel
 from netmoments.sampling import slopes
 from netmoments.sampling.fast_network import fast_network
-from netmoments.sampling.slopes import MOST_POINTS, SlopeControls, expected_slopes, points_worth
+from netmoments.sampling.slopes import MOST_POINTS, SlopeControls, expected_slopes, linear_controls, points_worth
 
 WEIGHT = torch.tensor([[1.0, 2.0, 0.0], [0.0, -1.0, 0.5]], dtype=torch.float64)
 
@@ -114,3 +114,12 @@ def test_no_slopes_where_there_is_no_derivative():
             return x.detach() * 2
 
     assert slopes_of(Rounded().eval(), nm.Gaussian(torch.zeros(1, 3), 1.0), False) == SlopeControls()
+
+
+def test_linear_controls_are_the_slopes_along_the_noise():
+    own, deviations, others = torch.randn(2, 3, 4), torch.randn(5, 2, 4), torch.randn(5, 2, 4)
+    one, other = linear_controls(own, deviations, others)
+    torch.testing.assert_close(one, torch.einsum("pan,adn->pad", deviations, own))
+    torch.testing.assert_close(other, torch.einsum("pan,adn->pad", others, own))
+    assert linear_controls(own, deviations, None)[1] is None
+    assert linear_controls(None, deviations, others) is None
