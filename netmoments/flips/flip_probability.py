@@ -1,12 +1,12 @@
 """`flip_probability`: how often noise changes a network's answer. `class_probabilities`: how often each class wins.
 
-Flips of every input are estimated by the route that fits how rare they are: `frequent`, `importance` or `splitting`.
-Classes are counted; where the network has gradients, samples have surrogates as control variates (`frequent`).
+For every input, `entry_result` chooses how its flips are estimated: common ones are counted (`frequent`), rare ones are
+found by importance sampling (`importance`), or without gradients by splitting (`splitting`). `entry_shares` counts how
+often each class wins; where the network has gradients, a surrogate of the margin is the control variate (`frequent`).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,15 +31,14 @@ from netmoments.flips.frequent import (
     search_while_it_pays,
 )
 from netmoments.flips.importance import NEGLIGIBLE, Estimation, by_importance, regressed
-from netmoments.flips.margins import (
+from netmoments.flips.noisy_network import (
     Clock,
-    NoisyMargins,
+    NoisyNetwork,
     OutOfTime,
-    inputs_together,
+    in_order,
     labels_of,
-    margins_of_entries,
     read_classifier,
-    run_together,
+    results_of_inputs,
 )
 from netmoments.flips.result import (
     NEVER_SEEN,
@@ -47,7 +46,7 @@ from netmoments.flips.result import (
     EntryResult,
     FlipEstimate,
     FlipProbability,
-    Target,
+    Tolerance,
     stacked,
     wilson,
 )
@@ -58,30 +57,30 @@ from netmoments.moments.request import Request
 from netmoments.network.model import NetworkModel
 from netmoments.normal import QUANTILE
 from netmoments.precision import full_precision
-from netmoments.progress import progress_bar
 
 CALLER, SHARES_CALLER = "flip_probability", "class_probabilities"
 FEW = 800
-"""Where fewer plain samples are enough, gradients do not pay."""
+"""If fewer plain samples than this meet the tolerance, no gradients are taken: they would cost more than they save."""
 COMMON = 0.01
 """Flips that are expected to be more probable than this are counted."""
 BELIEVED, DOUBTED = 4, 128
-"""Flips are common if at least `BELIEVED` are among the first samples, or among these and `DOUBTED` further ones. One
-or two may be chance."""
+"""Flips that surrogates expect to be common are counted if at least `BELIEVED` flips are among the first samples, or
+among these and `DOUBTED` further ones: one or two may be chance.
+"""
 BOUND_RUNS = 10_000
 """Flips that no search can follow are bounded by so many plain samples, or as many as an `absolute_error` asks for."""
 DEFAULT_RUNS = 1_000_000
-
-
 RELATIVE_ERROR, NOT_ASKED = 0.1, 1e-9
-"""The relative error that is enough if no error is asked for; and one that is never reached, if only an absolute is."""
+"""The relative error that is enough if no error is asked for; and the one, never reached, that stands in its place if
+only an absolute error is asked for.
+"""
 
 
 @dataclass(frozen=True)
 class FlipGoal:
     """What a call asks for, checked."""
 
-    target: Target
+    tolerance: Tolerance
     runs: int
     """The most runs of the network for each input."""
     seconds: float | None
@@ -107,7 +106,7 @@ class FlipGoal:
         absolute = None if absolute_error is None else float(absolute_error)
         if relative_error is None:
             relative_error = RELATIVE_ERROR if absolute is None else NOT_ASKED
-        return cls(Target(float(relative_error), absolute), runs, seconds, seed)
+        return cls(Tolerance(float(relative_error), absolute), runs, seconds, seed)
 
 
 def flip_probability(
@@ -169,13 +168,14 @@ def flip_probability(
 
 @dataclass(frozen=True, eq=False)
 class _Estimates:
-    """The labels, results and runs of all entries of a flat batch."""
+    """The labels (N,), results and numbers of runs of all entries of a flat batch."""
 
     labels: Tensor
     results: list[EntryResult]
     runs: list[int]
 
     def shaped(self, batch: torch.Size, seconds: float) -> FlipProbability:
+        """The result for the user, with the noise's batch shape."""
         device, results = self.labels.device, self.results
         second = [math.nan if each.second is None else each.second.probability for each in results]
         bounds = torch.tensor([each.interval for each in results], dtype=torch.float64, device=device)
@@ -197,9 +197,9 @@ class _Estimates:
 def _estimates(request: Request, label: int | Tensor | None, goal: FlipGoal) -> _Estimates:
     with torch.inference_mode(False), torch.no_grad(), full_precision():
         labels = labels_of(CALLER, request, label)
-    found = entries_found(request.model, request.flat, labels.tolist(), goal, memory_budget=request.memory_budget)
-    entries = sorted(found, key=lambda entry: entry[0])
-    return _Estimates(labels, [result for _, result, _ in entries], [runs for _, _, runs in entries])
+    budget = request.memory_budget
+    found = in_order(entries_found(request.model, request.flat, labels.tolist(), goal, memory_budget=budget))
+    return _Estimates(labels, [result for result, _ in found], [runs for _, runs in found])
 
 
 def entries_found(
@@ -209,100 +209,97 @@ def entries_found(
     goal: FlipGoal,
     description: str = "flips",
     memory_budget: int | None = None,
-) -> Iterator[tuple[int, EntryResult, int]]:
-    """Estimate for inputs (noise with one batch dimension), and yield place, result and runs of each as it ends.
-
-    The network is run for many inputs together. The result of one does not depend on the others, to rounding.
+) -> Iterator[tuple[int, tuple[EntryResult, int]]]:
+    """Estimate for inputs (noise with one batch dimension), and yield the place of each as it ends, with its result and
+    the runs that it took.
     """
-    clock, together = Clock(goal.seconds), inputs_together(model, noise, memory_budget)
-    margins = margins_of_entries(CALLER, model, noise, labels, goal.seed, "flips", clock, memory_budget)
-    ending = run_together((_result_and_runs(each, goal) for each in margins), together)
-    with progress_bar(description, len(labels)) as show:
-        for done in itertools.count():
-            show(done)
-            with torch.inference_mode(False), torch.no_grad(), full_precision():
-                ended = next(ending, None)
-            if ended is None:
-                break
-            yield ended[0], *ended[1]
+    return results_of_inputs(
+        partial(_result_and_runs, goal=goal), description, model, noise, labels,
+        caller=CALLER, seed=goal.seed, purpose="flips", clock=Clock(goal.seconds), memory_budget=memory_budget,
+    )  # fmt: skip
 
 
-async def _result_and_runs(margins: NoisyMargins, goal: FlipGoal) -> tuple[EntryResult, int]:
-    result = await entry_result(margins, goal)
-    return result, margins.runs
+async def _result_and_runs(network: NoisyNetwork, goal: FlipGoal) -> tuple[EntryResult, int]:
+    result = await entry_result(network, goal)
+    return result, network.runs
 
 
-async def entry_result(margins: NoisyMargins, goal: FlipGoal) -> EntryResult:
-    """Estimate for one input, by the route that fits."""
-    if not bool((margins.covariance.variances() > 0).any()):
-        return await _exact(margins)
+async def entry_result(network: NoisyNetwork, goal: FlipGoal) -> EntryResult:
+    """The flip probability of one input, by the route that fits; if the time is over before any result, 0 with the
+    interval from 0 to 1.
+    """
+    if not bool((network.covariance.variances() > 0).any()):
+        return await _exact(network)
     try:
-        if margins.has_gradient:
-            result = await _with_gradients(margins, goal)
+        if network.has_gradient:
+            result = await _with_gradients(network, goal)
             if result is not None:
                 return result
-        return await _without_gradients(margins, goal)
+        return await _without_gradients(network, goal)
     except OutOfTime:
         nothing = FlipEstimate(0.0, 0.0, 0)
-        wins = torch.zeros(margins.classes, dtype=torch.float64, device=margins.mean.device)
+        wins = torch.zeros(network.classes, dtype=torch.float64, device=network.mean.device)
         return EntryResult(nothing, None, True, "out of time", wins, False, (0.0, 1.0))
 
 
-async def _exact(margins: NoisyMargins) -> EntryResult:
+async def _exact(network: NoisyNetwork) -> EntryResult:
     """The answer where there is no noise: 0 or 1."""
-    values = (await margins.at(margins.normal(1)))[0]
+    values = (await network.margins_at(network.normal(1)))[0]
     p = float(values.min() < 0)
     wins = torch.zeros_like(values)
     wins[values.argmin()] = p
     return EntryResult(FlipEstimate(p, 0.0, 1), None, True, "exact", wins, True, (p, p))
 
 
-async def _with_gradients(margins: NoisyMargins, goal: FlipGoal) -> EntryResult | None:
-    """Count where the first gradients show that flips are common, else sample by importance.
+async def _with_gradients(network: NoisyNetwork, goal: FlipGoal) -> EntryResult | None:
+    """Count flips if they are common, by the first samples and the surrogates fitted there; else sample by importance.
 
-    None where gradients lead nowhere.
+    None where gradients lead to no flips: nothing moves the margins, or importance sampling found none.
     """
-    absolute, pilot = goal.target.absolute, None
+    absolute, pilot = goal.tolerance.absolute, None
     if absolute is not None:
-        pilot = await Pilot.of(margins, PILOT)
-        if pilot.plain_runs(goal.target) < FEW:
-            return await by_frequencies(margins, goal.target, goal.runs, (PILOT, pilot.wins))
-    search = await Search.from_noise(margins, margins.generator)
+        pilot = await Pilot.of(network, PILOT)
+        if pilot.plain_runs(goal.tolerance) < FEW:
+            return await by_frequencies(network, goal.tolerance, goal.runs, (PILOT, pilot.wins))
+    search = await Search.from_noise(network)
     plain = search.plain_margins
     search.refit()
     if search.guide is None or plain is None:
         return None
     flips, samples = int((plain < 0).sum()), len(plain)
     if flips == samples:  # the label hardly ever wins: nothing to search for
-        return await by_frequencies(margins, goal.target, goal.runs, (PILOT, await plain_wins(margins, PILOT)))
+        return await by_frequencies(network, goal.tolerance, goal.runs, (PILOT, await plain_wins(network, PILOT)))
     expected = max(search.guide.expected, flips / samples)
     if absolute is None and expected > COMMON and flips < BELIEVED:
-        pilot = await Pilot.of(margins, DOUBTED)
+        pilot = await Pilot.of(network, DOUBTED)
         expected = expected if flips + float(pilot.wins.sum()) >= BELIEVED else 0.0
     if expected > COMMON or (absolute is not None and expected < absolute):
         return await by_guided_frequencies(
-            margins, search, plain_estimate(flips, samples), goal.target, goal.runs, margins.generator, pilot
+            network, search, plain_estimate(flips, samples), goal.tolerance, goal.runs, pilot
         )
-    result = await by_importance(margins, search, goal.target, goal.runs, margins.generator)
+    result = await by_importance(network, search, goal.tolerance, goal.runs)
     if result is not None and result.estimate.probability > 0:
         if result.met or result.estimate.probability >= NEGLIGIBLE:
             return result
         return replace(result, bounds=(0.0, max(result.interval[1], NEGLIGIBLE)))  # too few runs to say how rare
     if search.guide is not None and search.guide.expected < NEGLIGIBLE:  # too rare for splitting as well
-        limit = goal.runs if absolute is not None else min(goal.runs, margins.runs + BOUND_RUNS)
-        return await by_frequencies(margins, goal.target, limit, (PILOT, await plain_wins(margins, PILOT)))
+        limit = goal.runs if absolute is not None else min(goal.runs, network.runs + BOUND_RUNS)
+        return await by_frequencies(network, goal.tolerance, limit, (PILOT, await plain_wins(network, PILOT)))
     return None
 
 
-async def _without_gradients(margins: NoisyMargins, goal: FlipGoal) -> EntryResult:
-    """Count where plain samples show flips, else split; where that finds none, plain samples give a bound."""
-    before = (PILOT, await plain_wins(margins, PILOT))
-    if float(before[1].sum()) >= max(2.0, COMMON * PILOT) or goal.target.absolute is not None:
-        return await by_frequencies(margins, goal.target, goal.runs, before)
-    result = await by_splitting(margins, goal.target, goal.runs)
+async def _without_gradients(network: NoisyNetwork, goal: FlipGoal) -> EntryResult:
+    """Count flips if plain samples show some or an absolute error is asked for, else find rare ones by splitting.
+
+    Where splitting finds none, plain samples bound how rare flips are.
+    """
+    before = (PILOT, await plain_wins(network, PILOT))
+    if float(before[1].sum()) >= max(2.0, COMMON * PILOT) or goal.tolerance.absolute is not None:
+        return await by_frequencies(network, goal.tolerance, goal.runs, before)
+    result = await by_splitting(network, goal.tolerance, goal.runs)
     if result.estimate.probability > 0:
         return result
-    return await by_frequencies(margins, goal.target, goal.runs, before)
+    return await by_frequencies(network, goal.tolerance, goal.runs, before)
 
 
 def class_probabilities(
@@ -352,68 +349,57 @@ class ClassShares(NamedTuple):
     """How often each of d classes wins for one input."""
 
     values: Tensor
-    """(d,)."""
+    """Estimated probabilities, (d,); they sum to 1."""
     bounds: Tensor
     """The ends of 95 % intervals, (d, 2)."""
     errors: Tensor
     """Standard errors, (d,)."""
     runs: int
+    """Runs of the network that it took."""
 
 
 def _shares_of_entries(request: Request, goal: FlipGoal) -> list[ClassShares]:
-    clock, done = Clock(goal.seconds), dict[int, ClassShares]()
+    clock = Clock(goal.seconds)
     with torch.inference_mode(False), torch.no_grad(), full_precision():
         labels = labels_of(SHARES_CALLER, request, None)
-        with progress_bar("class probabilities", len(labels)) as show:
-            margins = margins_of_entries(
-                SHARES_CALLER,
-                request.model,
-                request.flat,
-                labels.tolist(),
-                goal.seed,
-                "flips",
-                clock,
-                request.memory_budget,
-            )
-            works = (entry_shares(each, goal) for each in margins)
-            together = inputs_together(request.model, request.flat, request.memory_budget)
-            for place, shares in run_together(works, together):
-                done[place] = shares
-                show(len(done))
-    return [done[place] for place in range(len(labels))]
+    found = results_of_inputs(
+        partial(entry_shares, goal=goal), "class probabilities", request.model, request.flat, labels.tolist(),
+        caller=SHARES_CALLER, seed=goal.seed, purpose="flips", clock=clock, memory_budget=request.memory_budget,
+    )  # fmt: skip
+    return in_order(found)
 
 
-async def entry_shares(margins: NoisyMargins, goal: FlipGoal) -> ClassShares:
+async def entry_shares(network: NoisyNetwork, goal: FlipGoal) -> ClassShares:
     """The shares of one input's classes; if the time is over before anything was found, equal ones from 0 to 1."""
     try:
-        noisy = bool((margins.covariance.variances() > 0).any())
-        counting = await _guided(margins, goal) if margins.has_gradient and noisy else None
+        has_noise = bool((network.covariance.variances() > 0).any())
+        counting = await _guided(network, goal) if network.has_gradient and has_noise else None
         if counting is not None:
-            return await _controlled_shares(counting, margins, goal)
-        return await _plain_shares(margins, goal, goal.runs if noisy else 1)
+            return await _controlled_shares(counting, network, goal)
+        return await _plain_shares(network, goal, goal.runs if has_noise else 1)
     except OutOfTime:
-        nothing = torch.zeros(margins.classes, dtype=torch.float64, device=margins.mean.device)
+        nothing = torch.zeros(network.classes, dtype=torch.float64, device=network.mean.device)
         bounds = torch.stack([nothing, nothing + 1], 1)
-        return ClassShares(nothing + 1 / margins.classes, bounds, nothing + 0.5, margins.runs)
+        return ClassShares(nothing + 1 / network.classes, bounds, nothing + 0.5, network.runs)
 
 
-async def _guided(margins: NoisyMargins, goal: FlipGoal) -> Estimation | None:
-    """Counting with guided samples, so far only the pilot's plain ones; None where no surrogate expects flips."""
-    search = await Search.from_noise(margins, margins.generator)
+async def _guided(network: NoisyNetwork, goal: FlipGoal) -> Estimation | None:
+    """Counting with a guide, begun with the plain samples of a pilot; None where surrogates expect no flips."""
+    search = await Search.from_noise(network)
     search.refit()
     if search.guide is None:
         return None
-    await search_while_it_pays(margins, search, goal.target)
+    await search_while_it_pays(network, search, goal.tolerance)
     if not expects_flips(search):
         return None
-    pilot = await Pilot.of(margins, PILOT)
-    counting = guided_counting(margins, search, goal.target, margins.generator, pilot)
+    pilot = await Pilot.of(network, PILOT)
+    counting = guided_counting(network, search, goal.tolerance, pilot)
     counting.add(pilot.white, pilot.margins, 0)
     return counting
 
 
-async def _controlled_shares(estimation: Estimation, margins: NoisyMargins, goal: FlipGoal) -> ClassShares:
-    """Run until every class is known as well as asked."""
+async def _controlled_shares(estimation: Estimation, network: NoisyNetwork, goal: FlipGoal) -> ClassShares:
+    """Shares from guided samples, which are drawn until every class is known as well as asked."""
     count = FIRST_RUNS
     while True:
         try:
@@ -422,53 +408,54 @@ async def _controlled_shares(estimation: Estimation, margins: NoisyMargins, goal
             if estimation.samples == 0:
                 raise
             break
-        values, errors = regressed_shares(estimation, margins)
+        values, errors = regressed_shares(estimation, network)
         largest = float(errors.max())
         power = 1 if largest <= estimation.unseen_error else 2  # the error of the unseen falls as 1/n
-        times = (largest * QUANTILE / (goal.target.absolute or 1.0)) ** power
-        count = int(min(estimation.samples * min(max(1.1 * times - 1, 0.05), 2.0), goal.runs - margins.runs))
+        times = (largest * QUANTILE / (goal.tolerance.absolute or 1.0)) ** power
+        count = int(min(estimation.samples * min(max(1.1 * times - 1, 0.05), 2.0), goal.runs - network.runs))
         if times <= 1 or count < 4:
             break
-    values, errors = regressed_shares(estimation, margins)
+    values, errors = regressed_shares(estimation, network)
     width = QUANTILE * errors
     least = torch.where(values > 0, 0.0, NEVER_SEEN / estimation.samples)
     bounds = torch.stack([(values - width).clamp(0, 1), torch.maximum(values + width, least).clamp(0, 1)], 1)
-    return ClassShares(values, bounds, errors, margins.runs)
+    return ClassShares(values, bounds, errors, network.runs)
 
 
-def regressed_shares(estimation: Estimation, margins: NoisyMargins) -> tuple[Tensor, Tensor]:
+def regressed_shares(estimation: Estimation, network: NoisyNetwork) -> tuple[Tensor, Tensor]:
     """P(k wins) (d,) and standard errors (d,): means of 1{k wins}/ρ, regressed on what has a known mean.
 
-    They sum to 1, as all classes are regressed on the same: their sum is 1/ρ, which is regressed on itself.
+    All classes are regressed on the same controls, of which 1/ρ is one, and Σ_k 1{k wins}/ρ = 1/ρ. So the estimates sum
+    to 1, but for those that are below 0: they are set to 0, and all are divided by their sum.
     """
     weight = 1 / estimation.mixture_ratios()
-    winners = torch.where(torch.cat(estimation.flips) > 0, torch.cat(estimation.winners), margins.label)
-    wins = torch.nn.functional.one_hot(winners, margins.classes).double() * weight.unsqueeze(1)
+    winners = torch.where(torch.cat(estimation.flips) > 0, torch.cat(estimation.winners), network.label)
+    wins = torch.nn.functional.one_hot(winners, network.classes).double() * weight.unsqueeze(1)
     values, errors, _ = regressed(wins, weight, estimation.controls())
     values = values.clamp(min=0)
     return values / values.sum(), errors.clamp(min=estimation.unseen_error)
 
 
-async def _plain_shares(margins: NoisyMargins, goal: FlipGoal, most: int) -> ClassShares:
+async def _plain_shares(network: NoisyNetwork, goal: FlipGoal, most: int) -> ClassShares:
     """Frequencies of at most so many plain samples, with Wilson's intervals; of a single one, exact."""
-    wins = torch.zeros(margins.classes, dtype=torch.float64, device=margins.mean.device)
-    samples, absolute = 0, goal.target.absolute or 1.0
+    wins = torch.zeros(network.classes, dtype=torch.float64, device=network.mean.device)
+    samples, absolute = 0, goal.tolerance.absolute or 1.0
     while samples < most:
         count = min(max(256, samples), most - samples)
         try:
-            values = await margins.at(margins.normal(count))
+            values = await network.margins_at(network.normal(count))
         except OutOfTime:
             if samples == 0:
                 raise
             break
-        winners = torch.where(values.amin(1) < 0, values.argmin(1), margins.label)
-        wins, samples = wins + winners.bincount(minlength=margins.classes), samples + count
+        winners = torch.where(values.amin(1) < 0, values.argmin(1), network.label)
+        wins, samples = wins + winners.bincount(minlength=network.classes), samples + count
         middle = (wins + 2) / (samples + 4)
         if float((middle * (1 - middle)).max()) * (QUANTILE / absolute) ** 2 <= samples:
             break
     if most == 1:
-        return ClassShares(wins, torch.stack([wins, wins], 1), torch.zeros_like(wins), margins.runs)
+        return ClassShares(wins, torch.stack([wins, wins], 1), torch.zeros_like(wins), network.runs)
     bounds = torch.tensor([wilson(int(won), samples) for won in wins.tolist()], dtype=torch.float64)
     middle = (wins + 2) / (samples + 4)
     errors = (middle * (1 - middle) / samples).sqrt()
-    return ClassShares(wins / samples, bounds.to(wins.device), errors, margins.runs)
+    return ClassShares(wins / samples, bounds.to(wins.device), errors, network.runs)

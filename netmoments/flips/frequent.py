@@ -1,4 +1,8 @@
-"""Common flips by counting: on plain samples alone, or on samples that a surrogate chooses and with it as control."""
+"""Common flips by counting, among plain samples (`by_frequencies`) or with the help of surrogates.
+
+The latter (`by_guided_frequencies`) draws a part of the samples from a guide, so that more of them are near the
+boundary, and uses h, the probability of a flip by the surrogates, as a control variate.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ from torch import Tensor
 
 from netmoments.flips.guide import POOL, Guide, PlainNoise
 from netmoments.flips.importance import NEGLIGIBLE, Controls, Estimation
-from netmoments.flips.margins import NoisyMargins, OutOfTime
-from netmoments.flips.result import NEVER_SEEN, EntryResult, FlipEstimate, Target, agree, wilson
+from netmoments.flips.noisy_network import NoisyNetwork, OutOfTime
+from netmoments.flips.result import NEVER_SEEN, EntryResult, FlipEstimate, Tolerance, agree, wilson
 from netmoments.flips.search import Search
 from netmoments.normal import QUANTILE
 
@@ -32,25 +36,28 @@ PILOT = 64
 FIRST_RUNS = 64
 """Runs of the first round; plain counting makes at least so many in every round."""
 WORTH = 0.08
-"""Gradients take at most about this share of the runs that plain sampling would take."""
+"""Before counting begins, gradients take at most about this share of the runs that plain sampling would take."""
 POOR = 0.6
-"""An estimate that would take more than this share of the runs of plain sampling asks for better surrogates first."""
+"""Counting that would take more than this share of the runs of plain sampling stops, and the search goes on first."""
 ATTEMPTS = 2
-"""An estimate is begun at most so many times. Plain samples count in the next attempt, too."""
+"""Counting begins at most so many times, then with a better guide. Plain samples count in the next attempt, too."""
 KEPT = 1000
 """So many plain samples are kept for the next attempt."""
 ROUND_SHARE = 0.25
-"""A further round of gradients takes at most this share of the runs that the estimate would still take."""
+"""The search goes on only if its next round takes at most this share of the runs that counting would still take."""
 PLAIN_BLOCK = 256
 """Plain samples that are run at a time."""
-MARGIN = 1.03
+RESERVE = 1.03
 """A round has so many times the runs that the error so far asks for."""
 
 
-async def by_frequencies(margins: NoisyMargins, target: Target, limit: int, before: tuple[int, Tensor]) -> EntryResult:
-    """Count flips among plain samples until the target is met or the limit is reached.
+async def by_frequencies(
+    network: NoisyNetwork, tolerance: Tolerance, limit: int, before: tuple[int, Tensor]
+) -> EntryResult:
+    """Count flips among plain samples until the tolerance is met or the limit is reached.
 
-    `before` are the number of samples that were taken already, and how often each other class won them (d,).
+    `limit` is the most runs of the network, those before included. `before` are the number of plain samples that were
+    taken already, and how often each other class won among them (d,).
     """
     samples, wins = before
     met = False
@@ -59,12 +66,12 @@ async def by_frequencies(margins: NoisyMargins, target: Target, limit: int, befo
             flips = int(wins.sum())
             low, high = wilson(flips, max(samples, 1))
             error = (high - low) / (2 * QUANTILE)
-            times = target.times_needed(flips / max(samples, 1), error) if samples else 2.0
+            times = tolerance.times_needed(flips / max(samples, 1), error) if samples else 2.0
             met = times <= 1
-            more = int(min(max(FIRST_RUNS, (min(times, 3.0) - 1) * samples), limit - margins.runs))
+            more = int(min(max(FIRST_RUNS, (min(times, 3.0) - 1) * samples), limit - network.runs))
             if met or more <= 0:
                 break
-            wins = wins + await plain_wins(margins, more)
+            wins = wins + await plain_wins(network, more)
             samples += more
     except OutOfTime:
         if samples == 0:
@@ -74,11 +81,11 @@ async def by_frequencies(margins: NoisyMargins, target: Target, limit: int, befo
     return EntryResult(estimate, None, True, "frequencies", wins / samples, met, wilson(flips, samples))
 
 
-async def plain_wins(margins: NoisyMargins, count: int) -> Tensor:
+async def plain_wins(network: NoisyNetwork, count: int) -> Tensor:
     """How often each other class won among so many samples, (d,)."""
-    wins = torch.zeros(margins.classes, dtype=torch.float64, device=margins.mean.device)
+    wins = torch.zeros(network.classes, dtype=torch.float64, device=network.mean.device)
     for start in range(0, count, PLAIN_BLOCK):
-        values = await margins.at(margins.normal(min(PLAIN_BLOCK, count - start)))
+        values = await network.margins_at(network.normal(min(PLAIN_BLOCK, count - start)))
         wins = wins + wins_among(values)
     return wins
 
@@ -97,127 +104,128 @@ def plain_estimate(flips: int, samples: int) -> FlipEstimate:
 
 @dataclass(frozen=True, eq=False)
 class Pilot:
-    """Plain samples ε (N, n) with margins (N, d) that show how common flips are, and how right surrogates.
+    """A few plain samples ε (N, n) with margins (N, d): they show how common flips are, and how right surrogates are.
 
-    All that a guide takes from them are two numbers (`Guide.calibrated`). Among many others they count in an estimate.
+    A guide takes two numbers from them (`Guide.calibrated`), so few that they may still count in the estimate.
     """
 
     white: Tensor
     margins: Tensor
 
     @classmethod
-    async def of(cls, margins: NoisyMargins, count: int) -> Pilot:
-        white = margins.normal(count)
-        return cls(white, await margins.at(white))
+    async def of(cls, network: NoisyNetwork, count: int) -> Pilot:
+        white = network.normal(count)
+        return cls(white, await network.margins_at(white))
 
     @property
     def wins(self) -> Tensor:
         """How often each other class won, (d,)."""
         return wins_among(self.margins)
 
-    def plain_runs(self, target: Target) -> float:
+    def plain_runs(self, tolerance: Tolerance) -> float:
         """The runs that plain sampling would take, by these samples."""
         share = (float(self.wins.sum()) + 1) / (len(self.white) + 2)
-        return target.times_needed(share, math.sqrt(share * (1 - share)))
+        return tolerance.times_needed(share, math.sqrt(share * (1 - share)))
 
 
 async def by_guided_frequencies(
-    margins: NoisyMargins,
+    network: NoisyNetwork,
     search: Search,
     plain: FlipEstimate,
-    target: Target,
+    tolerance: Tolerance,
     limit: int,
-    generator: torch.Generator,
     pilot: Pilot | None = None,
 ) -> EntryResult:
     """The mean of 1{flip}/ρ over plain and guided samples, with h as control variate where flips are common.
 
-    It must agree with the frequency in plain samples alone: those drawn here and those of `plain`, which were drawn
-    before. A pilot that is given counts in the estimate. Without one, a pilot is taken that only shows how right the
-    surrogates are: it would be too large a part of a small estimate.
+    `search` is one that has begun; `plain` is the frequency among the plain samples that it began with. The estimate
+    must agree with the frequency among all plain samples, these and those drawn here. A `pilot` that is given counts in
+    the estimate. Without one a pilot is taken here, which does not count: it would be too large a part of the few
+    samples.
     """
-    shown = await Pilot.of(margins, PILOT) if pilot is None else pilot
-    await search_while_it_pays(margins, search, target)
+    shown = await Pilot.of(network, PILOT) if pilot is None else pilot
+    await search_while_it_pays(network, search, tolerance)
     if not expects_flips(search):
-        return await by_frequencies(margins, target, limit, (len(shown.white), shown.wins))
+        return await by_frequencies(network, tolerance, limit, (len(shown.white), shown.wins))
     kept = [] if pilot is None else [pilot]
     for attempt in range(ATTEMPTS):
-        counting = guided_counting(margins, search, target, generator, shown)
+        counting = guided_counting(network, search, tolerance, shown)
         for samples in kept:
             counting.add(samples.white, samples.margins, 0)
-        plain_runs = likely_plain_runs(search, target)
+        plain_runs = likely_plain_runs(search, tolerance)
         most = math.inf if attempt + 1 == ATTEMPTS else POOR * plain_runs
-        met = await counting.run_until(target, most, limit, FIRST_RUNS, MARGIN)
-        missing = min((counting.times_needed(target) - 1) * counting.samples, plain_runs)
-        if met or search.next_round_runs > ROUND_SHARE * missing or margins.runs >= limit or margins.clock.over:
+        met = await counting.run_until(tolerance, most, limit, FIRST_RUNS, RESERVE)
+        missing = min((counting.times_needed(tolerance) - 1) * counting.samples, plain_runs)
+        if met or search.next_round_runs > ROUND_SHARE * missing or network.runs >= limit or network.clock.over:
             break
         await search.advance()
         if not expects_flips(search):
             break
         kept = counting.plain
     if not met:
-        met = await counting.run_until(target, math.inf, limit, FIRST_RUNS, MARGIN)
+        met = await counting.run_until(tolerance, math.inf, limit, FIRST_RUNS, RESERVE)
     estimate, (flips, seen) = counting.estimate(), counting.plain_flips
     second = plain_estimate(round(plain.probability * plain.samples) + flips, plain.samples + seen)
     agreed = agree(estimate, second)
-    if not agreed and margins.runs < limit and not margins.clock.over:  # the surrogates mislead: do without them
-        return await by_frequencies(margins, target, limit, (len(shown.white), shown.wins))
-    wins = counting.wins(margins.classes)
+    if not agreed and network.runs < limit and not network.clock.over:  # the surrogates mislead: do without them
+        return await by_frequencies(network, tolerance, limit, (len(shown.white), shown.wins))
+    wins = counting.wins(network.classes)
     return EntryResult(estimate, second, agreed, "frequencies", wins, met and agreed)
 
 
-async def search_while_it_pays(margins: NoisyMargins, search: Search, target: Target) -> None:
+async def search_while_it_pays(network: NoisyNetwork, search: Search, tolerance: Tolerance) -> None:
     """Go on with a search until its gradients have taken their share of the runs of plain sampling."""
-    start = margins.runs - search.gradient_runs
-    plain_runs = likely_plain_runs(search, target)
-    while margins.runs - start < WORTH * plain_runs and search.guide is not None:
+    start = network.runs - search.gradient_runs
+    plain_runs = likely_plain_runs(search, tolerance)
+    while network.runs - start < WORTH * plain_runs and search.guide is not None:
         await search.advance()
 
 
 def expects_flips(search: Search) -> bool:
-    """Whether there is a guide, and flips that are not so rare that its densities cannot be represented in float64."""
+    """Whether there is a guide, and it expects flips that are not `NEGLIGIBLE`."""
     return search.guide is not None and search.guide.expected >= NEGLIGIBLE
 
 
 def likely_probability(search: Search) -> float:
-    """The probability by the surrogates or the first samples, whichever is larger; not too near to 0 or 1 for plans."""
+    """The probability by the surrogates or the first samples, whichever is larger, for plans: between 1e-6 and 0.9."""
     assert search.guide is not None
     seen = 0.0 if search.plain_margins is None else float((search.plain_margins < 0).double().mean())
     return min(max(search.guide.expected, seen, 1e-6), 0.9)
 
 
-def likely_plain_runs(search: Search, target: Target) -> float:
+def likely_plain_runs(search: Search, tolerance: Tolerance) -> float:
     """The runs that plain sampling would take."""
     p = likely_probability(search)
-    return target.times_needed(p, math.sqrt(p * (1 - p)))
+    return tolerance.times_needed(p, math.sqrt(p * (1 - p)))
 
 
-def guided_counting(
-    margins: NoisyMargins, search: Search, target: Target, generator: torch.Generator, pilot: Pilot
-) -> GuidedCounting:
-    """Counting with the guide of a search, and so many plain samples that they show what surrogates do not expect."""
+def guided_counting(network: NoisyNetwork, search: Search, tolerance: Tolerance, pilot: Pilot) -> GuidedCounting:
+    """Counting with the guide of a search, begun without samples.
+
+    So many plain samples are asked for that the error of what they have not shown, UNSEEN_ERROR/n, is small enough. The
+    pilot calibrates the guide.
+    """
     search.refit(POOL)
     assert search.guide is not None
     guide = search.guide
     if guide.common:
-        guide = guide.calibrated(pilot.white, pilot.margins.amin(1)).averaged_over_nets(generator)
-    least_plain = math.ceil(UNSEEN_ERROR * math.sqrt(target.times_needed(likely_probability(search), 1.0)))
-    share = min(max(least_plain / (SAVED * likely_plain_runs(search, target)), PLAIN_SHARES[0]), MOST_PLAIN)
-    return GuidedCounting(margins, guide, share, least_plain, generator)
+        guide = guide.calibrated(pilot.white, pilot.margins.amin(1)).averaged_over_nets()
+    least_plain = math.ceil(UNSEEN_ERROR * math.sqrt(tolerance.times_needed(likely_probability(search), 1.0)))
+    share = min(max(least_plain / (SAVED * likely_plain_runs(search, tolerance)), PLAIN_SHARES[0]), MOST_PLAIN)
+    return GuidedCounting(network, guide, share, least_plain)
 
 
 class GuidedCounting(Estimation):
     """Plain samples and samples of a guide, in the proportion that makes the error least."""
 
-    def __init__(
-        self, margins: NoisyMargins, guide: Guide, share: float, least_plain: int, generator: torch.Generator
-    ) -> None:
+    def __init__(self, network: NoisyNetwork, guide: Guide, share: float, least_plain: int) -> None:
         """`share` is the share of plain samples to begin with, `least_plain` how many there must be in the end."""
-        super().__init__(margins, (PlainNoise(), guide), (share, 1 - share), generator)
+        super().__init__(network, (PlainNoise(), guide), (share, 1 - share))
         self.least_plain, self.guide = least_plain, guide
         self.calibrated_flip_chances: list[Tensor] = []
+        """The calibrated h, (N,), if the guide is calibrated."""
         self.plain: list[Pilot] = []
-        """The first plain samples, which count whatever the guide is."""
+        """The first plain samples, at most `KEPT` of them: they count with any other guide as well."""
 
     def add(self, white: Tensor, margins: Tensor, number: int) -> None:
         super().add(white, margins, number)

@@ -1,18 +1,18 @@
-"""The density that noise is drawn from, so that the network is run where surrogates cannot tell whether it flips.
+"""A guide: a density of noise, from surrogates, under which the network is run where it is unsure whether it flips.
 
-With h(ε) the probability of a flip by the surrogates, samples have the density φ(ε) ρ(ε), ρ = g/G with G = E g and
+With h(ε) the probability of a flip by the surrogates and φ the density of N(0, I), samples have the density φ(ε) ρ(ε),
 
-    g = √(h (1 − h) + κ h),
+    ρ = g/G,   G = E g (the normalizer),   g = √(h (1 − h) + κ h),
 
 which makes the variance of (1{flip} − h)/ρ least where h is right; κ allows for it not to be. Where flips are common,
 the last term is κ min(h, 1 − h): h is a control variate there, and what is sure either way needs no samples. Some plain
-samples then show how right h is (`Guide.calibrated`). As h depends on a few directions of the noise only, it can be
-evaluated at many points without running the network. These points form a pool, from which points are chosen with such
-chances that they are samples of φ ρ.
+samples then show how right h is (`Guide.calibrated`). A guide is a mixture of such densities, its parts.
 
-The pool is drawn from saddlepoint Gaussians: N(0, I) tilted by exp(−θ q), for some θ between 0 and the one at which the
-surrogate margin q has mean 0. Their densities are φ exp(−θ q − K(θ)), so that the weight of a point in the mixture of
-them (balance heuristic, Veach & Guibas 1995; Owen & Zhou 2000) depends on q alone, in any number of directions.
+As h depends on a few directions of the noise only, it can be evaluated at many points without running the network.
+These points form a pool, from which points are chosen with such chances that they are samples of φ ρ. The pool is drawn
+from tilted Gaussians: N(0, I) tilted by exp(−θ q), for some θ between 0 and the saddlepoint, at which the surrogate
+margin q has mean 0. Their densities are φ exp(−θ q − K(θ)), so that the weight of a point in the mixture of them
+(balance heuristic, Veach & Guibas 1995; Owen & Zhou 2000) depends on q alone, in any number of directions.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ CONTROL_FROM = 0.005
 DOUBT = 0.1
 """κ: how wrong a surrogate may be where it is sure of a flip."""
 SHARP, AS_FITTED = 0, 1
-"""The first two parts of a guide, which are g of surrogates with different spreads s: smaller ones, and those that were
-fitted. A calibrated guide has the calibrated h for the first part.
+"""The places of a guide's first two parts. Both are g, with h from surrogates of smaller spreads s (`SHARP`) and of the
+spreads that were fitted. In a calibrated guide the first part has the calibrated h instead.
 """
 SHARES = (0.1, 0.7, 0.2)
-"""The shares of the parts of a guide. The third part are the tilted Gaussians themselves, which keep weights bounded
-where surrogates are sure and wrong (defensive mixture, Hesterberg 1995).
+"""The shares of the parts of a guide. The third, defensive part are the tilted Gaussians themselves, which keep weights
+1/ρ bounded where surrogates are sure and wrong (defensive mixture, Hesterberg 1995).
 """
 CALIBRATED_SHARES = (0.5, 0.5)
 """The shares of the parts of a calibrated guide. It has no third part, as plain samples keep weights bounded."""
@@ -61,9 +61,11 @@ LEAST_DEFENCE = 0.02
 LARGEST_LOG_RATIO = 600.0
 """Ratios of densities are cut at the exponential of this, which float64 can still multiply."""
 AFFORDABLE = 2.5
-"""The largest θs: beyond it, what a surrogate leaves unexplained costs more runs than can be afforded."""
+"""The largest product θ·s of saddlepoint and spread. Beyond it, what a surrogate leaves unexplained costs more runs
+than can be afforded.
+"""
 DEFENSIVE = 0.5
-"""The defensive part has the tilts from this share of the largest θ on."""
+"""The defensive part has the tilted Gaussians whose θ is at least this share of the largest."""
 
 
 def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points: int = POOL) -> Guide:
@@ -79,6 +81,7 @@ def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points:
     tilts = tuple(tilts_of(*pair) for pair in zip(surrogates, centres, strict=True))
     empty = Guide(
         surrogates=surrogates,
+        generator=generator,
         tilts=tilts,
         defence=(1 / len(surrogates),) * len(surrogates),
         spreads=tuple(spreads_of(*pair) for pair in zip(surrogates, centres, strict=True)),
@@ -90,30 +93,33 @@ def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points:
     )
     total = sum(len(each.thetas) for each in tilts)
     equal = [torch.full_like(each.thetas, max(1, TRIAL_POOL // total), dtype=torch.long) for each in tilts]
-    trial, needs = empty._filled(equal, generator)
+    trial, needs = empty._filled(equal)
     attention = [share + LEAST_DEFENCE for share in trial.shares]
     defence = tuple(share / sum(attention) for share in attention)
     empty = replace(empty, defence=defence, common=trial.expected >= CONTROL_FROM)
     pool_shares = (1 - LEAST_SHARE) * needs + LEAST_SHARE / total
     sizes = (pool_shares * points).long().clamp(min=2).split([len(each.thetas) for each in tilts])
-    return replace(empty, pool_sizes=tuple(sizes))._filled(list(sizes), generator)[0]
+    return replace(empty, pool_sizes=tuple(sizes))._filled(list(sizes))[0]
 
 
 @dataclass(frozen=True, eq=False)
 class Guide:
-    """The density φ ρ of some surrogates, with a pool of points in the directions that they depend on.
+    """The density φ ρ of J surrogates, with a pool of M points in the K directions that they depend on.
 
-    With K directions in all, J surrogates and M points: coordinates z are Qᵀε, (N, K).
+    Q (n, K) is an orthonormal basis of these directions, and z = Qᵀε are coordinates in it. Across them, samples are
+    standard normal.
     """
 
     surrogates: tuple[Quadratic, ...]
+    generator: torch.Generator
+    """Where the points of pools and the choices among them come from."""
     spreads: tuple[tuple[float, float], ...]
     """For each surrogate, s in the parts `SHARP` and `AS_FITTED`."""
     tilts: tuple[Tilts, ...]
     defence: tuple[float, ...]
     """The share of each surrogate in the defensive part."""
     basis: Tensor
-    """Q (n, K), orthonormal: all directions of the surrogates."""
+    """Q, (n, K)."""
     local_bases: tuple[Tensor, ...]
     """QᵀU of each surrogate's basis U, (K, k)."""
     pool: Tensor
@@ -122,8 +128,8 @@ class Guide:
     """The weight of each point in a mean over the noise, (M,)."""
     chances: Tensor
     """The chance of each point to be chosen, (M,); they sum to 1."""
-    levels: tuple[float, ...] = ()
-    """G of each part of the guide."""
+    normalizers: tuple[float, ...] = ()
+    """G = E g of each part of the guide, by which it is divided: then its mean under the noise is 1."""
     expected: float = 0.0
     """E h, the probability of a flip by the surrogates."""
     expected_error: float = 0.0
@@ -143,47 +149,41 @@ class Guide:
     calibrated_expected: tuple[float, float] = (0.0, 0.0)
     """E h of the calibrated h, and its standard error."""
 
-    @property
-    def unaffordable(self) -> bool:
-        """Whether the surrogate that matters most has a larger spread than can be afforded, θs > `AFFORDABLE`."""
-        main = max(range(len(self.shares)), key=lambda j: self.shares[j])
-        return self.surrogates[main].spread > self.spreads[main][AS_FITTED]
-
-    def draw(self, normal: Tensor, generator: torch.Generator) -> Tensor:
-        """Samples ε (N, n) of the guide, from standard normal numbers of that shape."""
-        chosen = stratified_choice(self.chances, len(normal), generator)
+    def draw(self, normal: Tensor) -> Tensor:
+        """Samples ε (N, n) of the guide: standard normal numbers of that shape, moved to chosen points of the pool."""
+        chosen = stratified_choice(self.chances, len(normal), self.generator)
         z = self.pool[chosen].to(normal.dtype)
         return normal + (z - normal @ self.basis) @ self.basis.mT
 
     def ratio(self, white: Tensor) -> Tensor:
         """ρ (N,) at ε (N, n): the density of samples over that of N(0, I)."""
-        return self.ratio_of_margins(self.margins(self.coordinates(white)))
+        return self.ratio_of_margins(self.surrogate_margins(self.coordinates(white)))
 
     def ratio_of_margins(self, margins: Tensor) -> Tensor:
         """ρ (N,) from the surrogates' margins (N, J)."""
         parts = self._parts(margins)
-        return self._mixed([part / level for part, level in zip(parts, self.levels, strict=True)])
+        return self._mixed([part / normalizer for part, normalizer in zip(parts, self.normalizers, strict=True)])
 
     def flip_chance(self, white: Tensor) -> Tensor:
         """h (N,) at ε (N, n), by the surrogates as they were fitted."""
-        return self._flip_chance(self.margins(self.coordinates(white)), AS_FITTED)
+        return self._flip_chance(self.surrogate_margins(self.coordinates(white)), AS_FITTED)
 
     def calibrated_flip_chance(self, white: Tensor) -> Tensor:
         """The calibrated h (N,) at ε (N, n)."""
-        return self._flip_chance(self.margins(self.coordinates(white)), SHARP)
+        return self._flip_chance(self.surrogate_margins(self.coordinates(white)), SHARP)
 
     def coordinates(self, white: Tensor) -> Tensor:
         """z = Qᵀε, (N, K)."""
         return (white @ self.basis).double()
 
-    def margins(self, z: Tensor) -> Tensor:
+    def surrogate_margins(self, z: Tensor) -> Tensor:
         """The surrogates' margins (N, J) at z (N, K)."""
-        pairs = zip(self.surrogates, self.local_bases, strict=True)
-        return torch.stack([surrogate.at(z @ local) for surrogate, local in pairs], 1)
+        with_bases = zip(self.surrogates, self.local_bases, strict=True)
+        return torch.stack([surrogate.at(z @ local) for surrogate, local in with_bases], 1)
 
-    def refilled(self, generator: torch.Generator) -> Guide:
+    def refilled(self) -> Guide:
         """The same guide with fresh points, as a pool has the density φ ρ only on average over pools."""
-        fresh = self._filled(list(self.pool_sizes), generator)[0]
+        fresh = self._filled(list(self.pool_sizes))[0]
         return replace(self, pool=fresh.pool, weights=fresh.weights, chances=fresh.chances)
 
     def without_pool(self) -> Guide:
@@ -191,33 +191,33 @@ class Guide:
         nothing = self.weights[:0]
         return replace(self, pool=nothing, weights=nothing, chances=nothing)
 
-    def averaged_over_pools(self, pools: int, generator: torch.Generator) -> Guide:
-        """The same guide with levels and E h that are means over so many pools, of which this one is the first."""
-        rows = [(self.expected, *self.levels)]
+    def averaged_over_pools(self, pools: int) -> Guide:
+        """The same guide with normalizers and E h that are means over so many pools, of which this one is the first."""
+        rows = [(self.expected, *self.normalizers)]
         for _ in range(pools - 1):
-            fresh = self._filled(list(self.pool_sizes), generator)[0]
-            rows.append((fresh.expected, *fresh.levels))
-        expected, *levels = torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
+            fresh = self._filled(list(self.pool_sizes))[0]
+            rows.append((fresh.expected, *fresh.normalizers))
+        expected, *normalizers = torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
         error = self.expected_error / math.sqrt(pools)
-        return replace(self, expected=expected, levels=tuple(levels), expected_error=error)
+        return replace(self, expected=expected, normalizers=tuple(normalizers), expected_error=error)
 
-    def averaged_over_nets(self, generator: torch.Generator) -> Guide:
+    def averaged_over_nets(self) -> Guide:
         """The same guide with a more exact E h, for flips that are common.
 
         E h is averaged over nets of points that fill the space evenly, the surrogates' slopes first (randomized
         quasi-Monte Carlo, Owen 1997). Its error is that of the mean of independent nets.
         """
-        pairs = zip(self.surrogates, self.local_bases, strict=True)
-        slopes = [local @ surrogate.slope.to(local) for surrogate, local in pairs]
+        with_bases = zip(self.surrogates, self.local_bases, strict=True)
+        slopes = [local @ surrogate.slope.to(local) for surrogate, local in with_bases]
         size, device = self.basis.shape[1], self.basis.device
         columns = torch.cat([torch.stack(slopes, 1), torch.eye(size, dtype=torch.float64, device=device)], 1)
         rotation = torch.linalg.qr(columns).Q
         means = []
         for _ in range(NETS):
-            seed = int(torch.randint(2**31, (1,), device=device, generator=generator))
+            seed = int(torch.randint(2**31, (1,), device=device, generator=self.generator))
             net = torch.quasirandom.SobolEngine(size, scramble=True, seed=seed).draw(NET, dtype=torch.float64)
             z = torch.special.ndtri(net.clamp(1e-12, 1 - 1e-12)).to(device) @ rotation.mT
-            margins = self.margins(z)
+            margins = self.surrogate_margins(z)
             means.append([float(self._flip_chance(margins, part).mean()) for part in (SHARP, AS_FITTED)])
         values = torch.tensor(means, dtype=torch.float64)
         (sharp, fitted), errors = values.mean(0).tolist(), (values.std(0) / math.sqrt(NETS)).tolist()
@@ -231,7 +231,7 @@ class Guide:
         at plain samples ε (N, n) are above q; d is no more than these margins vary, and no less than what the best
         surrogate leaves unexplained.
         """
-        above = smallest - self.margins(self.coordinates(white)).amin(1)
+        above = smallest - self.surrogate_margins(self.coordinates(white)).amin(1)
         least = min(spreads[AS_FITTED] for spreads in self.spreads)
         deviation = max(min(float(above.std()), float(smallest.std())), least)
         return replace(self, calibration=(float(above.mean()), deviation))._planned()
@@ -244,7 +244,7 @@ class Guide:
         return joint_flip_chance(margins, margins.new_tensor([spreads[part] for spreads in self.spreads]))
 
     def _parts(self, margins: Tensor) -> list[Tensor]:
-        """The parts (N,) of the guide before they are divided by their levels."""
+        """The parts (N,) of the guide before they are divided by their normalizers."""
         parts = [uncertainty(self._flip_chance(margins, part), self.common) for part in (SHARP, AS_FITTED)]
         return parts if self.calibration is not None else [*parts, self._defensive(margins)]
 
@@ -254,7 +254,7 @@ class Guide:
         return torch.stack([share * part for share, part in zip(shares, parts, strict=True)]).sum(0)
 
     def _defensive(self, margins: Tensor) -> Tensor:
-        """The mean (N,) of the densities, over N(0, I), of the tilts that are far enough."""
+        """The mean (N,) of the densities of tilted Gaussians over that of N(0, I), for those with a large θ."""
         terms = []
         for j, tilts in enumerate(self.tilts):
             far = tilts.thetas.abs() >= DEFENSIVE * tilts.thetas.abs().max()
@@ -262,18 +262,22 @@ class Guide:
             terms.append(mean + math.log(self.defence[j]))
         return torch.stack(terms, 1).logsumexp(1).clamp(max=LARGEST_LOG_RATIO).exp()
 
-    def _filled(self, sizes: list[Tensor], generator: torch.Generator) -> tuple[Guide, Tensor]:
-        """The guide with a pool of so many points of each Gaussian, and the chance that a sample is of each of them."""
+    def _filled(self, sizes: list[Tensor]) -> tuple[Guide, Tensor]:
+        """The guide with a pool of so many points of each Gaussian, and the probability (all T,) that a sample has its
+        point from each of them.
+
+        `sizes` has the numbers of points (T,) for each surrogate.
+        """
         points, origins = [], []
         for tilts, local, counts in zip(self.tilts, self.local_bases, sizes, strict=True):
             which = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
             shape = (len(which), local.shape[0])
-            normal = torch.randn(shape, dtype=local.dtype, device=local.device, generator=generator)
+            normal = torch.randn(shape, dtype=local.dtype, device=local.device, generator=self.generator)
             along = normal @ local
             points.append(normal + (tilts.moved(which, along) - along) @ local.mT)
             origins.append(which + sum(map(len, sizes[: len(points) - 1])))
         pool, origin = torch.cat(points), torch.cat(origins)
-        margins = self.margins(pool)
+        margins = self.surrogate_margins(pool)
         counts = torch.cat(sizes)
         ratios = torch.cat([tilts.log_ratios(margins[:, j]) for j, tilts in enumerate(self.tilts)], 1)
         weights = (-(ratios + counts.log()).logsumexp(1)).exp()
@@ -283,11 +287,13 @@ class Guide:
         return filled, nothing.index_add(0, origin[order], filled.chances)
 
     def _planned(self) -> Guide:
-        """The guide with the chances of the points of its pool, and what follows from the pool."""
-        margins, weights = self.margins(self.pool), self.weights
+        """The guide with what follows from its pool: normalizers, chances of the points, E h and the variance."""
+        margins, weights = self.surrogate_margins(self.pool), self.weights
         parts = [weights * part for part in self._parts(margins)]
-        levels = (*(float(part.sum()) for part in parts[:2]), 1.0)[: len(parts)]
-        total = self._mixed([part / max(level, 1e-300) for part, level in zip(parts, levels, strict=True)])
+        normalizers = (*(float(part.sum()) for part in parts[:2]), 1.0)[: len(parts)]
+        total = self._mixed(
+            [part / max(normalizer, 1e-300) for part, normalizer in zip(parts, normalizers, strict=True)]
+        )
         flip_chance = self._flip_chance(margins, AS_FITTED)
         terms = weights * flip_chance
         expected = float(terms.sum())
@@ -299,7 +305,7 @@ class Guide:
         return replace(
             self,
             chances=total / total.sum(),
-            levels=levels,
+            normalizers=normalizers,
             expected=expected,
             predicted_variance=max(variance, 0.0) / expected**2 if expected**2 > 0 else math.inf,
             expected_error=float(terms.std()) * math.sqrt(len(terms)),
@@ -318,7 +324,7 @@ class PlainNoise:
     def without_pool(self) -> PlainNoise:
         return self
 
-    def draw(self, normal: Tensor, generator: torch.Generator) -> Tensor:
+    def draw(self, normal: Tensor) -> Tensor:
         return normal
 
     def ratio(self, white: Tensor) -> Tensor:
@@ -341,20 +347,24 @@ def uncertainty(flip_chance: Tensor, common: bool) -> Tensor:
 
 
 def spreads_of(surrogate: Quadratic, centre: float) -> tuple[float, float]:
-    """The spreads s of a surrogate in the parts `SHARP` and `AS_FITTED` of a guide, θ being its saddlepoint.
+    """The spreads s of a surrogate in the parts `SHARP` and `AS_FITTED` of a guide; `centre` is its saddlepoint θ.
 
     The first is at most 1/θ, at which errors of the surrogate would hardly cost anything. The second is the fitted one,
-    or what can be afforded: runs grow as exp((θs)²).
+    but at most `AFFORDABLE`/θ, as runs grow like exp((θs)²).
     """
     scale = 1 / max(abs(centre), 1e-300)
     return min(surrogate.spread, scale), min(surrogate.spread, AFFORDABLE * scale)
 
 
 def stratified_choice(chances: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Indices chosen with these chances, one from each of `count` equal parts of their sum, in random order."""
+    """`count` indices drawn with these chances (M,), which sum to 1, in random order.
+
+    The sum is cut into `count` equal parts and one index drawn from each, so that each index comes as often as it
+    should, to one more or less.
+    """
     uniform = torch.rand(count, dtype=torch.float64, device=chances.device, generator=generator)
-    levels = (torch.arange(count, dtype=torch.float64, device=chances.device) + uniform) / count
-    chosen = torch.searchsorted(chances.cumsum(0), levels).clamp(max=len(chances) - 1)
+    places = (torch.arange(count, dtype=torch.float64, device=chances.device) + uniform) / count
+    chosen = torch.searchsorted(chances.cumsum(0), places).clamp(max=len(chances) - 1)
     order = torch.rand(count, device=chances.device, generator=generator).argsort()
     return chosen[order]
 
@@ -393,7 +403,10 @@ class Tilts:
 
 
 def tilts_of(surrogate: Quadratic, centre: float) -> Tilts:
-    """Tilts from one step beyond the saddlepoint back to θ = 0, at most `MOST_TILTS` of them, and N(0, I) itself."""
+    """Tilted Gaussians from one step of θ beyond the saddlepoint (`centre`) back towards 0, and N(0, I) itself.
+
+    There are at most `MOST_TILTS` beside the last.
+    """
     step = TILT_STEP / max(surrogate.deviation, 1e-300)
     sign = 1.0 if centre >= 0 else -1.0
     count = min(MOST_TILTS, int(abs(centre) / step) + 3)

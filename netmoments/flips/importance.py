@@ -8,8 +8,8 @@ give
 where no run of the estimate was used in a fit (that sampling stops by its own error leaves a small bias). Where it
 would need many more runs, the searches go on, and so does the estimate with their new guides: ρ is then the mixture of
 old and new ones, and all runs count (adaptive multiple importance sampling, Cornuet et al. 2012). Where surrogates
-expect flips to be common, h_C is a control variate (`controlled`); its mean E h needs no runs and is known
-to the size of a pool. The samples of A alone and of B alone give two more estimates, and all three must agree.
+expect flips to be common, h_C is a control variate (`controlled`). Its mean E h needs no runs of the network; its error
+is that of a mean over a pool. The samples of A alone and of B alone give two more estimates, and all three must agree.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from netmoments.flips.guide import CONTROL_FROM, POOL, Guide, PlainNoise
 from netmoments.flips.lines import RUNS_EACH, WORTH, Faces, Lines, line_variance, numbers_of_line, runs_for_unit_error
-from netmoments.flips.margins import NoisyMargins, OutOfTime
-from netmoments.flips.result import EntryResult, FlipEstimate, Target, agree, half_width
+from netmoments.flips.noisy_network import NoisyNetwork, OutOfTime
+from netmoments.flips.result import EntryResult, FlipEstimate, Tolerance, agree, half_width
 from netmoments.flips.search import Search
 from netmoments.memory import elements_together
 
 MIXTURE = (0.2, 0.2, 0.6)
-"""The shares of an estimate's runs: by the guide of each search, and by that of both together."""
+"""The shares of an estimate's runs that are drawn from the guides A, B and C."""
 SEARCH_ROUNDS = 3
 """Each search has at least so many rounds."""
 BELIEVED = 0.8
@@ -49,32 +49,37 @@ PATIENCE = 1.0
 ATTEMPTS = 4
 """An estimate is begun or gets new guides at most so many times."""
 LIKELY_LEFT = 0.65
-"""The share of the variance that another round of both searches is taken to leave, before anything is known of it."""
+"""The share of an estimate's variance that another round of both searches is taken to leave, before rounds have shown
+it.
+"""
 MOST_LEFT = 0.9
-"""It is never taken to leave more than this share: what a variance that grew has shown is learned in later rounds."""
+"""A round is never taken to leave more than this share, even if the variance grew: it then found flips of another kind,
+which the next rounds learn.
+"""
 SEARCH_SHARE = 0.4
 """The searches take at most this share of the runs that are allowed."""
 LEAST_KNOWN = 0.3
-"""A guide whose E h has a larger relative error is not trusted."""
-LEVEL_PRECISION, MOST_POOLS = 3.0, 32
-"""Guides have levels with errors so many times smaller than the error that is wanted, from at most so many pools."""
+"""A guide is not trusted if the error of its E h is a larger share of E h than this."""
+NORMALIZER_PRECISION, MOST_POOLS = 3.0, 32
+"""The normalizers of guides have errors so many times smaller than the error that is wanted, from at most so many
+pools.
+"""
 NEGLIGIBLE, NEGLIGIBLE_RUNS = 1e-20, 3000
 """Flips that are expected to be rarer than the first get at most the second number of runs."""
-MARGIN = 1.1
+RESERVE = 1.1
 """A round has so many times the runs that the error so far asks for."""
 
 
-async def by_importance(
-    margins: NoisyMargins, search: Search, target: Target, limit: int, generator: torch.Generator
-) -> EntryResult | None:
+async def by_importance(network: NoisyNetwork, search: Search, tolerance: Tolerance, limit: int) -> EntryResult | None:
     """Estimate with the guides of this search and of another, which starts from pulled samples.
 
     Where an estimate turns out to need many more runs, the searches go on, and then the estimate with their new guides.
     Where the searches disagree it begins anew, and so where flips are common: h of a new guide is not known at all runs
-    of the old ones. None where there is nothing to follow.
+    of the old ones. `limit` is the most runs of the network. None where nothing moves the margins, so that a search has
+    no guide.
     """
-    before = margins.runs - search.gradient_runs
-    searches = (search, await Search.from_pulled(margins, generator))
+    before = network.runs - search.gradient_runs
+    searches = (search, await Search.from_pulled(network))
     for _ in range(SEARCH_ROUNDS):
         for each in searches:
             await each.advance()
@@ -82,29 +87,29 @@ async def by_importance(
     estimation: RareEstimation | None = None
     variances, met = list[float](), False
     for attempt in range(ATTEMPTS):
-        missing = 1.0 if estimation is None else 1 - 1 / max(estimation.times_needed(target), 1.0)
-        taken, most_taken = margins.runs - before, SEARCH_SHARE * limit
-        both = await _searched_while_it_pays(searches, target, missing, taken, most_taken, variances)
+        missing = 1.0 if estimation is None else 1 - 1 / max(estimation.times_needed(tolerance), 1.0)
+        taken, most_taken = network.runs - before, SEARCH_SHARE * limit
+        both = await _searched_while_it_pays(searches, tolerance, missing, taken, most_taken, variances)
         if both.guide is not None and both.guide.expected < NEGLIGIBLE:
-            limit = min(limit, margins.runs + NEGLIGIBLE_RUNS)
+            limit = min(limit, network.runs + NEGLIGIBLE_RUNS)
         guides = []
         for each in (*searches, both):
             each.refit(POOL)
             if each.guide is None:
                 return None
-            guides.append(with_exact_levels(each.guide, target, generator))
+            guides.append(with_exact_normalizers(each.guide, tolerance))
         if estimation is not None and estimation.result(met).agreed and estimation.can_go_on_with(guides):
             estimation.go_on_with(guides)
         else:
-            estimation = (LineEstimation if lines_pay(guides) else RareEstimation)(margins, guides, generator)
+            estimation = (LineEstimation if lines_pay(guides) else RareEstimation)(network, guides)
         last, runs_each = attempt + 1 == ATTEMPTS, estimation.runs_each
         most = math.inf if last else round_runs(searches) / max(1 - likely_left(variances), 1e-9) / runs_each
-        met = await estimation.run_until(target, estimation.samples + most, limit, FIRST_RUNS // runs_each)
+        met = await estimation.run_until(tolerance, estimation.samples + most, limit, FIRST_RUNS // runs_each)
         if (
             (met and estimation.result(met).agreed)
-            or margins.runs >= limit
-            or margins.clock.over
-            or margins.runs - before > SEARCH_SHARE * limit
+            or network.runs >= limit
+            or network.clock.over
+            or network.runs - before > SEARCH_SHARE * limit
         ):
             break
         for each in searches:
@@ -119,8 +124,8 @@ async def _share_rivals(searches: tuple[Search, Search]) -> None:
         if informed.guide is None or uninformed.guide is None:
             continue
         known = {surrogate.rival for surrogate in uninformed.guide.surrogates}
-        pairs = zip(informed.guide.surrogates, informed.guide.shares, strict=True)
-        missing = [surrogate.rival for surrogate, share in pairs if share > 0.01 and surrogate.rival not in known]
+        with_shares = zip(informed.guide.surrogates, informed.guide.shares, strict=True)
+        missing = [surrogate.rival for surrogate, share in with_shares if share > 0.01 and surrogate.rival not in known]
         for rival in missing:
             await uninformed.look_at_rival(rival)
         if missing:
@@ -131,7 +136,7 @@ async def _share_rivals(searches: tuple[Search, Search]) -> None:
 
 async def _searched_while_it_pays(
     searches: tuple[Search, Search],
-    target: Target,
+    tolerance: Tolerance,
     missing: float,
     taken: int,
     limit: float,
@@ -139,19 +144,19 @@ async def _searched_while_it_pays(
 ) -> Search:
     """What both searches know after further rounds, each of which makes the estimate cheaper by more than it costs.
 
-    `missing` is the share of the estimate that is still to be made. The variance that is expected after each round is
-    added to `variances`. Where surrogates leave more unexplained than can be afforded, their variance says nothing, and
-    the searches go on. Negligible flips are left alone.
+    `missing` is the share of the estimate that is still to be made; `taken` are the runs so far, of which the searches
+    may take up to `limit`. The variance of a run that is expected after each round is added to `variances`.
+    Negligible flips are left alone.
     """
     both = Search.joined(*searches)
     both.refit()
-    margins, start = both.margins, both.margins.runs - taken
+    network, start = both.network, both.network.runs - taken
     while both.guide is not None and both.guide.expected >= NEGLIGIBLE:
         variances.append(runs_for_unit_error(both.guide.predicted_variance))
-        needed = missing * variances[-1] * target.times_needed(both.guide.expected, both.guide.expected)
-        taken = margins.runs - start
-        saved = needed if both.guide.unaffordable else (1 - likely_left(variances)) * needed
-        if needed <= PATIENCE * taken or saved < round_runs(searches) or taken > limit or margins.clock.over:
+        needed = missing * variances[-1] * tolerance.times_needed(both.guide.expected, both.guide.expected)
+        taken = network.runs - start
+        saved = (1 - likely_left(variances)) * needed
+        if needed <= PATIENCE * taken or saved < round_runs(searches) or taken > limit or network.clock.over:
             break
         for search in searches:
             await search.advance()
@@ -175,15 +180,15 @@ def likely_left(variances: Sequence[float]) -> float:
     return min(MOST_LEFT, (LIKELY_LEFT * variances[-1] / variances[0]) ** (1 / rounds)) if variances else LIKELY_LEFT
 
 
-def with_exact_levels(guide: Guide, target: Target, generator: torch.Generator) -> Guide:
-    """The guide with levels that are known better than the estimate is to be, from as many pools as that takes.
+def with_exact_normalizers(guide: Guide, tolerance: Tolerance) -> Guide:
+    """The guide with normalizers that are known better than the estimate is to be, from as many pools as that takes.
 
     Negligible flips get no further pool: each takes as long as a thousand runs, and says nothing of them.
     """
     if guide.expected < NEGLIGIBLE:
         return guide
-    pools = target.times_needed(guide.expected, LEVEL_PRECISION * guide.expected_error)
-    return guide.averaged_over_pools(min(MOST_POOLS, math.ceil(pools)), generator) if pools > 1 else guide
+    pools = tolerance.times_needed(guide.expected, NORMALIZER_PRECISION * guide.expected_error)
+    return guide.averaged_over_pools(min(MOST_POOLS, math.ceil(pools))) if pools > 1 else guide
 
 
 def common(guides: Iterable[Guide | PlainNoise]) -> bool:
@@ -202,25 +207,31 @@ def lines_pay(guides: Sequence[Guide]) -> bool:
 
 
 class Estimation:
-    """Runs that only estimate: whether they flipped, which class won, and h and ρ of every guide at them."""
+    """Runs that only estimate: whether they flipped, which class won, and h and ρ of all G guides at them.
+
+    What is known of the runs is kept in lists, one tensor for each call of `add`.
+    """
 
     def __init__(
         self,
-        margins: NoisyMargins,
+        network: NoisyNetwork,
         guides: tuple[Guide | PlainNoise, ...],
         shares: tuple[float, ...],
-        generator: torch.Generator,
     ) -> None:
         """`shares` are the shares of the runs that samples of each guide get."""
-        self.margins, self.guides, self.shares, self.generator = margins, guides, shares, generator
+        self.network, self.guides, self.shares = network, guides, shares
         self.sources, self.drawn = list(guides), [0] * len(guides)
         """The guides with the pools that samples come from, and how many were drawn from each pool."""
         self.flips: list[Tensor] = []
+        """1 for runs that flipped, else 0, (N,); of lines, weights (see `LineEstimation`)."""
         self.winners: list[Tensor] = []
+        """The class other than the label that has the largest score, (N,)."""
         self.flip_chances: list[Tensor] = []
+        """h of each guide, (N, G)."""
         self.ratios: list[Tensor] = []
+        """ρ of each guide, (N, G)."""
         self.origins: list[Tensor] = []
-        """Which guide each run was drawn from."""
+        """The number of the guide that each run was drawn from, (N,)."""
 
     @property
     def runs_each(self) -> int:
@@ -228,39 +239,43 @@ class Estimation:
         return 1
 
     async def run_until(
-        self, target: Target, most: float, limit: int, first: int = FIRST_RUNS, margin: float = MARGIN
+        self, tolerance: Tolerance, most: float, limit: int, first: int = FIRST_RUNS, reserve: float = RESERVE
     ) -> bool:
-        """Run until the target is met (True), or more than `most` would be needed or the limit is reached (False)."""
+        """Run until the tolerance is met (True), or until more than `most` samples would be needed, the limit on the
+        network's runs is reached, or the time is over (False).
+
+        `first` are the samples of the first round. A later one has `reserve` times as many as seem to be missing.
+        """
         try:
             await self.run(first)
             while True:
-                times = self.times_needed(target)
-                left = (limit - self.margins.runs) // self.runs_each
+                times = self.times_needed(tolerance)
+                left = (limit - self.network.runs) // self.runs_each
                 if times <= 1 or left < 2 or (self.samples > first and times * self.samples > most):
                     return times <= 1
-                await self.run(max(2, int(min(self.samples * min(margin * times - 1, LARGEST_ROUND), left))))
+                await self.run(max(2, int(min(self.samples * min(reserve * times - 1, LARGEST_ROUND), left))))
         except OutOfTime:
             if self.samples == 0:
                 raise
             return False
 
     async def run(self, count: int) -> None:
-        """Make so many runs more, divided among the guides."""
+        """Run the network at so many samples more, divided among the guides."""
         for number, runs in enumerate(self.divided(count)):
             for start in range(0, runs, POOL_SAMPLES):
                 part = min(POOL_SAMPLES, runs - start)
-                white = self.source(number, part).draw(self.margins.normal(part), self.generator)
-                self.add(white, await self.margins.at(white), number)
+                white = self.source(number, part).draw(self.network.normal(part))
+                self.add(white, await self.network.margins_at(white), number)
 
     def divided(self, count: int) -> list[int]:
-        """How many of so many runs each guide gets."""
+        """How many of so many samples are to be drawn from each guide."""
         return [max(2, round(share * count)) if share > 0 else 0 for share in self.shares]
 
     def source(self, number: int, count: int) -> Guide | PlainNoise:
-        """The guide with that number, its pool filled anew if so many samples would be too many for the old one."""
+        """The guide with that number, to draw so many samples from: with a fresh pool where the old one is used up."""
         source = self.sources[number]
         if isinstance(source, Guide) and self.drawn[number] + count > POOL_SAMPLES:
-            source = self.sources[number] = source.refilled(self.generator)
+            source = self.sources[number] = source.refilled()
             self.drawn[number] = 0
         self.drawn[number] += count
         return source
@@ -301,12 +316,12 @@ class Estimation:
         shares = origins.bincount(minlength=len(self.guides)).double() / len(origins)
         return torch.cat(self.ratios) @ shares
 
-    def times_needed(self, target: Target) -> float:
-        """How many times the runs so far are needed for a target; it is met if that is at most 1."""
+    def times_needed(self, tolerance: Tolerance) -> float:
+        """How many times as many runs as so far a tolerance takes; at most 1 if it is met."""
         now = self.estimate()
         seen = replace(now, unseen_error=0.0)
         unseen = replace(now, error=0.0, predicted_error=0.0, largest_share=0.0)
-        times = [target.times_needed(x.probability, x.careful_error, half_width(x)) for x in (seen, unseen)]
+        times = [tolerance.times_needed(x.probability, x.careful_error, half_width(x)) for x in (seen, unseen)]
         return max(with_shrinking_share(times[0], seen), math.sqrt(times[1]))
 
     @property
@@ -315,22 +330,23 @@ class Estimation:
         return 0.0
 
     def wins(self, classes: int) -> Tensor:
-        """By how much weight each class won, (d,)."""
+        """The probability that each other class wins, estimated by the mean of 1{it wins}/ρ, (d,)."""
         weight = torch.cat(self.flips) / self.mixture_ratios()
         total = torch.zeros(classes, dtype=torch.float64, device=weight.device)
         return total.index_add(0, torch.cat(self.winners), weight) / self.samples
 
 
 class RareEstimation(Estimation):
-    """Runs of guides A and B of two searches and C of both, and where these were not enough of later A, B and C.
+    """Runs drawn from the guides A, B and C, and where these were not enough from later A, B and C.
 
-    Where flips are rare, 1{flip}/ρ is 0 at all runs but those that flipped: later guides are evaluated at these alone.
+    `guides` are first A, B, C, then the later ones in the same order. Where flips are rare, 1{flip}/ρ is 0 at all runs
+    but those that flipped, so later guides are evaluated at these alone.
     """
 
-    def __init__(self, margins: NoisyMargins, guides: Sequence[Guide], generator: torch.Generator) -> None:
-        super().__init__(margins, tuple(guides), MIXTURE, generator)
+    def __init__(self, network: NoisyNetwork, guides: Sequence[Guide]) -> None:
+        super().__init__(network, tuple(guides), MIXTURE)
         self.flipped: list[Tensor] = []
-        """ε of the runs that flipped."""
+        """ε (F, n) of the runs that flipped."""
 
     def add(self, white: Tensor, margins: Tensor, number: int) -> None:
         super().add(white, margins, number)
@@ -356,7 +372,7 @@ class RareEstimation(Estimation):
         self.sources, self.drawn = list(self.guides), [0] * len(self.guides)
 
     def ratios_at_flips(self, guides: Sequence[Guide]) -> list[Tensor]:
-        """ρ of guides at the runs that flipped."""
+        """ρ (F,) of each of these guides at the runs that flipped."""
         white = torch.cat(self.flipped)
         return [guide.ratio(white) for guide in guides]
 
@@ -375,7 +391,7 @@ class RareEstimation(Estimation):
 
     def result(self, met: bool) -> EntryResult:
         """The estimate of all runs, and whether those of the two searches agree with it."""
-        every, wins = self.estimate(), self.wins(self.margins.classes)
+        every, wins = self.estimate(), self.wins(self.network.classes)
         if min(int(self.of_search(number).sum()) for number in (0, 1)) < 2:  # the time was over before
             return EntryResult(every, None, False, "importance", wins, False)
         one, two = self.estimate_of_search(0), self.estimate_of_search(1)
@@ -383,17 +399,22 @@ class RareEstimation(Estimation):
         return EntryResult(every, farther(every, one, two), agreed, "importance", wins, met and agreed)
 
     def guides_known(self) -> bool:
-        """Whether E h of every guide is known: a pool of which few points matter does not have the density it says."""
+        """Whether E h of every guide is known well: where few points of a pool matter, its samples are not of φ ρ."""
         return all(guide.expected_error <= LEAST_KNOWN * guide.expected for guide in self.guides)
 
 
 class LineEstimation(RareEstimation):
-    """Lines in the place of single runs: what each shows of the probability of a flip, and its ρ_j (see `lines`)."""
+    """Lines in the place of single runs (see `lines`), each with two runs of the network.
 
-    def __init__(self, margins: NoisyMargins, guides: Sequence[Guide], generator: torch.Generator) -> None:
-        super().__init__(margins, guides, generator)
+    `flips` are φ(t) ω_j/π(t) of the lines whose second run flipped, else 0, and `ratios` are ρ_j: p = E[flips/ratios].
+    """
+
+    def __init__(self, network: NoisyNetwork, guides: Sequence[Guide]) -> None:
+        super().__init__(network, guides)
         self.faces = Faces.of(guides[-1])
-        """Those of the first guides: the density of lines is known only among lines of the same directions."""
+        """Those of the first guides, for later ones too: the density of lines is known only among lines of the same
+        directions.
+        """
         self.faces_of_flips: list[Tensor] = []
         """The face (N,) of each line that flipped."""
 
@@ -406,22 +427,22 @@ class LineEstimation(RareEstimation):
 
     async def run(self, count: int) -> None:
         """Follow so many lines more, divided among the guides."""
-        budget, guides = self.margins.memory_budget, [each for each in self.guides if isinstance(each, Guide)]
+        budget, guides = self.network.memory_budget, [each for each in self.guides if isinstance(each, Guide)]
         together = min(POOL_SAMPLES, elements_together("pass", guides[-1].basis, numbers_of_line(guides), budget))
         for number, lines in enumerate(self.divided(count)):
             for start in range(0, lines, together):
                 part = min(together, lines - start)
-                white = self.source(number, part).draw(self.margins.normal(part), self.generator)
-                face = self.faces.chosen(white, self.generator)
+                white = self.source(number, part).draw(self.network.normal(part))
+                face = self.faces.chosen(white, self.network.generator)
                 await self.follow(self.faces.lines(guides, self.shares, white, face), number)
 
     async def follow(self, lines: Lines, number: int) -> None:
-        """Two runs on each line, of which the points were drawn from the guide with that number."""
+        """Make both runs on each line and add what they show; the lines are from the guide with that number."""
         cell = lines.first_places()
-        seen = await self.margins.at(lines.at(self.faces.places[cell]))
-        t, weight = lines.drawn(lines.second_chances(cell, seen), self.generator)
+        seen = await self.network.margins_at(lines.at(self.faces.places[cell]))
+        t, weight = lines.drawn(lines.second_chances(cell, seen), self.network.generator)
         white = lines.at(t)
-        margins = await self.margins.at(white)
+        margins = await self.network.margins_at(white)
         flipped = margins.amin(1) < 0
         self.flips.append(torch.where(flipped, weight, 0.0))
         self.winners.append(margins.argmin(1))
@@ -475,7 +496,7 @@ def controlled(flips: Tensor, ratios: Tensor, controls: Controls) -> FlipEstimat
     """The mean of 1{flip}/ρ; where flips are common by the first control h, regressed on controls/ρ and 1/ρ.
 
     Where flips are rare a control hardly helps, and a variance that is too small because no sample was wrong must not
-    be believed. ρ is known to the size of the pool that its level is from, as E h is; its relative error is added.
+    be believed. The normalizer of ρ is known as well as E h, from the same pools; its relative error is added.
     """
     count = len(flips)
     terms = flips / ratios
@@ -483,8 +504,8 @@ def controlled(flips: Tensor, ratios: Tensor, controls: Controls) -> FlipEstimat
     if controls.means[0] < CONTROL_FROM:
         mean, error = float(terms.mean()), float(terms.std()) / math.sqrt(count)
         freedom = (mean / error) ** 2 if error > 0 else 1.0
-        level_error = mean * controls.errors[0] / max(controls.means[0], 1e-300)
-        return FlipEstimate(mean, math.hypot(error, level_error), count, largest, freedom=freedom)
+        normalizer_error = mean * controls.errors[0] / max(controls.means[0], 1e-300)
+        return FlipEstimate(mean, math.hypot(error, normalizer_error), count, largest, freedom=freedom)
     value, error_of_value, left = regressed(terms.unsqueeze(1), 1 / ratios, controls)
     largest = float(left.abs().max()) / count / max(abs(float(value)), 1e-300)
     freedom = count - 2 - len(controls.means)

@@ -71,9 +71,9 @@ def direction(surrogate: Quadratic) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Faces:
-    """The faces of the boundary that the surrogates of a guide know, and lines across them.
+    """The J faces of the boundary that the surrogates of a guide know, one of each surrogate, and lines across them.
 
-    N lines are given by points ε (N, n) on them and the number of the face (N,) of each. T are the cells of a line.
+    N lines are given by points ε (N, n) on them and the number of the face (N,) of each. A line is cut into T cells.
     """
 
     surrogates: tuple[Quadratic, ...]
@@ -98,13 +98,13 @@ class Faces:
         """ω (..., J), from the surrogates' margins q (..., J)."""
         return (-BELONGING * margins / margins.new_tensor(self.spreads)).softmax(-1)
 
-    def margins(self, white: Tensor) -> Tensor:
+    def surrogate_margins(self, white: Tensor) -> Tensor:
         """q (N, J) at ε (N, n)."""
         return torch.stack([each.at(each.coordinates(white)) for each in self.surrogates], 1)
 
     def chosen(self, white: Tensor, generator: torch.Generator) -> Tensor:
         """A face (N,) for the line through each ε (N, n), with probability ω."""
-        return torch.multinomial(self.belonging(self.margins(white)), 1, generator=generator).squeeze(1)
+        return torch.multinomial(self.belonging(self.surrogate_margins(white)), 1, generator=generator).squeeze(1)
 
     def starts(self, white: Tensor, face: Tensor) -> Tensor:
         """e (N, n): the points at t = 0."""
@@ -115,7 +115,9 @@ class Faces:
         """ε (N, n) at t (N,)."""
         return starts + t.unsqueeze(1).to(starts.dtype) * self.directions[face]
 
-    def margins_along(self, surrogates: Sequence[Quadratic], starts: Tensor, face: Tensor, t: Tensor) -> Tensor:
+    def surrogate_margins_along(
+        self, surrogates: Sequence[Quadratic], starts: Tensor, face: Tensor, t: Tensor
+    ) -> Tensor:
         """q (N, T, J) of some surrogates at t (T,) or (N, T): q(e) + t v·(b + Hz) + ½ t² vᵀHv with v = Uᵀα."""
         t = t.expand(len(starts), t.shape[-1])
         columns = []
@@ -128,24 +130,24 @@ class Faces:
 
     def ratios_along(self, guide: Guide, starts: Tensor, face: Tensor) -> Tensor:
         """ρ (N, T) of a guide along lines."""
-        margins = self.margins_along(guide.surrogates, starts, face, self.places)
+        margins = self.surrogate_margins_along(guide.surrogates, starts, face, self.places)
         return guide.ratio_of_margins(margins.flatten(0, 1)).unflatten(0, margins.shape[:2])
 
     def weights(self, margins: Tensor, face: Tensor) -> Tensor:
-        """φ(t) ω_j times the width of a cell, (N, T), from q (N, T, J)."""
+        """φ(t) ω_j times the width of a cell, (N, T), for the face j (N,) of each line, from q (N, T, J)."""
         own = self.belonging(margins).gather(-1, face.view(-1, 1, 1).expand(*margins.shape[:2], 1)).squeeze(-1)
         return STEP * density(self.places) * own
 
     def line_ratio(self, guide: Guide, white: Tensor, face: Tensor) -> Tensor:
         """ρ_j (N,) of a guide, of the lines through ε (N, n)."""
         starts = self.starts(white, face)
-        weights = self.weights(self.margins_along(self.surrogates, starts, face, self.places), face)
+        weights = self.weights(self.surrogate_margins_along(self.surrogates, starts, face, self.places), face)
         return (weights * self.ratios_along(guide, starts, face)).sum(1)
 
     def lines(self, guides: Sequence[Guide], shares: Sequence[float], white: Tensor, face: Tensor) -> Lines:
         """The lines of these faces through ε (N, n), which are drawn from guides with these shares."""
         starts = self.starts(white, face)
-        margins = self.margins_along(self.surrogates, starts, face, self.places)
+        margins = self.surrogate_margins_along(self.surrogates, starts, face, self.places)
         weights = self.weights(margins, face)
         each, mixture = [], torch.zeros_like(weights)
         for guide, share in zip(guides, shares, strict=True):
@@ -163,38 +165,41 @@ class Lines:
     starts: Tensor
     """e (N, n)."""
     face: Tensor
-    """(N,)."""
-    margins: Tensor
+    """j, (N,)."""
+    surrogate_margins: Tensor
     """q (N, T, J)."""
     weights: Tensor
-    """φ ω_j in each cell, (N, T)."""
+    """φ ω_j times the width of a cell, in each cell, (N, T)."""
     mixture: Tensor
-    """φ ω_j ρ in each cell, (N, T), with ρ of the mixture of guides."""
+    """The same times ρ of the mixture of guides, (N, T)."""
     ratios: Tensor
     """ρ_j (N, G) of each guide."""
 
     def first_places(self) -> Tensor:
-        """The cell (N,) of the first run: where √h φ ω_j is largest, in the middle of where flips may begin."""
-        chance = joint_flip_chance(self.margins.flatten(0, 1), self.margins.new_tensor(self.faces.spreads))
+        """The cell (N,) of the first run: where √h φ ω_j is largest, about where flips are expected to begin."""
+        chance = joint_flip_chance(
+            self.surrogate_margins.flatten(0, 1), self.surrogate_margins.new_tensor(self.faces.spreads)
+        )
         return (self.weights * (chance.unflatten(0, self.weights.shape) + 1e-200).sqrt()).argmax(1)
 
     def second_chances(self, cell: Tensor, margins: Tensor) -> Tensor:
-        """π in each cell, (N, T), after margins (N, d) of the network at the first runs in the cells (N,).
+        """π in each cell, (N, T), after margins (N, d) of the network at the first runs, in the cells (N,).
 
-        Surrogates are moved by how wrong they were there, and are the less certain the farther away, but no more
-        certain than cells can show. Of two faces of one rival only the nearer one was seen.
+        Each surrogate is shifted by how wrong it was there. Its spread is small there and grows with the distance, but
+        is never less than its change from cell to cell. Of two faces of one rival the first run shows the nearer one.
         """
         t, faces = self.faces.places, self.faces
-        here = self.margins.gather(1, cell.view(-1, 1, 1).expand(-1, 1, self.margins.shape[2])).squeeze(1)
+        q = self.surrogate_margins
+        here = q.gather(1, cell.view(-1, 1, 1).expand(-1, 1, q.shape[2])).squeeze(1)
         rivals = cell.new_tensor([surrogate.rival for surrogate in faces.surrogates])
         same = rivals.unsqueeze(0) == rivals.unsqueeze(1)
         seen = here <= torch.where(same, here.unsqueeze(1), torch.inf).amin(2)
         moved = torch.where(seen, margins[:, rivals] - here, 0.0).unsqueeze(1)
         away = (t - t[cell].unsqueeze(1)).abs()
         unsure = torch.where(seen.unsqueeze(1), (KNOWN + FORGOTTEN * away).unsqueeze(-1), 1.0)
-        spread = unsure * self.margins.new_tensor(faces.spreads)
-        spread = torch.maximum(spread, self.margins.diff(dim=1, append=self.margins[:, -1:]).abs()).clamp(min=1e-300)
-        scaled = ((self.margins + moved) / spread).flatten(0, 1)
+        spread = unsure * q.new_tensor(faces.spreads)
+        spread = torch.maximum(spread, q.diff(dim=1, append=q[:, -1:]).abs()).clamp(min=1e-300)
+        scaled = ((q + moved) / spread).flatten(0, 1)
         chance = joint_flip_chance(scaled, torch.ones_like(scaled[0])).unflatten(0, away.shape)
         informed = self.weights * (chance * (1 - chance) + DOUBT * chance).clamp(min=0).sqrt()
         plain = self.mixture / self.mixture.sum(1, keepdim=True).clamp(min=1e-300)
@@ -207,7 +212,7 @@ class Lines:
         cell = torch.multinomial(chances, 1, generator=generator)
         inside = torch.rand(cell.shape, dtype=torch.float64, device=cell.device, generator=generator) - 0.5
         t = self.faces.places[cell] + STEP * inside
-        margins = self.faces.margins_along(self.faces.surrogates, self.starts, self.face, t)
+        margins = self.faces.surrogate_margins_along(self.faces.surrogates, self.starts, self.face, t)
         own = self.faces.belonging(margins).squeeze(1).gather(1, self.face.unsqueeze(1))
         weight = density(t) * own * STEP * chances.sum(1, keepdim=True) / chances.gather(1, cell)
         return t.squeeze(1), weight.squeeze(1)

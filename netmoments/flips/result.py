@@ -1,7 +1,7 @@
 """Estimates of a probability with errors and intervals, when they are good enough, and the results that users get.
 
-`FlipEstimate` is an estimate with its standard error, `Target` says when it is good enough, and `EntryResult` is what
-was found for one entry of a batch. `FlipProbability`, `ClassProbabilities` and `NearestFlip` are returned to users.
+`FlipEstimate` is an estimate with its standard error, `Tolerance` says when that is small enough, and `EntryResult` is
+what was found for one entry of a batch. Users get `FlipProbability`, `ClassProbabilities` and `NearestFlip`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ UNKNOWN = 1e9
 
 
 @dataclass(frozen=True)
-class Target:
-    """The accuracy that is enough."""
+class Tolerance:
+    """The error of a probability that is small enough."""
 
     relative: float
     """A standard error over the probability."""
@@ -36,10 +36,10 @@ class Target:
     """A half-width of the 95 % interval, which is enough too."""
 
     def times_needed(self, probability: float, error: float, half_width: float | None = None) -> float:
-        """How many times the runs that gave this standard error are needed; the target is met if that is at most 1.
+        """How many times as many runs as gave this standard error are needed; at most 1 if the tolerance is met.
 
-        With the standard deviation of one run as the error it is the number of runs. The half-width of the interval is
-        1.96 errors where none is given.
+        Errors fall as 1/√runs, so this is (error/wanted error)². With the standard deviation of one run as the error it
+        is the number of runs. The half-width of the interval is 1.96 errors where none is given.
         """
         wanted = self.relative * max(probability, 0.0)
         times = (error / wanted) ** 2 if wanted > 0 else UNKNOWN
@@ -90,7 +90,7 @@ class EntryResult:
     wins: Tensor
     """By how much weight each other class won, (d,)."""
     met: bool
-    """Whether the target was met and the two agree."""
+    """Whether the tolerance was met and the two agree."""
     bounds: tuple[float, float] | None = None
     """The 95 % interval, where it is not that of the estimate (`interval`)."""
 

@@ -3,7 +3,7 @@
 Surrogates take a few hundred gradients. After a start come rounds of runs where the surrogates so far are unsure. There
 are two starts, which share nothing but the network: one from the noise itself, whose expected gradients point to where
 the expected margin becomes 0, and one from samples that are pulled across the boundary one by one, each by its own
-gradient. Whether both lead to the same is part of an answer.
+gradient. Estimates from both are compared (`importance`).
 
 The nearest flip is the ε of least norm with a negative margin, x = mean + L ε: there the density of the noise that
 flips is largest. Steps go to where the margin, made linear at the last point, is 0 nearest to the mean (Hasofer & Lind
@@ -23,25 +23,23 @@ from torch import Tensor
 
 from netmoments.checks import require_positive, require_seed
 from netmoments.flips.guide import SMALL_POOL, Guide, guide
-from netmoments.flips.margins import (
+from netmoments.flips.noisy_network import (
     BACKWARD,
     Clock,
     GradientRequest,
-    NoisyMargins,
+    NoisyNetwork,
     RunRequest,
     comparable,
-    inputs_together,
+    in_order,
     labels_of,
-    margins_of_entries,
     read_classifier,
-    run_together,
+    results_of_inputs,
 )
 from netmoments.flips.result import NearestFlip
-from netmoments.flips.surrogate import Evidence, Quadratic, fitted, split_by_face
+from netmoments.flips.surrogate import FEWEST, Evidence, Quadratic, surrogates_of
 from netmoments.gaussian import Gaussian
 from netmoments.moments.request import Request
 from netmoments.precision import full_precision
-from netmoments.progress import progress_bar
 
 START = 32
 """Samples of the noise that a search starts with."""
@@ -52,26 +50,23 @@ GROWTH = 0.35
 CANDIDATES = 4
 """A start looks at so many rivals at most."""
 WITHIN = 3.0
-"""These rivals are at most so many standard deviations farther away than the nearest, or half as far again."""
+"""A rival is likely if its margin is at most so many standard deviations farther from 0 than that of the likeliest, or
+at most 1.5 times as far.
+"""
 RIVAL_START = 12
 """Every likely rival gets at least so many gradients at the start."""
-FEWEST = 8
-"""A surrogate is fitted to at least so many gradients of a rival's margin."""
 PULLS = 3
 """Newton steps that pull a sample across the boundary."""
 LONGEST_PULL = 12.0
 """The longest of these steps, in standard deviations of the noise."""
-MOST_DIRECTIONS = 384
-"""A surrogate has at most so many directions."""
-GRADIENTS_EACH = 2
-"""A surrogate has at most one direction for so many gradients."""
 OWN_SHARE = 0.12
-"""Each of several surrogates gets this share of a round for itself, all of them together at most half of it."""
+"""Where there are several surrogates, each gets this share of a round for itself, all together at most half of it."""
 FIRST_ROUNDS = 2
 """In so many first rounds every surrogate gets this share, later only those that matter."""
 MATTERS = 1e-3
-"""A surrogate matters if it has more than this share of the probability that they expect, and not nearly all."""
-
+"""A surrogate matters if its share of Σ_j E h_j is more than this. One with more than 1 − OWN_SHARE has most samples of
+the guide anyway, and gets none for itself.
+"""
 FARTHEST = 1e12
 """No flip is looked for beyond so many standard deviations: squares of lengths must be numbers in float32."""
 RIVALS_COMPARED = 8
@@ -110,39 +105,41 @@ its length, then by twice as much each time.
 class Search:
     """A search for surrogates: the runs that it made, and the guide that follows from them."""
 
-    margins: NoisyMargins
-    generator: torch.Generator
+    network: NoisyNetwork
     evidence: Evidence
+    """The runs that surrogates are fitted to."""
     start: Evidence | None = None
-    """Runs at pulled samples, which are used for fits until there are two rounds of others."""
+    """Runs on the way to pulled samples, which are used for fits until there were two rounds."""
     guide: Guide | None = None
+    """That of the last fit; None before it, or where nothing moves the margins."""
     rounds: int = 0
+    """Rounds so far, without the start."""
     plain_margins: Tensor | None = None
-    """The strongest margins (N,) at the samples of the noise that the search started with, if it started from these."""
+    """The smallest margins (N,) at the plain samples that the search started with; None if it started from others."""
 
     @classmethod
-    async def from_noise(cls, margins: NoisyMargins, generator: torch.Generator) -> Search:
-        """A search that starts with samples of the noise: gradients of the strongest margins, and of likely rivals'."""
-        evidence = await _run_with_gradients(margins, margins.normal(START))
-        search = cls(margins, generator, evidence, plain_margins=evidence.margins.amin(1))
+    async def from_noise(cls, network: NoisyNetwork) -> Search:
+        """A search that starts with samples of the noise: gradients of the smallest margin, and of likely rivals'."""
+        evidence = await _run_with_gradients(network, network.normal(START))
+        search = cls(network, evidence, plain_margins=evidence.margins.amin(1))
         for rival in likely_rivals(evidence.margins):
             await search.look_at_rival(rival)
         return search
 
     @classmethod
-    async def from_pulled(cls, margins: NoisyMargins, generator: torch.Generator) -> Search:
+    async def from_pulled(cls, network: NoisyNetwork) -> Search:
         """A search that starts with samples pulled across the boundary, each by Newton steps along its gradient."""
-        white = margins.normal(START)
+        white = network.normal(START)
         pulled = []
         for _ in range(PULLS):
-            runs = await _run_with_gradients(margins, white)
+            runs = await _run_with_gradients(network, white)
             pulled.append(runs)
             margin = runs.margins.gather(1, runs.rivals.unsqueeze(1)).to(white.dtype)
             square = runs.gradients.square().sum(1, keepdim=True)
             step = torch.where(square > 0, margin * runs.gradients / square.clamp(min=1e-30), 0.0)
             length = step.norm(dim=1, keepdim=True)
             white = white - step * (LONGEST_PULL / length.clamp(min=LONGEST_PULL))
-        search = cls(margins, generator, pulled[0], start=pulled[1].joined(pulled[2]))
+        search = cls(network, pulled[0], start=pulled[1].joined(pulled[2]))
         for rival in likely_rivals(pulled[0].margins):
             await search.look_at_rival(rival)
         return search
@@ -150,15 +147,15 @@ class Search:
     @classmethod
     def joined(cls, first: Search, second: Search) -> Search:
         """A search that knows the runs of both."""
-        return cls(first.margins, first.generator, first.evidence.joined(second.evidence), rounds=FIRST_ROUNDS)
+        return cls(first.network, first.evidence.joined(second.evidence), rounds=FIRST_ROUNDS)
 
     async def look_at_rival(self, rival: int) -> None:
         """Make sure that there are `RIVAL_START` gradients of a rival's margin, at samples of the noise."""
         missing = RIVAL_START - int((self.evidence.rivals == rival).sum())
         if missing > 0:
-            white = self.margins.normal(missing)
+            white = self.network.normal(missing)
             which = torch.full((missing,), rival, device=white.device)
-            self.evidence = self.evidence.joined(await _run_with_gradients(self.margins, white, which))
+            self.evidence = self.evidence.joined(await _run_with_gradients(self.network, white, which))
 
     @property
     def gradients(self) -> int:
@@ -172,7 +169,7 @@ class Search:
 
     @property
     def gradient_runs(self) -> int:
-        """What these took, in runs of the network: one run each, and a backward pass."""
+        """What all gradients so far took, in runs of the network: one run each, and a backward pass."""
         return (1 + BACKWARD) * self.gradients
 
     @property
@@ -184,23 +181,16 @@ class Search:
         evidence = self.evidence
         if self.start is not None and self.rounds < 2:
             evidence = evidence.joined(self.start)
-        surrogates = []
-        for rival, count in enumerate(evidence.rivals.bincount(minlength=1).tolist()):
-            if count < FEWEST:
-                continue
-            faces = split_by_face(evidence.of_rival(rival), FEWEST)
-            others = evidence.without_rival(rival) if len(faces) == 1 else None  # of two, whose values are these?
-            for face in faces:
-                surrogate = fitted(face, rival, max(2, min(MOST_DIRECTIONS, len(face) // GRADIENTS_EACH)), others)
-                if surrogate.deviation > 0:
-                    surrogates.append(surrogate)
-        return tuple(surrogates)
+        counts = evidence.rivals.bincount(minlength=1).tolist()
+        rivals = [rival for rival, count in enumerate(counts) if count >= FEWEST]
+        found = [surrogate for rival in rivals for surrogate in surrogates_of(evidence, rival)]
+        return tuple(surrogate for surrogate in found if surrogate.deviation > 0)
 
     def refit(self, points: int = SMALL_POOL) -> None:
         """Make a guide, with a pool of so many points, from all evidence; None where nothing moves the margins."""
-        self.margins.clock.require_time()
+        self.network.clock.require_time()
         surrogates = self.surrogates()
-        self.guide = guide(surrogates, self.generator, points) if surrogates else None
+        self.guide = guide(surrogates, self.network.generator, points) if surrogates else None
 
     async def advance(self) -> None:
         """One more round, and the guide that follows from it."""
@@ -213,7 +203,7 @@ class Search:
     async def add_round(self) -> None:
         """Take gradients at samples of the guide, and at some of each surrogate alone."""
         white, which = self._samples(self.next_round)
-        self.evidence = self.evidence.joined(await _run_with_gradients(self.margins, white, which))
+        self.evidence = self.evidence.joined(await _run_with_gradients(self.network, white, which))
         self.rounds += 1
 
     def _samples(self, count: int) -> tuple[Tensor, Tensor]:
@@ -223,15 +213,15 @@ class Search:
         surrogate's rival is differentiated.
         """
         assert self.guide is not None
-        pairs = zip(self.guide.surrogates, self.guide.shares, strict=True)
-        single = [each for each, share in pairs if self.rounds < FIRST_ROUNDS or MATTERS < share < 1 - OWN_SHARE]
+        with_shares = zip(self.guide.surrogates, self.guide.shares, strict=True)
+        single = [each for each, share in with_shares if self.rounds < FIRST_ROUNDS or share > MATTERS]
         single = single if len(self.guide.surrogates) > 1 else []
         count_each = max(2, min(int(OWN_SHARE * count), count // (2 * max(1, len(single)))))
-        drawn = [self.guide.draw(self.margins.normal(max(2, count - count_each * len(single))), self.generator)]
+        drawn = [self.guide.draw(self.network.normal(max(2, count - count_each * len(single))))]
         which = [torch.full((len(drawn[0]),), -1, device=drawn[0].device)]
         for surrogate in single:
-            alone = guide((surrogate,), self.generator, SMALL_POOL)
-            white = alone.draw(self.margins.normal(count_each), self.generator)
+            alone = guide((surrogate,), self.network.generator, SMALL_POOL)
+            white = alone.draw(self.network.normal(count_each))
             rivals = torch.full((count_each,), -1, device=white.device)
             rivals[::2] = surrogate.rival
             drawn.append(white)
@@ -239,10 +229,10 @@ class Search:
         return torch.cat(drawn), torch.cat(which)
 
 
-async def _run_with_gradients(margins: NoisyMargins, white: Tensor, which: Tensor | None = None) -> Evidence:
+async def _run_with_gradients(network: NoisyNetwork, white: Tensor, which: Tensor | None = None) -> Evidence:
     """Runs at ε (N, n) with gradients of the margins of rivals `which` (N,), or everywhere of the strongest."""
     which = torch.full((len(white),), -1, device=white.device) if which is None else which
-    values, gradients = await margins.with_gradients(white, which)
+    values, gradients = await network.with_gradients(white, which)
     return Evidence(white, values, gradients, torch.where(which < 0, values.argmin(1), which))
 
 
@@ -298,22 +288,14 @@ def nearest_flip(
 
 def _nearest_of_entries(request: Request, label: int | Tensor | None, limit: float, seed: int) -> NearestFlip:
     flat, batch = request.flat, request.noise.batch_shape
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        full_precision(),
-        progress_bar("nearest flips", len(flat.mean)) as show,
-    ):
+    with torch.inference_mode(False), torch.no_grad(), full_precision():
         labels = labels_of("nearest_flip", request, label)
-        margins = margins_of_entries(
-            "nearest_flip", request.model, flat, labels.tolist(), seed, "nearest flip", Clock(), request.memory_budget
-        )
-        works = (_nearest_of_entry(each, limit) for each in margins)
-        done = dict[int, NearestSoFar]()
-        for place, nearest in run_together(works, inputs_together(request.model, flat, request.memory_budget)):
-            done[place] = nearest
-            show(len(done))
-        ordered = [done[place] for place in range(len(done))]
+        found = results_of_inputs(
+            partial(_nearest_of_entry, limit=limit), "nearest flips", request.model, flat, labels.tolist(),
+            caller="nearest_flip", seed=seed, purpose="nearest flip", clock=Clock(),
+            memory_budget=request.memory_budget,
+        )  # fmt: skip
+        ordered = in_order(found)
         noises = torch.stack([nearest.noise for nearest in ordered])
         distance = noises.new_tensor([nearest.distance for nearest in ordered], dtype=torch.float64)
         noises, distance, rival = confirmed_by_network(request, noises.reshape(flat.mean.shape), distance, labels)
@@ -322,7 +304,7 @@ def _nearest_of_entries(request: Request, label: int | Tensor | None, limit: flo
         distance=distance.reshape(batch),
         label=labels.reshape(batch),
         rival=rival.reshape(batch),
-        runs=torch.tensor([nearest.margins.runs for nearest in ordered], device=rival.device).reshape(batch),
+        runs=torch.tensor([nearest.network.runs for nearest in ordered], device=rival.device).reshape(batch),
     )
 
 
@@ -356,7 +338,7 @@ def confirmed_by_network(
 class NearestSoFar:
     """The margins of one input; of all points ε that were run, the nearest that flips is kept."""
 
-    margins: NoisyMargins
+    network: NoisyNetwork
     limit: float
     probabilities: bool
     """Whether the network returns probabilities."""
@@ -368,8 +350,8 @@ class NearestSoFar:
     def noise(self) -> Tensor:
         """L ε, of the input's size; NaN where nothing was found."""
         if self.white is None:
-            return torch.full_like(self.margins.mean, torch.nan)
-        return self.margins.covariance.coloured(self.white.unsqueeze(0))[0]
+            return torch.full_like(self.network.mean, torch.nan)
+        return self.network.covariance.coloured(self.white.unsqueeze(0))[0]
 
     @property
     def reach(self) -> float:
@@ -378,12 +360,12 @@ class NearestSoFar:
 
     async def margins_at(self, white: Tensor) -> Tensor:
         """The margins (N, d) at ε (N, n), enlarged by what rounding may be; +∞ where outputs are not finite."""
-        scores = (await RunRequest(self.margins, white)).scores
+        scores = (await RunRequest(self.network, white)).scores
         return self._margins(white, comparable(scores, self.probabilities))
 
     async def with_gradients(self, white: Tensor, rivals: Tensor) -> tuple[Tensor, Tensor]:
         """The margins (N,) of the rivals (N,), −1 for the strongest, at ε (N, n), and their gradients (N, n)."""
-        answer = await RunRequest(self.margins, white, GradientRequest(rivals, self.probabilities), 1 + BACKWARD)
+        answer = await RunRequest(self.network, white, GradientRequest(rivals, self.probabilities), 1 + BACKWARD)
         assert answer.gradients is not None
         margins = self._margins(white, answer.scores)
         chosen = torch.where(rivals < 0, margins.argmin(1), rivals)
@@ -391,7 +373,7 @@ class NearestSoFar:
 
     def _margins(self, white: Tensor, scores: Tensor) -> Tensor:
         """The margins from comparable scores, after a look at whether one of these points is the nearest flip."""
-        scores, label = scores.double(), self.margins.label
+        scores, label = scores.double(), self.network.label
         rounding = CLEAR * torch.finfo(white.dtype).eps * scores.abs().amax(1, keepdim=True)
         margins = scores[:, label : label + 1] - scores + rounding
         margins[:, label] = torch.inf
@@ -404,19 +386,19 @@ class NearestSoFar:
         return margins
 
 
-async def _nearest_of_entry(margins: NoisyMargins, limit: float) -> NearestSoFar:
+async def _nearest_of_entry(network: NoisyNetwork, limit: float) -> NearestSoFar:
     """The nearest flip of one input."""
-    nearest = NearestSoFar(margins, limit, await margins.returns_probabilities())
-    origin = margins.normal(1).zero_()
+    nearest = NearestSoFar(network, limit, await network.returns_probabilities())
+    origin = network.normal(1).zero_()
     at_mean = (await nearest.margins_at(origin))[0]
-    if nearest.distance == 0 or not bool((margins.covariance.variances() > 0).any()):
+    if nearest.distance == 0 or not bool((network.covariance.variances() > 0).any()):
         return nearest
-    points = margins.normal(RAYS if margins.has_gradient else BLIND_RAYS)
-    if margins.has_gradient:
+    points = network.normal(RAYS if network.has_gradient else BLIND_RAYS)
+    if network.has_gradient:
         points = torch.cat([await _stepped_to_boundary(nearest, at_mean), points])
     crossings = await Crossings.on_rays(nearest, points, float(at_mean.min()))
     await crossings.narrow(nearest)
-    if margins.has_gradient and nearest.white is not None:
+    if network.has_gradient and nearest.white is not None:
         await _slide_along_boundary(nearest, float(at_mean.min()))
     return nearest
 
@@ -427,18 +409,18 @@ async def _stepped_to_boundary(nearest: NearestSoFar, at_mean: Tensor) -> Tensor
     `at_mean` (d,) are the margins at the mean.
     """
     rivals = at_mean.argsort()[: min(RIVALS_COMPARED, len(at_mean) - 1)]
-    white = nearest.margins.normal(len(rivals)).zero_()
+    white = nearest.network.normal(len(rivals)).zero_()
     margin, gradients = await nearest.with_gradients(white, rivals)
     near = (margin / gradients.double().norm(dim=1)).argsort()[:STARTS]
-    white = torch.cat([nearest_on_plane(white, margin, gradients)[near], nearest.margins.normal(STARTS)])
+    white = torch.cat([nearest_on_plane(white, margin, gradients)[near], nearest.network.normal(STARTS)])
     which = torch.cat([rivals[near], rivals.new_full((STARTS,), -1)])
     for step in range(STEPS):
         white = shortened(white, nearest.reach)
         margin, gradients = await nearest.with_gradients(white, which)
-        target = shortened(nearest_on_plane(white, margin, gradients), nearest.reach)
-        target = torch.where(gradients.any(1, keepdim=True), target, nearest.margins.normal(len(white)))
-        target = target if 2 * step < STEPS else 0.5 * (white + target)  # whole steps may go to and fro
-        white = torch.where(torch.isfinite(margin).unsqueeze(1), target, 0.5 * white)
+        stepped = shortened(nearest_on_plane(white, margin, gradients), nearest.reach)
+        stepped = torch.where(gradients.any(1, keepdim=True), stepped, nearest.network.normal(len(white)))
+        stepped = stepped if 2 * step < STEPS else 0.5 * (white + stepped)  # whole steps may go to and fro
+        white = torch.where(torch.isfinite(margin).unsqueeze(1), stepped, 0.5 * white)
     return white
 
 
@@ -499,16 +481,16 @@ class Crossings:
         finest = FINEST.get(self.points.dtype, FINEST[torch.float32])
         lengths = self.points.double().norm(dim=1)
         for attempt in range(NARROWINGS):
-            wide = (self.high - self.low > 3 * finest * self.high) & (self.low * lengths < nearest.distance)
-            if not bool(wide.any()):
+            unclear = (self.high - self.low > 3 * finest * self.high) & (self.low * lengths < nearest.distance)
+            if not bool(unclear.any()):
                 return
-            low, high, above, below = (x[wide] for x in (self.low, self.high, self.low_margin, self.high_margin))
+            low, high, above, below = (x[unclear] for x in (self.low, self.high, self.low_margin, self.high_margin))
             linear = torch.isfinite(above) & (attempt % 3 < 2)
             middle = low + torch.where(linear, above / (above - below), 0.5) * (high - low)
             for side in (-1, 1):
                 at = torch.minimum(torch.maximum(middle + side * finest * high, low), high)
-                ray = self.points[wide] * at.unsqueeze(1).to(self.points.dtype)
-                self._cut(wide, at, (await nearest.margins_at(ray)).amin(1))
+                ray = self.points[unclear] * at.unsqueeze(1).to(self.points.dtype)
+                self._cut(unclear, at, (await nearest.margins_at(ray)).amin(1))
 
     def _cut(self, which: Tensor, at: Tensor, value: Tensor) -> None:
         """Cut the rays `which` at `at` times their length, where the smallest margin is `value`, and keep the side on
@@ -528,8 +510,8 @@ async def _slide_along_boundary(nearest: NearestSoFar, start: float) -> None:
         assert nearest.white is not None
         white, before = nearest.white.unsqueeze(0), nearest.distance
         margin, gradients = await nearest.with_gradients(white, torch.full((1,), -1, device=white.device))
-        target = nearest_on_plane(white, margin, gradients)
-        points = torch.cat([white + share * (target - white) for share in SLIDING])
+        ahead = nearest_on_plane(white, margin, gradients)
+        points = torch.cat([white + share * (ahead - white) for share in SLIDING])
         longer = before / points.double().norm(dim=1, keepdim=True).clamp(min=1e-300) - 1
         await nearest.margins_at(torch.cat([points * (1 + share * longer).to(points.dtype) for share in BACK_OUT]))
         if nearest.distance < before:

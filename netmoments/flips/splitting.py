@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from netmoments.flips.margins import NoisyMargins, OutOfTime
-from netmoments.flips.result import EntryResult, FlipEstimate, Target, agree
+from netmoments.flips.noisy_network import NoisyNetwork, OutOfTime
+from netmoments.flips.result import EntryResult, FlipEstimate, Tolerance, agree
 
 PARTICLES = 400
 """Particles of a population."""
@@ -30,36 +30,39 @@ LEVELS = 60
 STUCK = 3
 """A population is given up after so many levels in a row that are no lower than the one before."""
 LEAST_POPULATIONS = 4
+"""So many populations are run before their spread says anything of the error."""
 MOST_POPULATIONS = 400
+"""At most so many populations are run."""
 
 
 @dataclass(frozen=True)
 class Population:
-    """The probability that one population found, and the share of each other class in it, (d,)."""
+    """The probability of a flip that one population found, and of each other class to win, (d,)."""
 
     probability: float
     wins: Tensor
 
 
-async def by_splitting(margins: NoisyMargins, target: Target, limit: int) -> EntryResult:
+async def by_splitting(network: NoisyNetwork, tolerance: Tolerance, limit: int) -> EntryResult:
     """Run populations until their mean is as exact as asked, the limit is reached, or the first ones found no flip.
 
-    As long as none has found a flip the limit is half of that, so that plain samples can bound how rare flips are.
+    `limit` is the most runs of the network. As long as no population has found a flip only half of them are used, so
+    that plain samples can bound how rare flips are.
     """
     populations: list[Population] = []
-    start = margins.runs
+    start = network.runs
     met = False
     try:
         while len(populations) < MOST_POPULATIONS:
-            populations.append(await population(margins))
-            runs_each = (margins.runs - start) / len(populations)
+            populations.append(await population(network))
+            runs_each = (network.runs - start) / len(populations)
             if len(populations) >= LEAST_POPULATIONS:
                 now = averaged(populations)
-                met = target.times_needed(now.probability, now.error) <= 1
+                met = tolerance.times_needed(now.probability, now.error) <= 1
                 if met or now.probability == 0:
                     break
             flips_found = any(each.probability > 0 for each in populations)
-            if margins.runs + runs_each > (limit if flips_found else (start + limit) / 2):
+            if network.runs + runs_each > (limit if flips_found else (start + limit) / 2):
                 break
     except OutOfTime:
         if len(populations) < 2:
@@ -71,18 +74,18 @@ async def by_splitting(margins: NoisyMargins, target: Target, limit: int) -> Ent
 
 
 def averaged(populations: list[Population]) -> FlipEstimate:
-    """The mean over populations with its standard error, which for a single one is the mean itself."""
+    """The mean over populations with its standard error; for a single one, that is taken to be the mean itself."""
     values = torch.tensor([each.probability for each in populations], dtype=torch.float64)
     mean = float(values.mean())
     error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else mean
     return FlipEstimate(mean, error, len(values), freedom=max(1, len(values) - 1))
 
 
-async def population(margins: NoisyMargins) -> Population:
+async def population(network: NoisyNetwork) -> Population:
     """Run one population of particles, from the noise to the flips."""
-    white = margins.normal(PARTICLES)
-    values = await margins.at(white)
-    nothing = Population(0.0, values.new_zeros(margins.classes))
+    white = network.normal(PARTICLES)
+    values = await network.margins_at(white)
+    nothing = Population(0.0, values.new_zeros(network.classes))
     strongest = values.amin(1)
     if bool((strongest == strongest.min()).all()) and float(strongest.min()) > 0:  # no level leads on from here
         return nothing
@@ -97,12 +100,12 @@ async def population(margins: NoisyMargins) -> Population:
         log_probability += math.log(max(int(kept.sum()), 1e-300) / PARTICLES)
         if level <= 0 or not bool(kept.any()):
             break
-        drawn = torch.randint(int(kept.sum()), (PARTICLES,), device=white.device, generator=margins.generator)
-        white, values, step = await moved(margins, white[kept][drawn], values[kept][drawn], level, step)
+        drawn = torch.randint(int(kept.sum()), (PARTICLES,), device=white.device, generator=network.generator)
+        white, values, step = await moved(network, white[kept][drawn], values[kept][drawn], level, step)
     else:
         return nothing
     flips = values.amin(1) < 0
-    shares = values.argmin(1)[flips].bincount(minlength=margins.classes).double() / PARTICLES
+    shares = values.argmin(1)[flips].bincount(minlength=network.classes).double() / PARTICLES
     probability = math.exp(log_probability) if bool(flips.any()) else 0.0
     return Population(probability, shares * probability / max(float(shares.sum()), 1e-300))
 
@@ -114,7 +117,7 @@ def next_level(strongest: Tensor, before: float) -> float:
 
 
 async def moved(
-    margins: NoisyMargins, white: Tensor, values: Tensor, level: float, step: float
+    network: NoisyNetwork, white: Tensor, values: Tensor, level: float, step: float
 ) -> tuple[Tensor, Tensor, float]:
     """Particles ε (N, n) and their margins (N, d) after `MOVES` steps below the level, and an adapted size of the step.
 
@@ -122,8 +125,8 @@ async def moved(
     that keeps the distribution N(0, I) below it (Neal 1998; Cotter et al. 2013, "preconditioned Crank–Nicolson").
     """
     for _ in range(MOVES):
-        proposed = math.sqrt(1 - step * step) * white + step * margins.normal(len(white))
-        new = await margins.at(proposed)
+        proposed = math.sqrt(1 - step * step) * white + step * network.normal(len(white))
+        new = await network.margins_at(proposed)
         accepted = new.amin(1) <= level
         white = torch.where(accepted.unsqueeze(1), proposed, white)
         values = torch.where(accepted.unsqueeze(1), new, values)

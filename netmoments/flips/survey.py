@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from netmoments.flips.margins import Clock, seed_of_input
+from netmoments.flips.noisy_network import Clock, seed_of_input
 from netmoments.flips.result import shares_interval
 from netmoments.gaussian import Gaussian
 from netmoments.memory import elements_together
@@ -24,7 +24,7 @@ from netmoments.sampling.fast_network import FastNetwork, fast_network
 
 GROWTH = 4
 """A round has at most so many times the samples of all before."""
-ENOUGH = 1.05
+RESERVE = 1.05
 """A round has so many times the samples that the shares so far ask for, so that another round is seldom needed."""
 
 
@@ -68,7 +68,7 @@ def samples_needed(count: Tensor, samples: Tensor, half_width: float) -> Tensor:
     known = (bounds[..., 1] - bounds[..., 0]) / 2 <= half_width
     none_or_all = (count == 0) | (count == samples)
     wanted = torch.where(none_or_all, 1.5 / half_width, p * (1 - p) * (QUANTILE / half_width) ** 2)
-    return torch.where(known, n, torch.maximum(ENOUGH * wanted, n + 1)).ceil().long()
+    return torch.where(known, n, torch.maximum(RESERVE * wanted, n + 1)).ceil().long()
 
 
 def surveyed(

@@ -22,7 +22,7 @@ from torch.nn import functional
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages
 from netmoments.flips.flip_probability import FlipGoal, entries_found
-from netmoments.flips.margins import Clock
+from netmoments.flips.noisy_network import Clock
 from netmoments.flips.result import shares_interval
 from netmoments.flips.search import nearest_flip
 from netmoments.flips.survey import Survey, SurveyGoal, expected_share_error, surveyed
@@ -499,7 +499,7 @@ def refined_together(
     """The flip probabilities of the images with these numbers, as they are found; `noise` is that of all images."""
     goal = FlipGoal.read(CALLER, RELATIVE_ERROR, None, RARE_RUNS, seconds, config.seed)
     chosen = noise.entries(torch.tensor(list(numbers), device=noise.device))
-    for place, flip, runs in entries_found(model, chosen, labels, goal, "rare flips"):
+    for place, (flip, runs) in entries_found(model, chosen, labels, goal, "rare flips"):
         yield Refined(numbers[place], flip.probability, *flip.interval, runs, flip.route, flip.rival)
 
 

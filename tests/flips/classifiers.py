@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from netmoments.flips.margins import Clock, NoisyMargins, Work, run_together
+from netmoments.flips.noisy_network import Clock, NoisyNetwork, Work, run_together
 from netmoments.gaussian import Gaussian
 from netmoments.network.model import NetworkModel
 
@@ -78,10 +78,10 @@ class Rounded(nn.Module):
         return torch.cat([torch.full_like(fine, self.distance), fine], 1)
 
 
-def margins_of(network: nn.Module, noise: Gaussian, label: int = 0, seed: int = 0) -> NoisyMargins:
+def noisy_network(network: nn.Module, noise: Gaussian, label: int = 0, seed: int = 0) -> NoisyNetwork:
     flat = noise.flattened()
     model = NetworkModel.of_any(network, flat.mean, "flip_probability")
-    return NoisyMargins(model, flat, label, torch.Generator().manual_seed(seed), Clock())
+    return NoisyNetwork(model, flat, label, torch.Generator().manual_seed(seed), Clock())
 
 
 def run_alone(work: Work[Result]) -> Result:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import netmoments as nm
 from netmoments.flips.flip_probability import BOUND_RUNS, FlipGoal, require_positive
-from netmoments.flips.margins import seed_of_input
+from netmoments.flips.noisy_network import seed_of_input
 from netmoments.flips.search import START
 from tests.flips.classifiers import Corner, Rounded, at_distance, linear, tail
 from tests.networks import seeded
@@ -198,7 +198,7 @@ def test_numbers_above_zero():
     require_positive("caller", "name", 0.1, "0.1")
     with pytest.raises(ValueError, match=r"caller: name must be a number above 0, such as 0\.1, got 'x'"):
         require_positive("caller", "name", "x", "0.1")
-    assert FlipGoal.read("caller", 0.1, None, 100, None, 0).target.relative == 0.1
+    assert FlipGoal.read("caller", 0.1, None, 100, None, 0).tolerance.relative == 0.1
 
 
 @pytest.mark.parametrize("distance", [36.0, 37.0, 39.0, 500.0])

@@ -14,44 +14,44 @@ from netmoments.flips.frequent import (
     plain_estimate,
     plain_wins,
 )
-from netmoments.flips.result import Target
+from netmoments.flips.result import Tolerance
 from netmoments.flips.search import Search
-from tests.flips.classifiers import Corner, Rounded, at_distance, linear, margins_of, run_alone, tail
+from tests.flips.classifiers import Corner, Rounded, at_distance, linear, noisy_network, run_alone, tail
 
 NONE_BEFORE = (0, torch.zeros(2, dtype=torch.float64))
 
 
-def guided_estimate(network, noise, target, seed=0):
-    margins = margins_of(network, noise, seed=seed)
-    search = run_alone(Search.from_noise(margins, margins.generator))
+def guided_estimate(network, noise, tolerance, seed=0):
+    noisy = noisy_network(network, noise, seed=seed)
+    search = run_alone(Search.from_noise(noisy))
     search.refit()
     plain = plain_estimate(int((search.plain_margins < 0).sum()), len(search.plain_margins))
-    return run_alone(by_guided_frequencies(margins, search, plain, target, 100_000, margins.generator)), margins
+    return run_alone(by_guided_frequencies(noisy, search, plain, tolerance, 100_000)), noisy
 
 
 @pytest.mark.parametrize("distance", [-1.5, 0.0, 0.7, 1.5])
 def test_half_the_runs_of_plain_sampling_for_one_point(distance):
     network = linear()
-    target = Target(1e-9, absolute=0.01)
-    found, margins = guided_estimate(network, nm.Gaussian(at_distance(network, distance), std=1.0), target)
+    tolerance = Tolerance(1e-9, absolute=0.01)
+    found, noisy = guided_estimate(network, nm.Gaussian(at_distance(network, distance), std=1.0), tolerance)
     truth = tail(distance)
     assert abs(found.estimate.probability - truth) < 5 * found.estimate.error
     assert found.met
-    assert margins.runs <= 0.5 * truth * (1 - truth) * (1.96 / 0.01) ** 2
+    assert noisy.runs <= 0.5 * truth * (1 - truth) * (1.96 / 0.01) ** 2
 
 
 def test_a_network_of_two_layers():
-    found, margins = guided_estimate(
-        Corner(1.0, 1.2).eval(), nm.Gaussian(torch.zeros(6), std=1.0), Target(1e-9, absolute=0.01)
+    found, noisy = guided_estimate(
+        Corner(1.0, 1.2).eval(), nm.Gaussian(torch.zeros(6), std=1.0), Tolerance(1e-9, absolute=0.01)
     )
     truth = Corner.probability(1.0, 1.2)
     assert abs(found.estimate.probability - truth) < 5 * found.estimate.careful_error
-    assert margins.runs <= 0.5 * truth * (1 - truth) * (1.96 / 0.01) ** 2
+    assert noisy.runs <= 0.5 * truth * (1 - truth) * (1.96 / 0.01) ** 2
 
 
 def test_plain_frequencies_until_the_target_is_met():
-    margins = margins_of(Rounded(1.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    found = run_alone(by_frequencies(margins, Target(0.1), 100_000, NONE_BEFORE))
+    noisy = noisy_network(Rounded(1.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
+    found = run_alone(by_frequencies(noisy, Tolerance(0.1), 100_000, NONE_BEFORE))
     assert found.met
     low, high = found.interval
     assert low < tail(1) < high
@@ -59,32 +59,32 @@ def test_plain_frequencies_until_the_target_is_met():
 
 
 def test_what_is_never_seen_is_bounded():
-    margins = margins_of(Rounded(20.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    found = run_alone(by_frequencies(margins, Target(0.1), 3000, NONE_BEFORE))
+    noisy = noisy_network(Rounded(20.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
+    found = run_alone(by_frequencies(noisy, Tolerance(0.1), 3000, NONE_BEFORE))
     assert found.estimate.probability == 0
     assert found.interval == (0.0, 0.001)
     assert not found.met
 
 
 def test_winners_are_counted():
-    margins = margins_of(Rounded(0.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    wins = run_alone(plain_wins(margins, 1000))
+    noisy = noisy_network(Rounded(0.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
+    wins = run_alone(plain_wins(noisy, 1000))
     assert wins[0] == 0
     assert abs(float(wins[1]) / 1000 - 0.5) < 5 * 0.5 / math.sqrt(1000)
 
 
-def counting_of(margins):
-    search = run_alone(Search.from_noise(margins, margins.generator))
+def counting_of(noisy):
+    search = run_alone(Search.from_noise(noisy))
     search.refit()
-    pilot = run_alone(Pilot.of(margins, PILOT))
-    return guided_counting(margins, search, Target(1e-9, absolute=0.01), margins.generator, pilot)
+    pilot = run_alone(Pilot.of(noisy, PILOT))
+    return guided_counting(noisy, search, Tolerance(1e-9, absolute=0.01), pilot)
 
 
 def counting(flips, chances, ratio):
     """Counting after plain samples with these flips, at which a guide has these h and ρ."""
     network = linear()
-    margins = margins_of(network, nm.Gaussian(at_distance(network, 1.0), std=1.0))
-    work = counting_of(margins)
+    noisy = noisy_network(network, nm.Gaussian(at_distance(network, 1.0), std=1.0))
+    work = counting_of(noisy)
     work.flips, work.flip_chances = [flips], [torch.stack([torch.zeros_like(chances), chances], 1)]
     work.calibrated_flip_chances = [chances.square()]
     work.ratios, work.origins = [torch.stack([torch.ones_like(ratio), ratio], 1)], [torch.zeros(len(flips)).long()]
@@ -114,10 +114,10 @@ def test_plain_samples_come_first_while_they_are_missing():
 
 def test_both_controls_have_the_means_they_say():
     """Over 20,000 plain samples: within five standard errors."""
-    margins = margins_of(Corner(1.0, 1.2).eval(), nm.Gaussian(torch.zeros(6), std=1.0))
-    work = counting_of(margins)
-    white = margins.normal(20_000)
-    work.add(white, run_alone(margins.at(white)), 0)
+    noisy = noisy_network(Corner(1.0, 1.2).eval(), nm.Gaussian(torch.zeros(6), std=1.0))
+    work = counting_of(noisy)
+    white = noisy.normal(20_000)
+    work.add(white, run_alone(noisy.margins_at(white)), 0)
     controls = work.controls()
     assert controls.values.shape == (20_000, 2)
     for place in range(2):

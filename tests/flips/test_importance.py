@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import netmoments as nm
 from netmoments.flips.importance import (
@@ -15,18 +16,18 @@ from netmoments.flips.importance import (
     by_importance,
     controlled,
     likely_left,
-    with_exact_levels,
+    with_exact_normalizers,
     with_shrinking_share,
 )
-from netmoments.flips.result import FlipEstimate, Target
+from netmoments.flips.result import FlipEstimate, Tolerance
 from netmoments.flips.search import Search
-from tests.flips.classifiers import Ball, Corner, at_distance, linear, margins_of, run_alone, tail
+from tests.flips.classifiers import Ball, Corner, at_distance, linear, noisy_network, run_alone, tail
 
 
-def estimate(network, noise, seed=0, target=None):
-    margins = margins_of(network, noise, seed=seed)
-    search = run_alone(Search.from_noise(margins, margins.generator))
-    return run_alone(by_importance(margins, search, target or Target(0.1), 200_000, margins.generator)), margins
+def estimate(network, noise, seed=0, tolerance=None):
+    noisy = noisy_network(network, noise, seed=seed)
+    search = run_alone(Search.from_noise(noisy))
+    return run_alone(by_importance(noisy, search, tolerance or Tolerance(0.1), 200_000)), noisy
 
 
 @pytest.mark.parametrize("distance", [3.0, 5.0, 7.9])
@@ -61,11 +62,11 @@ def test_wins_are_those_of_the_rivals():
     """The weights of one run's wins vary by about 1.1 of their mean: five standard errors of 1,000 runs are 0.17."""
     network = linear(classes=3, seed=2)
     mean = at_distance(network, 3.5)
-    found, margins = estimate(network, nm.Gaussian(mean, std=1.0), seed=1, target=Target(0.0025))
+    found, noisy = estimate(network, nm.Gaussian(mean, std=1.0), seed=1, tolerance=Tolerance(0.0025))
     assert found is not None
     assert found.estimate.samples >= 1000
     assert float(found.wins.sum()) == pytest.approx(found.estimate.probability, rel=0.17)
-    assert float(found.wins[margins.label]) == 0
+    assert float(found.wins[noisy.label]) == 0
 
 
 def test_a_control_with_a_known_mean_changes_nothing_but_the_variance():
@@ -106,7 +107,7 @@ def test_the_largest_sample_is_measured_by_the_estimate_whatever_was_expected(kn
 
 
 def test_the_error_of_a_pool_is_part_of_the_error_where_flips_are_rare():
-    """The level of ρ is that of its pool: its error is in every sample alike, and samples do not show it."""
+    """The normalizer of ρ is that of its pool: its error is in every sample alike, and samples do not show it."""
     generator = torch.Generator().manual_seed(0)
     flips = (torch.rand(20_000, generator=generator) < 0.5).double()
     ratios = torch.full_like(flips, 1e4)
@@ -117,14 +118,14 @@ def test_the_error_of_a_pool_is_part_of_the_error_where_flips_are_rare():
 
 
 def test_more_pools_where_more_is_asked():
-    """Pools of 8,000 points have levels to about 3 %: enough for 10 %, not for 1 %."""
+    """Pools of 8,000 points have normalizers to about 3 %: enough for 10 %, not for 1 %."""
     network = linear()
-    margins = margins_of(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
-    search = run_alone(Search.from_noise(margins, margins.generator))
+    noisy = noisy_network(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
+    search = run_alone(Search.from_noise(noisy))
     search.refit()
     assert search.guide is not None
-    assert with_exact_levels(search.guide, Target(0.1), margins.generator) is search.guide
-    found = with_exact_levels(search.guide, Target(0.01), margins.generator)
+    assert with_exact_normalizers(search.guide, Tolerance(0.1)) is search.guide
+    found = with_exact_normalizers(search.guide, Tolerance(0.01))
     assert found.expected_error < search.guide.expected_error / 5
     assert abs(found.expected / tail(4) - 1) < 0.01 + 5 * found.expected_error / found.expected
 
@@ -144,11 +145,11 @@ def test_what_the_largest_sample_adds_falls_faster_than_the_rest():
 def test_no_pool_has_more_samples_than_it_has_points_for():
     """The error of a pool is in all samples of its points, and however many they are, they do not show it."""
     network = linear()
-    margins = margins_of(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
-    search = run_alone(Search.from_noise(margins, margins.generator))
+    noisy = noisy_network(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
+    search = run_alone(Search.from_noise(noisy))
     search.refit()
     assert search.guide is not None
-    estimation = Estimation(margins, (search.guide,) * 3, MIXTURE, margins.generator)
+    estimation = Estimation(noisy, (search.guide,) * 3, MIXTURE)
     first = estimation.source(0, POOL_SAMPLES)
     assert first is search.guide
     second = estimation.source(0, 1)
@@ -161,10 +162,10 @@ def test_no_pool_has_more_samples_than_it_has_points_for():
 
 def rare_estimation(network, noise, runs):
     """An estimate of rare flips with the same guide for both searches and for all they know, after so many runs."""
-    margins = margins_of(network, noise)
-    search = run_alone(Search.from_noise(margins, margins.generator))
+    noisy = noisy_network(network, noise)
+    search = run_alone(Search.from_noise(noisy))
     run_alone(search.advance())
-    estimation = RareEstimation(margins, (search.guide,) * 3, margins.generator)
+    estimation = RareEstimation(noisy, (search.guide,) * 3)
     run_alone(estimation.run(runs))
     return estimation, search
 
@@ -197,3 +198,24 @@ def test_what_a_round_leaves_is_an_average_of_what_rounds_left():
     assert likely_left([50.0, 20.0]) == pytest.approx(math.sqrt(LIKELY_LEFT * 0.4))
     assert likely_left([50.0, 20.0, 50.0]) == pytest.approx(LIKELY_LEFT ** (1 / 3))
     assert likely_left([50.0, 5e6]) == MOST_LEFT
+
+
+class SmallerOfTwo(nn.Module):
+    """Scores c and min(x₀, x₁): the second is larger where both numbers are above c."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, x):
+        smaller = x[:, 0] - torch.relu(x[:, 0] - x[:, 1])
+        return torch.stack([torch.full_like(smaller, self.threshold), smaller], 1)
+
+
+def test_a_flip_that_takes_two_things_at_once():
+    """Φ(−4)², which two surrogates of the two gradients, as if each alone were a flip, hardly find in 10⁶ runs."""
+    noise = nm.Gaussian(torch.zeros(20, dtype=torch.float64), std=1.0)
+    found = nm.flip_probability(SmallerOfTwo(4.0).eval(), noise, 0, runs=50_000)
+    low, high = found.interval.tolist()
+    assert low <= tail(4.0) ** 2 <= high
+    assert bool(found.met)

@@ -9,7 +9,7 @@ from netmoments.flips.guide import guide
 from netmoments.flips.importance import LineEstimation
 from netmoments.flips.lines import REACH, WORTH, Faces, direction, line_variance, runs_for_unit_error
 from netmoments.flips.search import Search
-from tests.flips.classifiers import Ball, Corner, at_distance, linear, margins_of, run_alone, tail
+from tests.flips.classifiers import Ball, Corner, at_distance, linear, noisy_network, run_alone, tail
 from tests.flips.test_guide import SIZE, surrogate
 
 
@@ -18,16 +18,16 @@ def two_faces(constant=4.0):
     generator = torch.Generator().manual_seed(0)
     made = guide((surrogate(constant), surrogate(constant + 0.3, rival=2, seed=1)), generator)
     normal = torch.randn(40, SIZE, generator=generator)
-    return made, made.draw(normal, generator), generator
+    return made, made.draw(normal), generator
 
 
 def estimation_of(network, noise, lines, rounds=1):
     """An estimate from so many lines, with the same guide for both searches and for all they know."""
-    margins = margins_of(network, noise)
-    search = run_alone(Search.from_noise(margins, margins.generator))
+    noisy = noisy_network(network, noise)
+    search = run_alone(Search.from_noise(noisy))
     for _ in range(rounds):
         run_alone(search.advance())
-    estimation = LineEstimation(margins, (search.guide,) * 3, margins.generator)
+    estimation = LineEstimation(noisy, (search.guide,) * 3)
     run_alone(estimation.run(lines))
     return estimation, search
 
@@ -44,8 +44,8 @@ def test_margins_along_lines_are_those_at_their_points():
     face = faces.chosen(white, generator)
     starts = faces.starts(white, face)
     t = torch.linspace(-3, 5, len(white), dtype=torch.float64)
-    along = faces.margins_along(made.surrogates, starts, face, t.unsqueeze(1)).squeeze(1)
-    torch.testing.assert_close(along, faces.margins(faces.at(starts, face, t)), rtol=1e-4, atol=1e-4)
+    along = faces.surrogate_margins_along(made.surrogates, starts, face, t.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(along, faces.surrogate_margins(faces.at(starts, face, t)), rtol=1e-4, atol=1e-4)
 
 
 def test_the_density_of_lines_is_an_integral():
@@ -58,7 +58,7 @@ def test_the_density_of_lines_is_an_integral():
         face = torch.full((3,), number)
         starts = faces.starts(white, face)
         points = [faces.at(start.expand(4801, -1), face[:1].expand(4801), places) for start in starts]
-        values = [phi * made.ratio(x) * faces.belonging(faces.margins(x))[:, number] for x in points]
+        values = [phi * made.ratio(x) * faces.belonging(faces.surrogate_margins(x))[:, number] for x in points]
         expected = torch.stack([torch.trapezoid(value, places) for value in values])
         torch.testing.assert_close(faces.line_ratio(made, white, face), expected, rtol=2e-3, atol=0.0)
 
@@ -71,7 +71,7 @@ def test_what_a_line_shows_is_unbiased_whatever_was_expected(wrong):
     white = torch.randn(1, SIZE, generator=generator).expand(4_000, -1)
     lines = faces.lines((made,), (1.0,), white, torch.zeros(4_000, dtype=torch.long))
     cell = lines.first_places()
-    here = faces.margins(lines.at(faces.places[cell]))
+    here = faces.surrogate_margins(lines.at(faces.places[cell]))
     seen = torch.stack([torch.full((4_000,), torch.inf, dtype=torch.float64), here[:, 0] + wrong], 1)
     t, weight = lines.drawn(lines.second_chances(cell, seen), generator)
     start = lines.starts[0].double()
@@ -88,7 +88,7 @@ def test_a_linear_classifier_by_lines(distance):
     found = estimation.estimate()
     assert abs(found.probability - tail(distance)) < 5 * found.careful_error
     assert found.error < 0.1 * tail(distance)
-    assert estimation.margins.runs >= 2 * 400
+    assert estimation.network.runs >= 2 * 400
 
 
 def test_flips_on_all_sides_by_lines():
@@ -130,10 +130,10 @@ def test_a_first_run_says_nothing_of_the_other_face_of_its_rival():
     generator = torch.Generator().manual_seed(0)
     made = guide((one, two), generator)
     faces = Faces.of(made)
-    white = made.draw(torch.randn(200, SIZE, generator=generator), generator)
+    white = made.draw(torch.randn(200, SIZE, generator=generator))
     lines = faces.lines((made,), (1.0,), white, faces.chosen(white, generator))
     cell = lines.first_places()
-    strongest = faces.margins(lines.at(faces.places[cell])).amin(1, keepdim=True)
+    strongest = faces.surrogate_margins(lines.at(faces.places[cell])).amin(1, keepdim=True)
     t, _ = lines.drawn(
         lines.second_chances(cell, torch.cat([torch.full_like(strongest, 9.0), strongest], 1)), generator
     )

@@ -10,7 +10,7 @@ import netmoments as nm
 from netmoments.flips.result import (
     EntryResult,
     FlipEstimate,
-    Target,
+    Tolerance,
     agree,
     described,
     half_width,
@@ -75,12 +75,12 @@ def test_values_are_stacked():
 
 
 def test_what_is_enough():
-    assert Target(0.1).times_needed(1e-6, 1e-7) == pytest.approx(1)
-    assert Target(0.1).times_needed(1e-6, 2e-7) == pytest.approx(4)
-    assert Target(0.1, absolute=0.01).times_needed(1e-6, 0.01 / 1.959964) == pytest.approx(1)
-    assert Target(0.1, absolute=0.01).times_needed(1e-6, 1.0, half_width=0.02) == pytest.approx(4)
-    assert Target(0.1, absolute=0.01).times_needed(0.5, 0.025, half_width=0.05) == pytest.approx(0.25)
-    assert Target(0.1).times_needed(0.0, 0.0) > 1e6
+    assert Tolerance(0.1).times_needed(1e-6, 1e-7) == pytest.approx(1)
+    assert Tolerance(0.1).times_needed(1e-6, 2e-7) == pytest.approx(4)
+    assert Tolerance(0.1, absolute=0.01).times_needed(1e-6, 0.01 / 1.959964) == pytest.approx(1)
+    assert Tolerance(0.1, absolute=0.01).times_needed(1e-6, 1.0, half_width=0.02) == pytest.approx(4)
+    assert Tolerance(0.1, absolute=0.01).times_needed(0.5, 0.025, half_width=0.05) == pytest.approx(0.25)
+    assert Tolerance(0.1).times_needed(0.0, 0.0) > 1e6
 
 
 @pytest.mark.parametrize(("freedom", "wanted"), [(4, 2.776), (10, 2.228), (30, 2.042), (1e9, 1.960)])

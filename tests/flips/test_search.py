@@ -6,14 +6,14 @@ from torch import nn
 
 import netmoments as nm
 from netmoments.flips.search import RIVAL_START, START, Search, likely_rivals, nearest_on_plane
-from tests.flips.classifiers import Ball, Corner, Rounded, at_distance, linear, margins_of, run_alone, tail
+from tests.flips.classifiers import Ball, Corner, Rounded, at_distance, linear, noisy_network, run_alone, tail
 
 
 def test_a_linear_margin_is_known_after_the_start():
     network = linear()
-    margins = margins_of(network, nm.Gaussian(at_distance(network, 5.0), std=1.0))
+    noisy = noisy_network(network, nm.Gaussian(at_distance(network, 5.0), std=1.0))
     for start in (Search.from_noise, Search.from_pulled):
-        search = run_alone(start(margins, margins.generator))
+        search = run_alone(start(noisy))
         search.refit()
         assert search.guide is not None
         assert abs(math.log(search.guide.expected / tail(5))) < 0.1
@@ -21,28 +21,28 @@ def test_a_linear_margin_is_known_after_the_start():
 
 
 def test_rounds_add_gradients():
-    margins = margins_of(Corner(4.0, 4.2).eval(), nm.Gaussian(torch.zeros(6), std=1.0))
-    search = run_alone(Search.from_noise(margins, margins.generator))
+    noisy = noisy_network(Corner(4.0, 4.2).eval(), nm.Gaussian(torch.zeros(6), std=1.0))
+    search = run_alone(Search.from_noise(noisy))
     for _ in range(4):
         before = search.gradients
         run_alone(search.advance())
         assert search.gradients > before
     assert search.guide is not None
-    assert margins.runs == 3 * search.gradients
+    assert noisy.runs == 3 * search.gradients
 
 
 def test_joined_searches_know_what_both_found():
     network = linear()
-    margins = margins_of(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
-    one, two = (run_alone(start(margins, margins.generator)) for start in (Search.from_noise, Search.from_pulled))
+    noisy = noisy_network(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
+    one, two = (run_alone(start(noisy)) for start in (Search.from_noise, Search.from_pulled))
     assert len(Search.joined(one, two).evidence) == len(one.evidence) + len(two.evidence)
     assert len(one.evidence) == START
 
 
 def test_a_rival_is_looked_at_once():
     network = linear(classes=4)
-    margins = margins_of(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
-    search = run_alone(Search.from_noise(margins, margins.generator))
+    noisy = noisy_network(network, nm.Gaussian(at_distance(network, 4.0), std=1.0))
+    search = run_alone(Search.from_noise(noisy))
     for rival in (1, 2, 3):
         run_alone(search.look_at_rival(rival))
         before = len(search.evidence)
@@ -55,8 +55,8 @@ def test_a_network_that_never_moves_has_no_guide():
     network = torch.nn.Linear(4, 2)
     network.weight.data.zero_()
     network.bias.data = torch.tensor([1.0, 0.0])
-    margins = margins_of(network.eval(), nm.Gaussian(torch.zeros(4), std=1.0))
-    search = run_alone(Search.from_noise(margins, margins.generator))
+    noisy = noisy_network(network.eval(), nm.Gaussian(torch.zeros(4), std=1.0))
+    search = run_alone(Search.from_noise(noisy))
     run_alone(search.advance())
     assert search.guide is None
 
@@ -72,8 +72,8 @@ def test_a_round_has_room_for_many_surrogates():
     """Eleven rivals with surrogates of their own: a round has at least as many gradients as with one."""
     network = linear(12, 12)
     network.weight.data = torch.eye(12)
-    margins = margins_of(network, nm.Gaussian(4.0 * torch.eye(12)[0], std=1.0))
-    search = run_alone(Search.from_noise(margins, margins.generator))
+    noisy = noisy_network(network, nm.Gaussian(4.0 * torch.eye(12)[0], std=1.0))
+    search = run_alone(Search.from_noise(noisy))
     for rival in range(1, 12):
         run_alone(search.look_at_rival(rival))
     search.refit()

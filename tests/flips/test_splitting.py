@@ -4,25 +4,25 @@ import pytest
 import torch
 
 import netmoments as nm
-from netmoments.flips.result import Target
+from netmoments.flips.result import Tolerance
 from netmoments.flips.splitting import Population, adapted, averaged, by_splitting, next_level, population
-from tests.flips.classifiers import Rounded, linear, margins_of, run_alone, tail
+from tests.flips.classifiers import Rounded, linear, noisy_network, run_alone, tail
 
 
 def test_populations_without_gradients():
     """Φ(−4), within five standard errors of the mean of populations."""
-    margins = margins_of(Rounded(4.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    found = run_alone(by_splitting(margins, Target(0.1), 150_000))
+    noisy = noisy_network(Rounded(4.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
+    found = run_alone(by_splitting(noisy, Tolerance(0.1), 150_000))
     assert abs(found.estimate.probability - tail(4)) < 5 * found.estimate.error
     low, high = found.interval
     assert low < tail(4) < high
     assert int(found.wins.argmax()) == 1
-    assert margins.runs <= 160_000
+    assert noisy.runs <= 160_000
 
 
 def test_a_population_that_starts_among_flips_counts_them():
-    margins = margins_of(Rounded(0.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    found = run_alone(population(margins))
+    noisy = noisy_network(Rounded(0.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
+    found = run_alone(population(noisy))
     assert abs(found.probability - 0.5) < 5 * 0.5 / math.sqrt(400)
 
 
@@ -30,23 +30,23 @@ def test_nothing_is_found_where_nothing_flips():
     network = linear(4)
     network.weight.data.zero_()
     network.bias = torch.nn.Parameter(torch.tensor([1.0, 0.0]))
-    margins = margins_of(network, nm.Gaussian(torch.zeros(4), std=1.0))
-    assert run_alone(population(margins)).probability == 0
+    noisy = noisy_network(network, nm.Gaussian(torch.zeros(4), std=1.0))
+    assert run_alone(population(noisy)).probability == 0
 
 
 @pytest.mark.parametrize(("chance", "runs"), [(1e-6, 900), (0.0, 300)])
 def test_half_of_the_runs_are_left_where_no_population_found_a_flip(monkeypatch, chance, runs):
     """Populations take 300 runs each. They begin if they end within 1,000 where flips are found, else within 500."""
 
-    async def stand_in(margins):
-        margins.runs += 300
-        return Population(chance * (1 + margins.runs), torch.zeros(2))
+    async def stand_in(noisy):
+        noisy.runs += 300
+        return Population(chance * (1 + noisy.runs), torch.zeros(2))
 
     monkeypatch.setattr("netmoments.flips.splitting.population", stand_in)
-    margins = margins_of(linear(4), nm.Gaussian(torch.zeros(4), std=1.0))
-    start = margins.runs
-    run_alone(by_splitting(margins, Target(1e-9), start + 1000))
-    assert margins.runs - start == runs
+    noisy = noisy_network(linear(4), nm.Gaussian(torch.zeros(4), std=1.0))
+    start = noisy.runs
+    run_alone(by_splitting(noisy, Tolerance(1e-9), start + 1000))
+    assert noisy.runs - start == runs
 
 
 def test_levels_fall_to_zero():

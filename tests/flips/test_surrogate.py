@@ -2,15 +2,18 @@ import pytest
 import torch
 
 from netmoments.flips.surrogate import (
+    CAUTION,
     RIDGES,
     Evidence,
     fitted,
     leading_directions,
     principal_directions,
     regressed_slopes,
+    regressed_values,
     relevance,
     ridge,
     split_by_face,
+    surrogates_of,
     symmetric_ridge,
 )
 
@@ -126,6 +129,48 @@ def test_two_faces_of_a_boundary_are_told_apart():
     two[:20, 0], two[20:, 1] = 1.0, 1.0
     found = split_by_face(Evidence(two, two, two, torch.ones(60, dtype=torch.long)), 8)
     assert sorted(map(len, found)) == [20, 40]
+
+
+def evidence_of(white, margin, gradients):
+    """Runs with one rival, of number 1."""
+    margins = torch.stack([torch.full_like(margin, torch.inf), margin], 1)
+    return Evidence(white, margins, gradients, torch.ones(len(white), dtype=torch.long))
+
+
+def test_two_faces_are_two_surrogates_where_these_tell_the_values():
+    """The margin 2 − |ε₀| has two faces."""
+    white = torch.randn(60, 15, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gradients = torch.zeros_like(white)
+    gradients[:, 0] = -white[:, 0].sign()
+    found = surrogates_of(evidence_of(white, 2 - white[:, 0].abs(), gradients), 1)
+    assert len(found) == 2
+    lowest = torch.stack([each.at(each.coordinates(white)) for each in found]).amin(0)
+    torch.testing.assert_close(lowest, 2 - white[:, 0].abs(), rtol=0, atol=0.01)
+
+
+def test_gradients_that_point_two_ways_are_one_surrogate_where_values_say_so():
+    """A margin 4 − ε₀ with a small wiggle: a third of the runs are where it is steep, and say nothing of elsewhere."""
+    white = torch.randn(60, 15, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    white[::3, 1] *= 0.02
+    gradients = torch.zeros_like(white)
+    gradients[:, 0] = -1
+    gradients[::3, 1] = -3
+    evidence = evidence_of(white, 4 - white[:, 0], gradients)
+    assert len(split_by_face(evidence, 8)) == 2
+    assert len(surrogates_of(evidence, 1)) == 1
+
+
+def test_the_spread_is_that_of_runs_near_the_boundary():
+    """Half of 400 values have noise of deviation 0.3, the others, with a seventh of the weight, of deviation 3."""
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(400, 3, generator=generator, dtype=torch.float64)
+    far = torch.arange(400) % 2 == 1
+    noise = torch.where(far, 3.0, 0.3) * torch.randn(400, generator=generator, dtype=torch.float64)
+    weight = torch.where(far, 1 / 7, 1.0).double()
+    *_, spread = regressed_values(z, 1 + z[:, 0] + noise, weight)
+    of_all, squares = (float((w * noise.square()).sum() / w.sum()) ** 0.5 for w in (weight, weight.square()))
+    assert abs(spread / (CAUTION**0.5 * squares) - 1) < 0.1
+    assert spread < 0.7 * of_all
 
 
 def test_slopes_that_vary_more_may_bend_more():

@@ -10,7 +10,7 @@ from scipy import stats
 from torch import nn
 
 import netmoments as nm
-from netmoments.flips.margins import Clock
+from netmoments.flips.noisy_network import Clock
 from netmoments.flips.result import shares_interval
 from netmoments.flips.survey import SurveyGoal, expected_share_error, samples_needed, surveyed
 from netmoments.network.model import NetworkModel

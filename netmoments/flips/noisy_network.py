@@ -1,21 +1,23 @@
-"""The margins of a network under noise, with gradients and a count of runs; many inputs share batches of the network.
+"""A network under the noise of one input (`NoisyNetwork`), and runs of it for many inputs in shared batches.
 
-Noise is whitened: an input is x = mean + L ε with ε ~ N(0, I), whatever the covariance L Lᵀ is (isotropic, diagonal,
-dense or of low rank). The margin of a rival is f_j(ε) = score_label − score_j. Noise flips the answer where some margin
-is negative.
+Noise is whitened: a sample is x = mean + L ε with ε ~ N(0, I), whatever the covariance L Lᵀ is (isotropic, diagonal,
+dense or of low rank). The margin of a rival j is f_j(ε) = score_label − score_j. Noise flips the answer where some
+margin is negative.
 
 The work on each input is a coroutine, written as if that input were alone. It awaits runs of the network, and
-`run_together` collects what many inputs are waiting for and runs the network on it in one batch.
+`run_together` collects what many inputs are waiting for and runs the network on it in one batch. `results_of_inputs`
+does a piece of work in this way on every input of a call.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import time
-from collections.abc import Coroutine, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from operator import itemgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,6 +29,7 @@ from netmoments.memory import elements_together
 from netmoments.moments.request import Request
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision, without_cudnn
+from netmoments.progress import progress_bar
 from netmoments.sampling.fast_network import FastNetwork, fast_network
 
 CHECKED_SAMPLES = 7
@@ -66,14 +69,20 @@ class Clock:
 
 
 @dataclass(eq=False)
-class NoisyMargins:
-    """The margins of one label against all others, for one entry of the noise, with the number of runs they took."""
+class NoisyNetwork:
+    """A network under the noise of one input: the margins of its label as a function of whitened noise ε.
+
+    It draws the noise, with random numbers of its own, and counts the runs of the network. ε are rows (N, n), where n
+    is `dimension`; margins are (N, d), one for each of d classes.
+    """
 
     model: NetworkModel
     noise: Gaussian
     """One entry: its batch is (1,)."""
     label: int
+    """The class that should win."""
     generator: torch.Generator
+    """Where all random numbers for this input come from: samples of the noise, and choices among them."""
     clock: Clock = field(default_factory=Clock)
     caller: str = "flip_probability"
     memory_budget: int | None = None
@@ -82,7 +91,9 @@ class NoisyMargins:
     """Runs of the network so far; a backward pass counts two. The few that check its outputs are not counted."""
     _returns_probabilities: bool | None = field(default=None, init=False)
     _unit: float = field(default=1.0, init=False)
-    """What margins and gradients are divided by: of scores of 1e20 no square is a number in float32."""
+    """What margins and gradients are divided by: 1, or where scores are so large that float32 cannot represent their
+    squares, a power of two near the largest.
+    """
 
     def __post_init__(self) -> None:
         self.fast: FastNetwork = fast_network(self.model, self.memory_budget)
@@ -94,7 +105,7 @@ class NoisyMargins:
 
     @property
     def dimension(self) -> int:
-        """How many standard normal numbers make a sample."""
+        """n: how many standard normal numbers make a sample."""
         return self.covariance.normals
 
     @property
@@ -102,7 +113,7 @@ class NoisyMargins:
         return self.model.outputs
 
     def normal(self, count: int) -> Tensor:
-        """Standard normal numbers (count, n)."""
+        """Samples ε (count, n) of whitened noise: standard normal numbers."""
         return torch.randn(
             (count, self.dimension), dtype=self.mean.dtype, device=self.mean.device, generator=self.generator
         )
@@ -124,23 +135,24 @@ class NoisyMargins:
             self._unit = 2.0 ** (math.frexp(largest)[1] - 1) if largest > HUGE else 1.0
         return self._returns_probabilities
 
-    async def at(self, white: Tensor) -> Tensor:
+    async def margins_at(self, white: Tensor) -> Tensor:
         """The margins (N, d) at ε (N, n), in float64; the label's own is +∞."""
         probabilities = await self.returns_probabilities()
         answer = await RunRequest(self, white)
-        return self._margins(comparable(answer.scores, probabilities))
+        return self._margins_of(comparable(answer.scores, probabilities))
 
     async def with_gradients(self, white: Tensor, rivals: Tensor) -> tuple[Tensor, Tensor]:
-        """The margins (N, d) at ε (N, n), and the gradients (N, n) in ε, Lᵀ∇f, of the margins of the rivals (N,).
+        """The margins (N, d) at ε (N, n), and gradients (N, n): ∂f_j/∂ε = Lᵀ∇f_j for the rival j of each row.
 
-        A rival of −1 stands for the strongest one at that ε.
+        `rivals` (N,) are these rivals; −1 stands for the strongest one at that ε.
         """
         probabilities = await self.returns_probabilities()
         answer = await RunRequest(self, white, GradientRequest(rivals, probabilities), 1 + BACKWARD)
         assert answer.gradients is not None
-        return self._margins(answer.scores), answer.gradients / self._unit
+        return self._margins_of(answer.scores), answer.gradients / self._unit
 
-    def _margins(self, scores: Tensor) -> Tensor:
+    def _margins_of(self, scores: Tensor) -> Tensor:
+        """The margins (N, d) of comparable scores (N, d), in their unit; an error where scores are not finite."""
         scores = scores.double() / self._unit
         if not bool(torch.isfinite(scores).all()):
             bad = int((~torch.isfinite(scores)).any(1).sum())
@@ -153,7 +165,7 @@ class NoisyMargins:
         return margins
 
 
-def margins_of_entries(
+def noisy_networks(
     caller: str,
     model: NetworkModel,
     noise: Gaussian,
@@ -162,32 +174,35 @@ def margins_of_entries(
     purpose: str,
     clock: Clock,
     memory_budget: int | None = None,
-) -> Iterator[NoisyMargins]:
-    """The margins of every entry of noise with one batch dimension, each with random numbers of its own."""
+) -> Iterator[NoisyNetwork]:
+    """The network under each entry of noise with one batch dimension; each entry has random numbers of its own.
+
+    `purpose` is what they are for: calls with other purposes draw other numbers from the same seed.
+    """
     for place, label in enumerate(labels):
         entry = noise.entries(torch.tensor([place], device=noise.device))
         generator = torch.Generator(noise.device).manual_seed(seed_of_input(seed, purpose, entry.flat_mean[0]))
-        yield NoisyMargins(model, entry, label, generator, clock, caller, memory_budget)
+        yield NoisyNetwork(model, entry, label, generator, clock, caller, memory_budget)
 
 
 def seed_of_input(seed: int, purpose: str, mean: Tensor) -> int:
-    """A seed that depends on the input's mean (n,): the same alone and in any batch, another for another input."""
+    """A seed that depends on the input's mean (size,): the same alone and in any batch, another for another input."""
     digest = hashlib.sha256(mean.detach().cpu().contiguous().numpy().tobytes()).digest()
     return random_seed(seed, purpose, int.from_bytes(digest[:6], "big"))
 
 
 @dataclass(frozen=True, eq=False)
 class GradientRequest:
-    """The rivals (N,) of whose margins gradients are wanted, −1 for the strongest."""
+    """Which margin is to be differentiated at each of N points: that of the rivals (N,), −1 for the strongest."""
 
     rivals: Tensor
     probabilities: bool
-    """Whether the network returns probabilities."""
+    """Whether the network returns probabilities, which are then compared by their logarithms."""
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Scores (N, d), and gradients (N, n) where they were asked for: then scores are `comparable` already."""
+    """Scores (N, d) as the network returns them. If gradients were asked for, these (N, n), and `comparable` scores."""
 
     scores: Tensor
     gradients: Tensor | None = None
@@ -197,7 +212,7 @@ class Answer:
 class RunRequest:
     """Runs of the network at ε (N, n) that the work on one input awaits, with gradients of margins if wanted."""
 
-    margins: NoisyMargins
+    network: NoisyNetwork
     white: Tensor
     gradients: GradientRequest | None = None
     runs_each: int = 1
@@ -212,6 +227,41 @@ Work = Coroutine[RunRequest, Answer, Result]
 """The work on one input: it awaits runs of the network, and ends with a result."""
 
 
+def results_of_inputs(
+    work: Callable[[NoisyNetwork], Work[Result]],
+    description: str,
+    model: NetworkModel,
+    noise: Gaussian,
+    labels: Sequence[int],
+    *,
+    caller: str,
+    seed: int,
+    purpose: str,
+    clock: Clock,
+    memory_budget: int | None = None,
+) -> Iterator[tuple[int, Result]]:
+    """Do the work on every input (noise with one batch dimension), and yield place and result of each as it ends.
+
+    The network is run for many inputs together. The result of one does not depend on the others, to rounding. The other
+    arguments are those of `noisy_networks`; a progress bar shows the description.
+    """
+    networks = noisy_networks(caller, model, noise, labels, seed, purpose, clock, memory_budget)
+    ending = run_together(map(work, networks), inputs_together(model, noise, memory_budget))
+    with progress_bar(description, len(labels)) as show:
+        for done in itertools.count():
+            show(done)
+            with torch.inference_mode(False), torch.no_grad(), full_precision():
+                ended = next(ending, None)
+            if ended is None:
+                return
+            yield ended
+
+
+def in_order(results: Iterable[tuple[int, Result]]) -> list[Result]:
+    """The results in the order of their places."""
+    return [result for _, result in sorted(results, key=itemgetter(0))]
+
+
 def run_together(works: Iterable[Work[Result]], most: int) -> Iterator[tuple[int, Result]]:
     """Run works, at most so many at a time, and yield the place and the result of each as it ends.
 
@@ -223,10 +273,10 @@ def run_together(works: Iterable[Work[Result]], most: int) -> Iterator[tuple[int
         while True:
             answers = answers_to([request for _, request in waiting.values()])
             begun = [(place, work) for place, (work, _) in waiting.items()]
-            ready = [*begun, *islice(coming, most - len(waiting))]
+            ready = [*begun, *itertools.islice(coming, most - len(waiting))]
             if not ready:
                 return
-            for (place, work), answer in zip_longest(ready, answers):
+            for (place, work), answer in itertools.zip_longest(ready, answers):
                 try:
                     waiting[place] = (work, _resumed(work, answer))
                 except StopIteration as ended:
@@ -256,7 +306,7 @@ def answers_to(requests: list[RunRequest]) -> list[Answer | OutOfTime]:
     kinds: dict[Any, list[int]] = {}
     for place, request in enumerate(requests):
         kind = None if request.gradients is None else request.gradients.probabilities
-        kinds.setdefault((id(request.margins.fast), kind), []).append(place)
+        kinds.setdefault((id(request.network.fast), kind), []).append(place)
     answers: dict[int, Answer | OutOfTime] = {}
     for places in kinds.values():
         answers |= zip(places, _answers_to_one_kind([requests[place] for place in places]), strict=True)
@@ -273,20 +323,20 @@ class _Part:
 
 
 def _answers_to_one_kind(requests: list[RunRequest]) -> list[Answer | OutOfTime]:
-    margins = requests[0].margins
-    budget = margins.memory_budget
+    network = requests[0].network
+    budget = network.memory_budget
     if requests[0].gradients is not None:
-        most = min(margins.fast.batch, elements_together("backward", margins.mean, margins.model.pass_size, budget))
+        most = min(network.fast.batch, elements_together("backward", network.mean, network.model.pass_size, budget))
     else:
-        most = elements_together("pass", margins.mean, 2 * margins.noise.size + margins.dimension, budget)
+        most = elements_together("pass", network.mean, 2 * network.noise.size + network.dimension, budget)
     answers: list[list[Answer]] = [[] for _ in requests]
     for parts in batches([len(request.white) for request in requests], max(1, most)):
-        if any(requests[part.request].margins.clock.over for part in parts):
+        if any(requests[part.request].network.clock.over for part in parts):
             break
         for part, answer in zip(parts, _run_batch(requests, parts), strict=True):
             answers[part.request].append(answer)
             request = requests[part.request]
-            request.margins.runs += request.runs_each * len(answer.scores)
+            request.network.runs += request.runs_each * len(answer.scores)
     return [_joined(parts, len(request.white)) for request, parts in zip(requests, answers, strict=True)]
 
 
@@ -318,18 +368,18 @@ def _joined(parts: list[Answer], count: int) -> Answer | OutOfTime:
 
 def _run_batch(requests: list[RunRequest], parts: list[_Part]) -> list[Answer]:
     """Run the network on one batch, and answer each of its parts."""
-    fast, sizes = requests[0].margins.fast, [part.rows.stop - part.rows.start for part in parts]
-    margins = [requests[part.request].margins for part in parts]
+    fast, sizes = requests[0].network.fast, [part.rows.stop - part.rows.start for part in parts]
+    networks = [requests[part.request].network for part in parts]
     white = [requests[part.request].white[part.rows] for part in parts]
     wanted = [requests[part.request].gradients for part in parts]
     if wanted[0] is None:
-        scores = fast.values(torch.cat([each.inputs(x) for each, x in zip(margins, white, strict=True)]))
+        scores = fast.values(torch.cat([each.inputs(x) for each, x in zip(networks, white, strict=True)]))
         return [Answer(rows) for rows in scores.split(sizes)]
     rivals = torch.cat([each.rivals[part.rows] for each, part in zip(wanted, parts, strict=True) if each is not None])
-    labels = torch.cat([rivals.new_full((size,), each.label) for each, size in zip(margins, sizes, strict=True)])
+    labels = torch.cat([rivals.new_full((size,), each.label) for each, size in zip(networks, sizes, strict=True)])
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in white]
-        inputs = [each.inputs(leaf) for each, leaf in zip(margins, leaves, strict=True)]
+        inputs = [each.inputs(leaf) for each, leaf in zip(networks, leaves, strict=True)]
         scores, gradients = margin_gradients(fast, wanted[0].probabilities, torch.cat(inputs).detach(), labels, rivals)
         rows = zip(inputs, leaves, gradients.split(sizes), scores.split(sizes), strict=True)
         return [Answer(y, torch.autograd.grad(x, leaf, slope.to(x.dtype))[0]) for x, leaf, slope, y in rows]

@@ -3,17 +3,19 @@ import torch
 from torch import nn
 
 import netmoments as nm
-from netmoments.flips.margins import (
+from netmoments.flips.noisy_network import (
     Clock,
-    NoisyMargins,
+    NoisyNetwork,
     OutOfTime,
     are_probabilities,
     batches,
+    in_order,
     inputs_together,
+    results_of_inputs,
     run_together,
     seed_of_input,
 )
-from tests.flips.classifiers import at_distance, linear, margins_of, run_alone
+from tests.flips.classifiers import at_distance, linear, noisy_network, run_alone
 
 SIZE = 5
 MEAN = torch.arange(1.0, 1.0 + SIZE)
@@ -31,15 +33,15 @@ NOISES = {
 def test_margins_and_gradients_of_a_linear_network(noise):
     """f = (w₀ − w_j)·x, and its gradient in ε is Lᵀ(w₀ − w_j)."""
     network = linear(SIZE, classes=3)
-    margins = margins_of(network, noise)
-    white = margins.normal(7)
+    noisy = noisy_network(network, noise)
+    white = noisy.normal(7)
     rivals = torch.tensor([1, 2, 1, 2, -1, -1, -1])
-    found, gradients = run_alone(margins.with_gradients(white, rivals))
-    x = margins.inputs(white)
+    found, gradients = run_alone(noisy.with_gradients(white, rivals))
+    x = noisy.inputs(white)
     scores = network(x).detach().double()
     torch.testing.assert_close(found[:, 1:], scores[:, :1] - scores[:, 1:], rtol=1e-5, atol=1e-5)
     assert bool((found[:, 0] == torch.inf).all())
-    torch.testing.assert_close(run_alone(margins.at(white)), found, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run_alone(noisy.margins_at(white)), found, rtol=1e-5, atol=1e-5)
     root = noise.covariance.root()
     chosen = torch.where(rivals < 0, found.argmin(1), rivals)
     wanted = (network.weight[0] - network.weight[chosen]) @ root
@@ -49,19 +51,19 @@ def test_margins_and_gradients_of_a_linear_network(noise):
 def test_samples_have_the_covariance_of_the_noise():
     """Entries of a sample covariance from 20,000 samples: within five standard errors, √(2/n)·max variance."""
     noise = NOISES["low rank"]
-    margins = margins_of(linear(SIZE), noise)
-    x = margins.inputs(margins.normal(20_000)).double()
+    noisy = noisy_network(linear(SIZE), noise)
+    x = noisy.inputs(noisy.normal(20_000)).double()
     wanted = noise.covariance.dense().double()
     error = 5 * (2 / 20_000) ** 0.5 * float(wanted.diagonal().max())
     assert float((x.mT.cov() - wanted).abs().max()) < error
 
 
 def test_runs_are_counted_and_a_gradient_counts_two_more():
-    margins = margins_of(linear(SIZE), NOISES["isotropic"])
-    run_alone(margins.at(margins.normal(10)))
-    assert margins.runs == 10
-    run_alone(margins.with_gradients(margins.normal(4), torch.full((4,), -1)))
-    assert margins.runs == 22
+    noisy = noisy_network(linear(SIZE), NOISES["isotropic"])
+    run_alone(noisy.margins_at(noisy.normal(10)))
+    assert noisy.runs == 10
+    run_alone(noisy.with_gradients(noisy.normal(4), torch.full((4,), -1)))
+    assert noisy.runs == 22
 
 
 def test_outputs_that_are_no_numbers_are_refused():
@@ -69,18 +71,18 @@ def test_outputs_that_are_no_numbers_are_refused():
         def forward(self, x):
             return torch.cat([x[:, :1].sqrt(), x[:, 1:]], 1)
 
-    margins = margins_of(Root().eval(), nm.Gaussian(torch.full((SIZE,), 1.0), std=1.0))
+    noisy = noisy_network(Root().eval(), nm.Gaussian(torch.full((SIZE,), 1.0), std=1.0))
     with pytest.raises(ValueError, match=r"NaN or infinite outputs.*less noise"):
-        run_alone(margins.at(margins.normal(200)))
+        run_alone(noisy.margins_at(noisy.normal(200)))
 
 
 def test_time_is_over():
     network = linear(SIZE)
     flat = NOISES["isotropic"].flattened()
     model = nm.NetworkModel(network, flat.mean)
-    margins = NoisyMargins(model, flat, 0, torch.Generator().manual_seed(0), Clock(seconds=1e-9))
+    noisy = NoisyNetwork(model, flat, 0, torch.Generator().manual_seed(0), Clock(seconds=1e-9))
     with pytest.raises(OutOfTime):
-        run_alone(margins.at(margins.normal(2)))
+        run_alone(noisy.margins_at(noisy.normal(2)))
 
 
 def test_probabilities_are_compared_by_their_logarithms():
@@ -88,13 +90,14 @@ def test_probabilities_are_compared_by_their_logarithms():
     network = linear()
     softmax = torch.nn.Sequential(network, torch.nn.Softmax(1)).eval()
     noise = nm.Gaussian(at_distance(network, 3.0), std=1.0)
-    plain, ended = margins_of(network, noise), margins_of(softmax, noise)
+    plain, ended = noisy_network(network, noise), noisy_network(softmax, noise)
     assert run_alone(ended.returns_probabilities())
     assert not run_alone(plain.returns_probabilities())
     white = plain.normal(20)
-    torch.testing.assert_close(run_alone(ended.at(white)), run_alone(plain.at(white)), rtol=1e-4, atol=1e-4)
+    values = (run_alone(noisy.margins_at(white)) for noisy in (ended, plain))
+    torch.testing.assert_close(*values, rtol=1e-4, atol=1e-4)
     rivals = torch.full((20,), -1)
-    found = (run_alone(margins.with_gradients(white, rivals)) for margins in (ended, plain))
+    found = (run_alone(noisy.with_gradients(white, rivals)) for noisy in (ended, plain))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
@@ -102,8 +105,8 @@ def test_probabilities_are_compared_by_their_logarithms():
 def test_scores_that_sum_to_1_at_the_mean_only_are_no_probabilities():
     network = linear(2, classes=2)
     network.weight.data = torch.eye(2)
-    margins = margins_of(network, nm.Gaussian(torch.tensor([1.0, 0.0]), std=0.1))
-    assert not run_alone(margins.returns_probabilities())
+    noisy = noisy_network(network, nm.Gaussian(torch.tensor([1.0, 0.0]), std=0.1))
+    assert not run_alone(noisy.returns_probabilities())
 
 
 def test_probabilities_are_not_negative_and_sum_to_1():
@@ -112,10 +115,10 @@ def test_probabilities_are_not_negative_and_sum_to_1():
     assert not are_probabilities(torch.tensor([[-0.5, 1.5]]))
 
 
-def scores_of(margins, sizes):
+def scores_of(noisy, sizes):
     async def work():
-        found = [await margins.at(margins.normal(size)) for size in sizes]
-        await margins.with_gradients(margins.normal(3), torch.full((3,), -1))
+        found = [await noisy.margins_at(noisy.normal(size)) for size in sizes]
+        await noisy.with_gradients(noisy.normal(3), torch.full((3,), -1))
         return torch.cat(found)
 
     return work()
@@ -125,13 +128,13 @@ def test_many_inputs_go_through_the_network_together(monkeypatch):
     """Three inputs ask for different numbers of runs: each gets its own margins, from few batches of the network."""
     network, noise = linear(SIZE, classes=3), NOISES["dense"]
     sizes = [(4, 9), (7,), (1, 2, 3)]
-    apart = [run_alone(scores_of(margins_of(network, noise, label, seed=label), sizes[label])) for label in range(3)]
-    every = [margins_of(network, noise, label, seed=label) for label in range(3)]
-    for margins in every[1:]:
-        margins.fast = every[0].fast  # as if of one model
+    apart = [run_alone(scores_of(noisy_network(network, noise, label, seed=label), sizes[label])) for label in range(3)]
+    every = [noisy_network(network, noise, label, seed=label) for label in range(3)]
+    for noisy in every[1:]:
+        noisy.fast = every[0].fast  # as if of one model
     seen, values = [], type(every[0].fast).values
     monkeypatch.setattr(type(every[0].fast), "values", lambda fast, x: seen.append(len(x)) or values(fast, x))
-    found = dict(run_together((scores_of(margins, sizes[label]) for label, margins in enumerate(every)), 3))
+    found = dict(run_together((scores_of(noisy, sizes[label]) for label, noisy in enumerate(every)), 3))
     for label in range(3):
         torch.testing.assert_close(found[label], apart[label], rtol=1e-5, atol=1e-5)
         assert every[label].runs == sum(sizes[label]) + 9
@@ -141,30 +144,48 @@ def test_many_inputs_go_through_the_network_together(monkeypatch):
 def test_no_more_inputs_at_a_time_than_allowed():
     begun = []
 
-    async def work(margins):
-        begun.append(margins)
-        await margins.at(margins.normal(2))
+    async def work(noisy):
+        begun.append(noisy)
+        await noisy.margins_at(noisy.normal(2))
         return len(begun)
 
-    margins = [margins_of(linear(SIZE), NOISES["isotropic"]) for _ in range(5)]
-    assert sorted(count for _, count in run_together(map(work, margins), 2)) == [2, 2, 4, 4, 5]
+    noisy = [noisy_network(linear(SIZE), NOISES["isotropic"]) for _ in range(5)]
+    assert sorted(count for _, count in run_together(map(work, noisy), 2)) == [2, 2, 4, 4, 5]
+
+
+def test_results_of_inputs_come_as_they_end_with_their_places():
+    """Each input is worked on under its own noise and label, as often as it asks for runs."""
+    model, noise = nm.NetworkModel(linear(SIZE, classes=3), MEAN.unsqueeze(0)), nm.Gaussian(torch.eye(3, SIZE), std=0.1)
+
+    async def work(noisy):
+        for _ in range(3 - noisy.label):
+            await noisy.margins_at(noisy.normal(1))
+        return noisy.mean, noisy.label
+
+    found = list(
+        results_of_inputs(work, "", model, noise, [0, 1, 2], caller="", seed=0, purpose="flips", clock=Clock())
+    )
+    assert sorted(place for place, _ in found) == [0, 1, 2]
+    for place, (mean, label) in enumerate(in_order(found)):
+        assert label == place
+        assert torch.equal(mean, noise.mean[place])
 
 
 def test_work_that_fails_ends_the_others():
     closed = []
 
-    async def work(margins, fails):
+    async def work(noisy, fails):
         try:
-            await margins.at(margins.normal(2))
+            await noisy.margins_at(noisy.normal(2))
             if fails:
                 raise ZeroDivisionError
-            await margins.at(margins.normal(2))
+            await noisy.margins_at(noisy.normal(2))
         finally:
             closed.append(fails)
 
-    margins = [margins_of(linear(SIZE), NOISES["isotropic"]) for _ in range(2)]
+    noisy = [noisy_network(linear(SIZE), NOISES["isotropic"]) for _ in range(2)]
     with pytest.raises(ZeroDivisionError):
-        list(run_together([work(margins[0], False), work(margins[1], True)], 2))
+        list(run_together([work(noisy[0], False), work(noisy[1], True)], 2))
     assert sorted(closed) == [False, True]
 
 
