@@ -199,18 +199,8 @@ class NetworkModel:
             by_kind = _known.setdefault(self.given, {})
             if kind in by_kind and by_kind[kind].may_be_outdated(self.given):
                 del by_kind[kind]
-            while kind not in by_kind:
-                versions = [x._version for x in self._tensors() if not x.is_inference()]
-                try:
-                    parts = self._set_network()
-                    trace = examined(self.network, self.image, self._caller)
-                    if trace.changes_buffers:
-                        self.network = replica(self.network)
-                    operations, attributes = operations_of(self.network, self.image), attributes_of(self.given)
-                    by_kind[kind] = _Knowledge(trace, operations, attributes, parts)
-                except ValueError:  # two runs may differ because another thread trains the network: look again then
-                    if versions == [x._version for x in self._tensors() if not x.is_inference()]:
-                        raise
+            if kind not in by_kind:
+                by_kind[kind] = self._steadily(self._looked_at)
             self._knowledge = by_kind.pop(kind)
             self.network = replica(self.given) if self._knowledge.trace.changes_buffers else self.given
             by_kind[kind] = self._knowledge  # the latest last
@@ -228,6 +218,24 @@ class NetworkModel:
         self.parts = (whole,) if self._knowledge.parts is None else self._knowledge.parts
         bound = self.given.largest if isinstance(self.given, ExportedNetwork) else None
         self.most_images = 2**31 if bound is None else bound
+
+    def _looked_at(self) -> _Knowledge:
+        """What runs of the network show now."""
+        parts = self._set_network()
+        trace = examined(self.network, self.image, self._caller)
+        if trace.changes_buffers:
+            self.network = replica(self.network)
+        return _Knowledge(trace, operations_of(self.network, self.image), attributes_of(self.given), parts)
+
+    def _steadily(self, make: Callable[[], Result]) -> Result:
+        """`make()`, again as long as it fails while another thread changes the weights, since runs then differ."""
+        while True:
+            versions = self._versions()
+            try:
+                return make()
+            except ValueError:
+                if versions == self._versions():
+                    raise
 
     def _set_network(self) -> tuple[OutputPart, ...] | None:
         """Set `network` to the given one, or to a `FlatNetwork` around it, and return the parts of the latter."""
@@ -307,7 +315,7 @@ class NetworkModel:
             known, addresses = self._knowledge, [x.data_ptr() for x in self._tensors()]
             moved = known.graph_addresses is not None and known.graph_addresses != addresses
             if known.graph is None or moved:
-                known.graph = traced_graph(self.network, self.image, self._caller)
+                known.graph = self._steadily(lambda: traced_graph(self.network, self.image, self._caller))
                 # a module reached only through an object of the user's keeps its weights inside the graph
                 inside_graph = {x.data_ptr() for x in known.graph.fixed.values()} & set(addresses)
                 known.graph_addresses = addresses if inside_graph else None
@@ -317,14 +325,13 @@ class NetworkModel:
         """The result of `make()`, kept for later calls with this key unless derivatives are enabled.
 
         A result for which `unless(result)` is true is not kept: it holds the network itself, which would then never be
-        freed. A result may hold numbers computed from the weights. It is made anew if the weights lie elsewhere in
-        memory, or if torch has counted changes of them and their values differ; `answer` notices other changes.
+        freed; nor is one during which another thread changed the weights. A result may hold numbers computed from the
+        weights. It is made anew if the weights lie elsewhere in memory, or if torch has counted changes of them and
+        their values differ; `answer` notices other changes.
         """
         if torch.is_grad_enabled():
-            return make()
-        tensors = self._tensors()
-        addresses = [x.data_ptr() for x in tensors]
-        versions = [0 if x.is_inference() else x._version for x in tensors]
+            return self._steadily(make)
+        addresses, versions = [x.data_ptr() for x in self._tensors()], self._versions()
         with one_at_a_time:
             cached = self._knowledge.cached
             entry = cached.get(key)
@@ -338,10 +345,11 @@ class NetworkModel:
                         if (other.addresses, other.versions) != (addresses, versions):
                             del cached[name]
             if entry is None:
-                value = make()
-                if unless is not None and unless(value):
+                weights = self._weights()
+                value = self._steadily(make)
+                if (unless is not None and unless(value)) or self._versions() != versions:
                     return value
-                entry = _Cached(value, self._weights(), addresses, versions)
+                entry = _Cached(value, weights, addresses, versions)
                 self._await_device()
             cached[key] = entry
         result: Result = entry.value
@@ -402,6 +410,11 @@ class NetworkModel:
 
     def _tensors(self) -> list[Tensor]:
         return [*self.network.parameters(), *self.network.buffers()]
+
+    def _versions(self) -> list[int]:
+        """torch's count of the changes of each of the user's weights, which misses those through `.data`."""
+        tensors = *self.given.parameters(), *self.given.buffers()
+        return [0 if x.is_inference() else x._version for x in tensors]
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """The scores (N, d) of inputs (N, ...)."""

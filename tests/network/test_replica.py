@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import netmoments as nm
+from netmoments.network.graph import NetworkGraph
 from netmoments.network.replica import replica
 from tests.closeness import assert_close, assert_within_standard_errors
 from tests.moments.problems import assert_same
@@ -356,6 +357,30 @@ def test_threads_while_the_weights_change():
     fresh = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
     fresh.load_state_dict(net.state_dict())
     assert_same(nm.output_moments(net, NOISE, "layerwise"), nm.output_moments(fresh.eval(), NOISE, "layerwise"))
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["graph", "plan"])
+def test_weights_that_change_between_two_runs(before, monkeypatch):
+    """Another thread trains between the runs that a graph or a plan compares: they are made again, and none is kept."""
+    net = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
+    runs, values = itertools.count(), NetworkGraph.values
+
+    def then_trained(graph: NetworkGraph, *given: Any) -> Any:
+        result = values(graph, *given)
+        if next(runs) == before:
+            with torch.no_grad():
+                net[-1].bias += 1
+        return result
+
+    monkeypatch.setattr(NetworkGraph, "values", then_trained)
+    first = nm.output_moments(net, NOISE, "layerwise", check=0)
+    assert next(runs) == 4 + before  # one run compared with the network for each graph, and two for each plan
+    monkeypatch.undo()
+    fresh = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
+    fresh.load_state_dict(net.state_dict())
+    expected = nm.output_moments(fresh, NOISE, "layerwise", check=0)
+    assert_same(first, expected)
+    assert_same(nm.output_moments(net, NOISE, "layerwise", check=0), expected)
 
 
 class Meanwhile(nn.Module):

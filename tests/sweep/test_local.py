@@ -64,8 +64,11 @@ def test_processes_end_with_the_one_that_started_them(tmp_path, ending):
     """Ctrl-C goes to all of them and keeps what is finished; a kill goes to the parent alone."""
     sweep = Toy(items=3000, delay=0.02, log=tmp_path / "log")
     code = (
-        "import sys, pathlib; from netmoments.sweep import LocalEngine, run_sweep; from tests.sweeps import Toy\n"
+        "import pathlib, signal, sys\n"
+        "from netmoments.sweep import LocalEngine, run_sweep\n"
+        "from tests.sweeps import Toy\n"
         "out = pathlib.Path(sys.argv[1])\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "run_sweep(Toy(items=3000, delay=0.02, log=out / 'log'), out, LocalEngine(['cpu', 'cpu']))"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
