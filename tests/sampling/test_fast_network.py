@@ -15,7 +15,14 @@ from torch.nn import functional
 import netmoments as nm
 from netmoments.network.model import NetworkModel
 from netmoments.network.replica import replica
-from netmoments.sampling.fast_network import FastNetwork, fast_network, foldable, half_network, rectified
+from netmoments.sampling.fast_network import (
+    AttentionByProducts,
+    FastNetwork,
+    fast_network,
+    foldable,
+    half_network,
+    rectified,
+)
 from tests.closeness import assert_close
 from tests.networks import FACTORIES, Residual, inputs, network, seeded
 
@@ -500,3 +507,39 @@ def test_a_capacity_shared_by_a_batch_is_refused():
     net, noise = seeded(Crowded, torch.float32), nm.Gaussian(torch.ones(4), std=0.1)
     with pytest.raises(ValueError, match=r"depends on the other images of a batch of \d+ \(a capacity"):
         nm.output_moments(net, noise)
+
+
+class Attending(nn.Module):
+    """Attention between the five parts of an input of 40 numbers, with these further arguments."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.parts, self.last, self.arguments = nn.Linear(8, 3 * 8), nn.Linear(40, 3), arguments
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.parts(x.reshape(-1, 5, 8)).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, 1)
+        y = functional.scaled_dot_product_attention(query, key, value, **self.arguments)
+        return self.last(y.transpose(1, 2).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "by_products"),
+    [
+        ({}, True),
+        ({"attn_mask": None, "is_causal": False}, True),
+        ({"is_causal": True}, False),
+        ({"scale": 0.3}, False),
+        ({"attn_mask": torch.eye(5, dtype=torch.bool)}, False),
+    ],
+    ids=["plain", "plain, in words", "causal", "scaled", "masked"],
+)
+def test_attention_by_products(arguments, by_products):
+    """Plain attention has the same values and derivatives by matrix products; any other is left to torch."""
+    net, x = seeded(lambda: Attending(**arguments)), spread_inputs((40,)).requires_grad_()
+    expected = net(x)
+    with AttentionByProducts() as attention:
+        values = net(x)
+    assert attention.seen is by_products
+    assert_close(values, expected, atol=1e-14, what="values")
+    slopes = (torch.autograd.grad(each[:, 0].sum(), x)[0] for each in (values, expected))
+    assert_close(*slopes, atol=1e-14, what="derivatives")
