@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -30,6 +29,7 @@ from netmoments.network.relu_calls import Cut, Relu, Trace, find_relu
 from netmoments.network.replica import replica
 from netmoments.network.validate import (
     REFUSALS,
+    RandomOperations,
     attributes_of,
     equal_tensors,
     examined,
@@ -548,22 +548,19 @@ class _Constant:
         return hash(self.value.shape)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(RandomOperations):
     """Records every operation of a run with its arguments: numbers as they are, tensors by where they come from."""
 
     operations: list[tuple[Any, ...]]
     origins: WeakIdKeyDictionary
     """Where a tensor comes from: 0 for the input, −k for tensor k of the network, n for the result of operation n."""
-    random = False
-    """Whether an operation drew random numbers."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
         self.operations.append((func, self._described(args), self._described(kwargs)))
-        result = func(*args, **kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         for made in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(made, Tensor) and made not in self.origins:
                 self.origins[made] = len(self.operations)
@@ -594,13 +591,10 @@ def operations_of(network: nn.Module, image: Tensor) -> list[tuple[Any, ...]]:
     enter do count, wherever the network keeps them.
     """
     with torch.inference_mode(False), torch.no_grad(), full_precision():
-        x, random_state = image.detach().clone(), torch.get_rng_state()
-        recorder = _Recorder()
+        x, recorder = image.detach().clone(), _Recorder()
         recorder.operations, recorder.origins = [], WeakIdKeyDictionary()
         for place, tensor in enumerate((x, *network.parameters(), *network.buffers())):
             recorder.origins[tensor] = -place
-        with recorder:
+        with random_state_kept(x.device, recorder):
             network(x)
-        if recorder.random:  # only then, since all threads share this state
-            torch.set_rng_state(random_state)
     return recorder.operations

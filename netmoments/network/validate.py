@@ -32,17 +32,32 @@ def examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
         return _examined(replica(network), image.detach().clone(), caller)
 
 
+class RandomOperations(TorchDispatchMode):
+    """Notices operations that draw random numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """A block after which torch's random state is as before, also where a network in it drew random numbers."""
+def random_state_kept(device: torch.device, operations: RandomOperations | None = None) -> Iterator[None]:
+    """A block after which torch's random state is as before, also where a network in it drew random numbers.
+
+    `operations` notices whether it did, and may do more than that.
+    """
     on_gpu = device.type == "cuda"
     state, gpu_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
-    random_operations = _RandomOperations()
+    operations = RandomOperations() if operations is None else operations
     try:
-        with random_operations:
+        with operations:
             yield
     finally:
-        if random_operations.seen:  # only then, since all threads share this state
+        if operations.seen:  # only then, since all threads share this state
             torch.set_rng_state(state)
             if gpu_state is not None:
                 torch.cuda.set_rng_state(gpu_state, device)
@@ -96,18 +111,6 @@ def other_dtypes(network: nn.Module, image: Tensor) -> str:
     if not others:
         return ""
     return f"; it has {', '.join(others[:4])} for an input of {image.dtype}: convert it, e.g. network.to({image.dtype})"
-
-
-class _RandomOperations(TorchDispatchMode):
-    """Notices operations that draw random numbers."""
-
-    seen = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
 
 
 def _examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
