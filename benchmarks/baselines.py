@@ -51,7 +51,7 @@ def adf(network: nn.Module, noise: Gaussian, indices: Tensor) -> tuple[Tensor, T
     Raises:
         ValueError: the network has an operation without a rule for variances alone.
     """
-    plan = plan_of(NetworkModel.of(network, noise.mean, "adf"), "adf")
+    plan = plan_of(NetworkModel.of(network, noise.mean, "adf"))
     return _image_by_image(
         noise, indices, lambda mean, covariance, wanted: _without_correlations(plan, mean, covariance, wanted)
     )
@@ -88,7 +88,7 @@ def four_term_series(
     Raises:
         ValueError: the network has an operation without a rule, or what is carried does not fit into memory.
     """
-    plan = plan_of(NetworkModel.of(network, noise.mean, "four_term_series"), "four_term_series")
+    plan = plan_of(NetworkModel.of(network, noise.mean, "four_term_series"))
     need = need_of(plan, noise.covariance.rank, noise.mean.element_size(), plan.last.size)
     limit = memory_limit(noise.mean.device, memory_budget)
     if need.bytes > limit:

@@ -116,7 +116,7 @@ class Cases:
 
     def posed(self, way: Way, points: Tensor, pairs: ClassPairs) -> tuple[Problem, AffineReluAffine]:
         """The problems for classes (N, R, K), linearized at some points."""
-        networks = linearized_at(self.model, points, way.layer, self.everything, None)
+        networks = linearized_at(self.model, points, way.layer, self.everything)
         scores = LinearizedScores.of(networks, self.images)
         margins = Formula(self.images, self.everything, networks, scores).margins(pairs)
         flat = torch.full_like(self.images.flatten(1), torch.inf)

@@ -331,7 +331,7 @@ class _Image:
         return 3 * memory_limit(self.noise.device, None) // 2
 
     def plan(self) -> Plan:
-        return plan_of(NetworkModel.of(self.case.studied.network, self.noise.mean, NAME), NAME)
+        return plan_of(NetworkModel.of(self.case.studied.network, self.noise.mean, NAME))
 
 
 @dataclass(frozen=True, eq=False)

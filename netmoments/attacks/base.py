@@ -297,6 +297,7 @@ class Attack(ABC):
             subjects, skipped = read_subjects(
                 type(self).__name__, network, images, labels, targets, self.bounds, self.preprocessing
             )
+            subjects.model.memory_budget = self.memory_budget
             count = len(subjects.images)
             if not count:
                 return self._empty_result(subjects, skipped)
@@ -338,9 +339,9 @@ class Attack(ABC):
         """
         images, followed, model = subjects.images, subjects.followed(self.rivals), subjects.model
         if model.relus:
-            linearized = linearized_at(model, images, self.layer, followed, self.memory_budget)
+            linearized = linearized_at(model, images, self.layer, followed)
         else:
-            linearized = tangent_at(model, images, followed, self.memory_budget)
+            linearized = tangent_at(model, images, followed)
         return Formula(images, followed, linearized, LinearizedScores.of(linearized, images, free))
 
     def _sampled(self, subjects: Subjects, solved: Solved) -> Sampled:

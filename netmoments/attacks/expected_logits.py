@@ -103,10 +103,10 @@ class ExpectedLogits(nn.Module):
         Gaussian(images.detach(), Isotropic(sigma.detach() ** 2, images[0].numel()), event_ndim=images.dim() - 1)
         covariance = Isotropic(sigma**2, images[0].numel())
         if isinstance(self.method, Sketch):
-            plan = plan_of(model, CALLER, black_box)
+            plan = plan_of(model, black_box)
             options = {"probes": self.method.probes, "seed": self.method.seed, "memory_budget": self.memory_budget}
             return sketched(plan, images, covariance, outputs, **options).mean  # type: ignore[arg-type]
-        plan = plan_of(model, CALLER)
+        plan = plan_of(model)
         return layerwise(plan, images, covariance, outputs, self.memory_budget, CALLER)[0]
 
 

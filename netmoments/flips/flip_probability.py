@@ -197,8 +197,7 @@ class _Estimates:
 def _estimates(request: Request, label: int | Tensor | None, goal: FlipGoal) -> _Estimates:
     with torch.inference_mode(False), torch.no_grad(), full_precision():
         labels = labels_of(CALLER, request, label)
-    budget = request.memory_budget
-    found = in_order(entries_found(request.model, request.flat, labels.tolist(), goal, memory_budget=budget))
+    found = in_order(entries_found(request.model, request.flat, labels.tolist(), goal))
     return _Estimates(labels, [result for result, _ in found], [runs for _, runs in found])
 
 
@@ -208,14 +207,13 @@ def entries_found(
     labels: Sequence[int],
     goal: FlipGoal,
     description: str = "flips",
-    memory_budget: int | None = None,
 ) -> Iterator[tuple[int, tuple[EntryResult, int]]]:
     """Estimate for inputs (noise with one batch dimension), and yield the place of each as it ends, with its result and
     the runs that it took.
     """
     return results_of_inputs(
         partial(_result_and_runs, goal=goal), description, model, noise, labels,
-        caller=CALLER, seed=goal.seed, purpose="flips", clock=Clock(goal.seconds), memory_budget=memory_budget,
+        seed=goal.seed, purpose="flips", clock=Clock(goal.seconds),
     )  # fmt: skip
 
 
@@ -364,7 +362,7 @@ def _shares_of_entries(request: Request, goal: FlipGoal) -> list[ClassShares]:
         labels = labels_of(SHARES_CALLER, request, None)
     found = results_of_inputs(
         partial(entry_shares, goal=goal), "class probabilities", request.model, request.flat, labels.tolist(),
-        caller=SHARES_CALLER, seed=goal.seed, purpose="flips", clock=clock, memory_budget=request.memory_budget,
+        seed=goal.seed, purpose="flips", clock=clock,
     )  # fmt: skip
     return in_order(found)
 

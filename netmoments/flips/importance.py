@@ -427,7 +427,7 @@ class LineEstimation(RareEstimation):
 
     async def run(self, count: int) -> None:
         """Follow so many lines more, divided among the guides."""
-        budget, guides = self.network.memory_budget, [each for each in self.guides if isinstance(each, Guide)]
+        budget, guides = self.network.model.memory_budget, [each for each in self.guides if isinstance(each, Guide)]
         together = min(POOL_SAMPLES, elements_together("pass", guides[-1].basis, numbers_of_line(guides), budget))
         for number, lines in enumerate(self.divided(count)):
             for start in range(0, lines, together):

@@ -77,6 +77,8 @@ class NoisyNetwork:
     """
 
     model: NetworkModel
+    fast: FastNetwork
+    """The model's network as it is run, the same for all inputs of a call."""
     noise: Gaussian
     """One entry: its batch is (1,)."""
     label: int
@@ -84,9 +86,6 @@ class NoisyNetwork:
     generator: torch.Generator
     """Where all random numbers for this input come from: samples of the noise, and choices among them."""
     clock: Clock = field(default_factory=Clock)
-    caller: str = "flip_probability"
-    memory_budget: int | None = None
-    """Bytes that a batch of the network may take; None for as many as is fastest."""
     runs: int = field(default=0, init=False)
     """Runs of the network so far; a backward pass counts two. The few that check its outputs are not counted."""
     _returns_probabilities: bool | None = field(default=None, init=False)
@@ -96,7 +95,6 @@ class NoisyNetwork:
     """
 
     def __post_init__(self) -> None:
-        self.fast: FastNetwork = fast_network(self.model, self.memory_budget)
         self.covariance = self.noise.covariance.entries(0)
         self.mean = self.noise.flat_mean[0]
         self.has_gradient = self.model.has_gradient and not any(
@@ -157,7 +155,7 @@ class NoisyNetwork:
         if not bool(torch.isfinite(scores).all()):
             bad = int((~torch.isfinite(scores)).any(1).sum())
             raise ValueError(
-                f"{self.caller}: {bad} of {len(scores)} samples gave NaN or infinite outputs, so that no class is the "
+                f"{self.model.caller}: {bad} of {len(scores)} samples gave NaN or infinite outputs, so no class is the "
                 f"largest; use less noise, clamp the network's input, or choose another output with key="
             )
         margins = scores[:, self.label].unsqueeze(1) - scores
@@ -166,23 +164,17 @@ class NoisyNetwork:
 
 
 def noisy_networks(
-    caller: str,
-    model: NetworkModel,
-    noise: Gaussian,
-    labels: Sequence[int],
-    seed: int,
-    purpose: str,
-    clock: Clock,
-    memory_budget: int | None = None,
+    model: NetworkModel, noise: Gaussian, labels: Sequence[int], seed: int, purpose: str, clock: Clock
 ) -> Iterator[NoisyNetwork]:
     """The network under each entry of noise with one batch dimension; each entry has random numbers of its own.
 
     `purpose` is what they are for: calls with other purposes draw other numbers from the same seed.
     """
+    fast = fast_network(model)
     for place, label in enumerate(labels):
         entry = noise.entries(torch.tensor([place], device=noise.device))
         generator = torch.Generator(noise.device).manual_seed(seed_of_input(seed, purpose, entry.flat_mean[0]))
-        yield NoisyNetwork(model, entry, label, generator, clock, caller, memory_budget)
+        yield NoisyNetwork(model, fast, entry, label, generator, clock)
 
 
 def seed_of_input(seed: int, purpose: str, mean: Tensor) -> int:
@@ -234,19 +226,17 @@ def results_of_inputs(
     noise: Gaussian,
     labels: Sequence[int],
     *,
-    caller: str,
     seed: int,
     purpose: str,
     clock: Clock,
-    memory_budget: int | None = None,
 ) -> Iterator[tuple[int, Result]]:
     """Do the work on every input (noise with one batch dimension), and yield place and result of each as it ends.
 
     The network is run for many inputs together. The result of one does not depend on the others, to rounding. The other
     arguments are those of `noisy_networks`; a progress bar shows the description.
     """
-    networks = noisy_networks(caller, model, noise, labels, seed, purpose, clock, memory_budget)
-    ending = run_together(map(work, networks), inputs_together(model, noise, memory_budget))
+    networks = noisy_networks(model, noise, labels, seed, purpose, clock)
+    ending = run_together(map(work, networks), inputs_together(model, noise))
     with progress_bar(description, len(labels)) as show:
         for done in itertools.count():
             show(done)
@@ -287,11 +277,11 @@ def run_together(works: Iterable[Work[Result]], most: int) -> Iterator[tuple[int
             work.close()
 
 
-def inputs_together(model: NetworkModel, noise: Gaussian, memory_budget: int | None = None) -> int:
+def inputs_together(model: NetworkModel, noise: Gaussian) -> int:
     """How many inputs to work on at a time: as many as fill a batch of the network, if they fit into memory."""
-    filling = -(-fast_network(model, memory_budget).batch // RUNS_AT_A_TIME)
+    filling = -(-fast_network(model).batch // RUNS_AT_A_TIME)
     held = HELD_POINTS * noise.covariance.normals + HELD_NUMBERS
-    return min(filling, elements_together("matrices", noise.mean, held, memory_budget))
+    return min(filling, elements_together("matrices", noise.mean, held, model.memory_budget))
 
 
 def _resumed(work: Work[Result], answer: Answer | OutOfTime | None) -> RunRequest:
@@ -302,11 +292,11 @@ def _resumed(work: Work[Result], answer: Answer | OutOfTime | None) -> RunReques
 
 
 def answers_to(requests: list[RunRequest]) -> list[Answer | OutOfTime]:
-    """Answer all requests, those of one kind in as few batches of the network as possible."""
-    kinds: dict[Any, list[int]] = {}
+    """Answer all requests, which are of one call, those of one kind in as few batches of the network as possible."""
+    kinds: dict[bool | None, list[int]] = {}
     for place, request in enumerate(requests):
         kind = None if request.gradients is None else request.gradients.probabilities
-        kinds.setdefault((id(request.network.fast), kind), []).append(place)
+        kinds.setdefault(kind, []).append(place)
     answers: dict[int, Answer | OutOfTime] = {}
     for places in kinds.values():
         answers |= zip(places, _answers_to_one_kind([requests[place] for place in places]), strict=True)
@@ -324,7 +314,7 @@ class _Part:
 
 def _answers_to_one_kind(requests: list[RunRequest]) -> list[Answer | OutOfTime]:
     network = requests[0].network
-    budget = network.memory_budget
+    budget = network.model.memory_budget
     if requests[0].gradients is not None:
         most = min(network.fast.batch, elements_together("backward", network.mean, network.model.pass_size, budget))
     else:

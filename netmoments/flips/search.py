@@ -292,8 +292,7 @@ def _nearest_of_entries(request: Request, label: int | Tensor | None, limit: flo
         labels = labels_of("nearest_flip", request, label)
         found = results_of_inputs(
             partial(_nearest_of_entry, limit=limit), "nearest flips", request.model, flat, labels.tolist(),
-            caller="nearest_flip", seed=seed, purpose="nearest flip", clock=Clock(),
-            memory_budget=request.memory_budget,
+            seed=seed, purpose="nearest flip", clock=Clock(),
         )  # fmt: skip
         ordered = in_order(found)
         noises = torch.stack([nearest.noise for nearest in ordered])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_finite, require_float_tensor, require_float_tensors, require_seed
-from netmoments.linearize.two_stage import CALLER, points_of, two_stage
+from netmoments.linearize.two_stage import CALLER, linearized_at, output_indices, points_of
 from netmoments.network.model import NetworkModel
 from netmoments.network.weights import read_tensors, write_tensors
 
@@ -136,9 +136,9 @@ class LinearizationBank:
             raise ValueError(f"LinearizationBank.at: points must be (k, ...), got {describe(points)}")
         flat, _ = points_of(CALLER, points, points.dim() - 1)
         model = NetworkModel.of(network, flat, CALLER)
-        relu = model.relu(layer)
-        networks = two_stage(model, flat, relu.index, event_ndim=flat.dim() - 1, memory_budget=memory_budget)
-        return cls(flat, networks, relu.name)
+        model.memory_budget = memory_budget
+        every = output_indices(None, len(flat), model.outputs, CALLER)
+        return cls(flat, linearized_at(model, flat, layer, every), model.relu(layer).name)
 
     @classmethod
     def k_means(

@@ -68,7 +68,8 @@ def two_stage_maps(
         raise ValueError(f"{CALLER}: one point at a time, got {describe(at)}")
     model = NetworkModel.of(network, points, CALLER)
     indices = output_indices(outputs, 1, model.outputs, CALLER)
-    cut, limit, _, chunk = Linearizer.of(model, layer, points, memory_budget)
+    model.memory_budget = memory_budget
+    cut, limit, _, chunk = Linearizer.of(model, layer, points)
     require_room_for_jacobians(cut, points, indices, limit)
     with torch.inference_mode(False), full_precision():
         point = points.clone()

@@ -64,28 +64,27 @@ def two_stage(
     points, batch = points_of(CALLER, at, event_ndim)
     model = NetworkModel.of(network, points, CALLER)
     indices = output_indices(outputs, len(points), model.outputs, CALLER)
-    flat = linearized_at(model, points, layer, indices, memory_budget)
+    model.memory_budget = memory_budget
+    flat = linearized_at(model, points, layer, indices)
     if len(batch) == 1:
         return flat
     parts = (flat.A, flat.c1, flat.B, flat.c2, flat.D)
     return AffineReluAffine(*(None if x is None else x.reshape(*batch, *x.shape[1:]) for x in parts))  # type: ignore[arg-type]
 
 
-def linearized_at(
-    model: NetworkModel, points: Tensor, layer: int | str, indices: Tensor, memory_budget: int | None
-) -> AffineReluAffine:
+def linearized_at(model: NetworkModel, points: Tensor, layer: int | str, indices: Tensor) -> AffineReluAffine:
     """`two_stage` at points (N, *event) for the scores with indices (N, k), without checking these again."""
-    return Linearizer.of(model, layer, points, memory_budget).at(points, indices)
+    return Linearizer.of(model, layer, points).at(points, indices)
 
 
 def linearized_in_groups(
-    model: NetworkModel, points: Tensor, layer: int | str, indices: Tensor, memory_budget: int | None
+    model: NetworkModel, points: Tensor, layer: int | str, indices: Tensor
 ) -> Iterator[tuple[int, AffineReluAffine]]:
     """`linearized_at` for groups of as many points as fit into memory: yields the place of the first, and the group."""
-    linearizer = Linearizer.of(model, layer, points, memory_budget)
+    linearizer = Linearizer.of(model, layer, points)
     units, inputs = linearizer.cut.relu.shape.numel(), points[0].numel()
     numbers_each = units * inputs + indices.shape[1] * (units + inputs)
-    together = matrices_together(points, numbers_each, memory_budget)
+    together = matrices_together(points, numbers_each, model.memory_budget)
     for start in range(0, len(points), together):
         group = slice(start, start + together)
         yield start, linearizer.at(points[group], indices[group])
@@ -103,10 +102,10 @@ class Linearizer(NamedTuple):
     """How many directions of each of these points go at a time."""
 
     @classmethod
-    def of(cls, model: NetworkModel, layer: int | str, points: Tensor, memory_budget: int | None) -> Linearizer:
-        """For points like these, (N, *event), with a budget of bytes or half of what is free."""
-        cut, limit = model.cut(layer), memory_limit(points.device, memory_budget)
-        return cls(cut, limit, *points_together(points, model.pass_size, model.most_images, memory_budget))
+    def of(cls, model: NetworkModel, layer: int | str, points: Tensor) -> Linearizer:
+        """For points like these, (N, *event)."""
+        cut, limit = model.cut(layer), memory_limit(points.device, model.memory_budget)
+        return cls(cut, limit, *points_together(points, model.pass_size, model.most_images, model.memory_budget))
 
     def at(self, points: Tensor, indices: Tensor) -> AffineReluAffine:
         """The linearizations at points (N, *event), for the scores with indices (N, k)."""
@@ -131,13 +130,13 @@ class Linearizer(NamedTuple):
         return AffineReluAffine.trusted(*(groups[0] if len(groups) == 1 else _joined(groups)))
 
 
-def tangent_at(model: NetworkModel, points: Tensor, indices: Tensor, memory_budget: int | None) -> AffineReluAffine:
+def tangent_at(model: NetworkModel, points: Tensor, indices: Tensor) -> AffineReluAffine:
     """The tangent f(p) + J(x − p) at points p (N, *event), for the scores with indices (N, k).
 
     It is for networks without a ReLU, and as an `AffineReluAffine` has one unit, which is never open and has no weight.
     """
     model.require_differentiable()
-    together, directions = points_together(points, model.pass_size, model.most_images, memory_budget)
+    together, directions = points_together(points, model.pass_size, model.most_images, model.memory_budget)
     groups: list[Parts] = []
     with refusing_what_torch_cannot_derive(), progress_bar("linearizing", len(points)) as show:
         for start in range(0, len(points), together):

@@ -99,14 +99,14 @@ class Layerwise(Method):
 
     def moments(self, request: Request) -> OutputMoments:
         with request.following_gradients() as noise:
-            indices, plan, entries = request.indices(), plan_of(request.model, request.caller), len(noise.mean)
+            indices, plan, entries = request.indices(), plan_of(request.model), len(noise.mean)
             wanted, parts = request.products(indices.shape[1]), []
             together = entries if wanted else elements_together("backward", noise.mean, indices.shape[1] ** 2)
             for start in range(0, entries, together):
                 span = slice(start, start + together)
                 mean, covariance = layerwise(
-                    plan, noise.mean[span], noise.covariance.entries(span), indices[span], request.memory_budget,
-                    request.caller, meanwhile=request.model.look,
+                    plan, noise.mean[span], noise.covariance.entries(span), indices[span],
+                    request.model.memory_budget, request.model.caller, request.model.look,
                 )  # fmt: skip
                 parts.append((mean, covariance if wanted else _variances(covariance).clone()))
         mean, second = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
@@ -139,10 +139,10 @@ class Sketch(Method):
     def moments(self, request: Request) -> OutputMoments:
         with request.following_gradients() as noise:
             indices = request.indices()
-            plan = plan_of(request.model, request.caller, black_box)
+            plan = plan_of(request.model, black_box)
             found = sketched(
                 plan, noise.mean, noise.covariance, indices,
-                probes=self.probes, seed=self.seed, memory_budget=request.memory_budget,
+                probes=self.probes, seed=self.seed, memory_budget=request.model.memory_budget,
             )  # fmt: skip
         return _moments(found.mean, found.covariance, self.name, indices)
 
@@ -150,13 +150,13 @@ class Sketch(Method):
         """The expected slopes; from probes that are not among the samples."""
         with torch.inference_mode(False), torch.no_grad():
             plan, noise, own = (
-                plan_of(request.model, request.caller, black_box),
+                plan_of(request.model, black_box),
                 request.flat,
                 random_seed(seed, "sketch", self.seed),
             )
             found = sketched(
                 plan, noise.mean, noise.covariance, indices,
-                probes=self.probes, seed=own, memory_budget=request.memory_budget,
+                probes=self.probes, seed=own, memory_budget=request.model.memory_budget,
             )  # fmt: skip
         require_finite(
             CALLER, "the sketch that samples are compared with (take another control, or none)", found.slopes
@@ -215,7 +215,7 @@ class TwoStage(Method):
         model, noise = request.model, request.flat
         origin, first = _shared_means(request.noise, indices)
         points, chosen = noise.mean[first].detach(), indices[first]
-        for start, group in linearized_in_groups(model, points, self.layer, chosen, request.memory_budget):
+        for start, group in linearized_in_groups(model, points, self.layer, chosen):
             count = len(group.c1)
             mine = ((origin >= start) & (origin < start + count)).nonzero().squeeze(1)
             mine = mine[origin[mine].argsort(stable=True)]
@@ -244,7 +244,7 @@ class TwoStage(Method):
     def surrogate(self, request: Request, indices: Tensor, seed: int) -> Surrogate:
         """The linearization itself, whose moments are exact."""
         points = request.flat.mean.detach()
-        flat = linearized_at(request.model, points, self.layer, indices, request.memory_budget)
+        flat = linearized_at(request.model, points, self.layer, indices)
         return TwoStageSurrogate(flat, request.flat)
 
     def of_affine_relu_affine(self, network: AffineReluAffine, noise: Gaussian) -> OutputMoments:
@@ -321,9 +321,7 @@ class Sampling(Method):
         noise, indices = request.flat, request.indices()
         if self.control is None and not request.products(indices.shape[1]):
             with request.following_gradients():
-                found = sampled_plainly(
-                    request.model, noise, indices, self.samples, seed=self.seed, memory_budget=request.memory_budget
-                )
+                found = sampled_plainly(request.model, noise, indices, self.samples, seed=self.seed)
             return _sampled(found, indices, torch.float64)
         scores, together = _ChosenScores(request, indices), _samples_together(request)
         if self.control is None:
@@ -395,13 +393,7 @@ class Auto(Method):
         products = request.products(indices.shape[1])
         chosen_outputs = None if request.outputs is None else indices
         found = sampled_to_tolerance(
-            request.model,
-            request.flat,
-            chosen_outputs,
-            goal,
-            seed=self.seed,
-            products=products,
-            memory_budget=request.memory_budget,
+            request.model, request.flat, chosen_outputs, goal, seed=self.seed, products=products
         )
         return dataclasses.replace(
             _sampled(found, indices, request.flat.dtype), tolerance=self.tolerance, reason=found.description
@@ -411,16 +403,16 @@ class Auto(Method):
         """The formula that fits, "exact" for a layerwise answer that is, and why, in words."""
         try:
             with request.following_gradients():
-                plan = plan_of(request.model, request.caller)
+                plan = plan_of(request.model)
         except NoRule as error:
-            what = str(error).removeprefix(f"{request.caller}: ").split(" as it is called")[0]
+            what = str(error).removeprefix(f"{request.model.caller}: ").split(" as it is called")[0]
             return "sketch", f"there is {what}"
         except ValueError:  # no fixed graph
             return "sketch", "the network does not always do the same operations"
         noise = request.flat
         scores = request.model.outputs if request.outputs is None else request.indices().shape[1]
         need = need_of(plan, noise.covariance.rank, noise.dtype.itemsize, scores)
-        limit = memory_limit(noise.device, request.memory_budget)
+        limit = memory_limit(noise.device, request.model.memory_budget)
         if not plan.last.sources:
             return "exact", "the scores do not depend on the input"
         size = f"{gigabytes(need.bytes)} (at {need.layer}) of the {gigabytes(limit)} there are for it"
@@ -513,10 +505,10 @@ def _sampled(found: SampledToGoal, indices: Tensor, dtype: torch.dtype) -> Outpu
 
 def _samples_together(request: Request) -> int | None:
     """How many samples of every entry go through the network at a time within the caller's memory; None without one."""
-    if request.memory_budget is None:
+    mean, model = request.flat.mean, request.model
+    if model.memory_budget is None:
         return None
-    mean = request.flat.mean
-    return max(1, elements_together("backward", mean, request.model.pass_size, request.memory_budget) // len(mean))
+    return max(1, elements_together("backward", mean, model.pass_size, model.memory_budget) // len(mean))
 
 
 def _with_errors(sampled: SampledMoments, outputs: Tensor | None) -> OutputMoments:
@@ -548,9 +540,9 @@ def _jacobians(request: Request, indices: Tensor) -> Iterator[tuple[Tensor, Tens
     """Scores (·, k) and Jacobians (·, k, n) at the means, some at a time, with the entries they are for."""
     model, noise = request.model, request.flat
     model.require_linearizable()
-    budget, held = request.memory_budget, indices.shape[1] * noise.size
-    most = min(model.most_images, matrices_together(noise.mean, held, budget))
-    together, working = points_together(noise.mean, model.pass_size, most, budget)
+    held = indices.shape[1] * noise.size
+    most = min(model.most_images, matrices_together(noise.mean, held, model.memory_budget))
+    together, working = points_together(noise.mean, model.pass_size, most, model.memory_budget)
     for start in range(0, len(noise.mean), together):
         span = slice(start, start + together)
         yield (*scores_and_jacobians(model.network, noise.mean[span], indices[span], working), span)

@@ -116,10 +116,7 @@ def checked(request: Request, found: OutputMoments, runs: int) -> OutputMoments:
     """
     outputs = found.outputs if request.outputs is not None else None
     products = found.covariance is not None and request.products(found.mean.shape[-1])
-    sampled, taken = mirrored_moments(
-        request.model, request.flat, outputs, runs, products=products, seed=CHECK_SEED,
-        memory_budget=request.memory_budget,
-    )  # fmt: skip
+    sampled, taken = mirrored_moments(request.model, request.flat, outputs, runs, products=products, seed=CHECK_SEED)
 
     def error(formula: Tensor, value: Tensor, squared: Tensor) -> Tensor:
         """Infinite where the samples' fourth powers are beyond float64, so that nothing is known of it."""

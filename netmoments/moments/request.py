@@ -40,13 +40,10 @@ class Request:
     flat: Gaussian
     """The same with one batch dimension, N entries."""
     outputs: WhichOutputs
-    memory_budget: int | None
     wants_gradient: bool
     """Whether the noise requires a gradient, and gradients are on."""
     covariance: bool | None = None
     """Whether covariances are wanted; None for those of up to MANY_OUTPUTS outputs."""
-    caller: str = CALLER
-    """The function that was called, for error messages."""
 
     @classmethod
     def read(
@@ -74,7 +71,8 @@ class Request:
             flat = noise.flattened()
         if memory_budget is not None:
             memory_limit(flat.device, memory_budget)
-        return cls(model, noise, flat, outputs, memory_budget, wanted, covariance, caller)
+        model.memory_budget = memory_budget
+        return cls(model, noise, flat, outputs, wanted, covariance)
 
     def products(self, count: int) -> bool:
         """Whether all covariances of so many outputs are wanted."""
@@ -114,9 +112,9 @@ class Request:
         if outputs is None:
             return torch.arange(self.model.outputs, device=mean.device).expand(len(mean), -1)
         if not isinstance(outputs, int):
-            chosen = output_indices(outputs, len(mean), self.model.outputs, self.caller)
+            chosen = output_indices(outputs, len(mean), self.model.outputs, self.model.caller)
             return chosen.to(mean.device, copy=True)
-        require_number_of_outputs(self.caller, outputs, self.model.outputs)
+        require_number_of_outputs(self.model.caller, outputs, self.model.outputs)
         with torch.no_grad(), full_precision():
             return torch.cat([self.model.network(part.clone()).topk(outputs, 1).indices for part in mean.split(64)])
 

@@ -159,7 +159,7 @@ def _row(
     try:
         with torch.no_grad():
             if isinstance(method, Method):
-                budget = request.memory_budget
+                budget = request.model.memory_budget
                 moments = output_moments(request.model, request.flat, method, indices, check=0, memory_budget=budget)
                 mean, variance = moments.mean, moments.variance
             else:

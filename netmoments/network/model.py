@@ -93,7 +93,9 @@ class NetworkModel:
     """Whether Python sees values of tensors in a run, by which the network may do something else for other inputs."""
     most_images: int
     """The largest batch that the network takes; only some exported programs have a bound."""
-    _caller: str
+    memory_budget: int | None = None
+    """Bytes that work on it may take at a time, if the call for which this model was made has a limit."""
+    caller: str
     """The public function that error messages name."""
     _form: tuple[Arguments | None, str | int | None] | None
     """The arguments and the key of the output; None if the network must take one tensor and return scores (N, d)."""
@@ -127,7 +129,7 @@ class NetworkModel:
         model.given = model.network = network_of(network, caller)
         model._form = None
         model._require_fitting(inputs, caller)
-        model.image, model._caller = inputs[:1].detach(), caller
+        model.image, model.caller = inputs[:1].detach(), caller
         model._learn()
         model.renewed()
         return model
@@ -152,7 +154,7 @@ class NetworkModel:
         model.given = model.network = network_of(network, caller)
         model._form = arguments, key
         model._require_fitting(inputs, caller)
-        model.image, model._caller = inputs[:1].detach(), caller
+        model.image, model.caller = inputs[:1].detach(), caller
         model._learn()
         return model
 
@@ -207,7 +209,7 @@ class NetworkModel:
             if len(by_kind) > KEPT_SHAPES:
                 del by_kind[next(iter(by_kind))]
             if self._knowledge.parts is not None and self._form is None:
-                examined(self.given, self.image, self._caller)  # raises the error that the outputs are no scores
+                examined(self.given, self.image, self.caller)  # raises the error that the outputs are no scores
             elif self._knowledge.parts is not None:
                 self.network = FlatNetwork(self.network, arguments, output_key)
         trace = self._knowledge.trace
@@ -222,7 +224,7 @@ class NetworkModel:
     def _looked_at(self) -> _Knowledge:
         """What runs of the network show now."""
         parts = self._set_network()
-        trace = examined(self.network, self.image, self._caller)
+        trace = examined(self.network, self.image, self.caller)
         if trace.changes_buffers:
             self.network = replica(self.network)
         return _Knowledge(trace, operations_of(self.network, self.image), attributes_of(self.given), parts)
@@ -245,12 +247,12 @@ class NetworkModel:
         flat = FlatNetwork(self.given, *self._form)
         try:
             with full_precision(), random_state_kept(self.image.device):
-                parts = output_parts(flat, self.image, self._caller)
+                parts = output_parts(flat, self.image, self.caller)
         except REFUSALS as error:
-            if str(error).startswith(f"{self._caller}: "):
+            if str(error).startswith(f"{self.caller}: "):
                 raise
             raise ValueError(
-                f"{self._caller}: the network cannot take an input of shape {tuple(self.image.shape[1:])}: "
+                f"{self.caller}: the network cannot take an input of shape {tuple(self.image.shape[1:])}: "
                 f"{first_line(error)}"
             ) from error
         if not needs_flattening(parts, flat):
@@ -258,20 +260,16 @@ class NetworkModel:
         self.network = flat
         return parts
 
-    @property
-    def caller(self) -> str:
-        return self._caller
-
     def relu(self, layer: int | str) -> Relu:
         """The ReLU that `layer` names: a number counted from either end, or a name."""
         try:
             return find_relu(self.relus, layer)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{self._caller}: {error}") from None
+            raise type(error)(f"{self.caller}: {error}") from None
 
     def cut(self, layer: int | str) -> Cut:
         """The network cut at that ReLU, once it is known that both sides can be linearized."""
-        cut = Cut(self.network, self.relu(layer), self._caller)
+        cut = Cut(self.network, self.relu(layer), self.caller)
         self.require_linearizable()
         return cut
 
@@ -280,7 +278,7 @@ class NetworkModel:
         for parameter in self.network.parameters():
             if parameter.is_inference():
                 raise ValueError(
-                    f"{self._caller}: the network was made under torch.inference_mode(), so that it has no "
+                    f"{self.caller}: the network was made under torch.inference_mode(), so that it has no "
                     f"derivatives; make it outside, or use method='sampling'"
                 )
 
@@ -289,7 +287,7 @@ class NetworkModel:
         self.require_derivatives()
         if not self._knowledge.trace.differentiable:
             raise ValueError(
-                f"{self._caller}: the network's scores change with the input but their derivative is zero or missing: "
+                f"{self.caller}: the network's scores change with the input but their derivative is zero or missing: "
                 f"forward is under torch.no_grad(), detaches the input, rounds or only compares it, hands it to numpy, "
                 f"or changes in place what a derivative needs; take that out, or use sampling"
             )
@@ -303,7 +301,7 @@ class NetworkModel:
             self._knowledge.warned |= bool(must_warn)
         if must_warn:
             warnings.warn(
-                f"{self._caller}: the network calls {', '.join(trace.smooth)}, which is smooth and not piecewise "
+                f"{self.caller}: the network calls {', '.join(trace.smooth)}, which is smooth and not piecewise "
                 f"linear; it is linearized at the given point like everything but the chosen ReLU",
                 stacklevel=levels_to_the_user(),
             )
@@ -315,7 +313,7 @@ class NetworkModel:
             known, addresses = self._knowledge, [x.data_ptr() for x in self._tensors()]
             moved = known.graph_addresses is not None and known.graph_addresses != addresses
             if known.graph is None or moved:
-                known.graph = self._steadily(lambda: traced_graph(self.network, self.image, self._caller))
+                known.graph = self._steadily(lambda: traced_graph(self.network, self.image, self.caller))
                 # a module reached only through an object of the user's keeps its weights inside the graph
                 inside_graph = {x.data_ptr() for x in known.graph.fixed.values()} & set(addresses)
                 known.graph_addresses = addresses if inside_graph else None

@@ -154,7 +154,7 @@ Fallback = Callable[[Node, Mapping[Node, Any], frozenset[Node], Tensor, str], Ru
 """Gives a rule to an operation that has none, or None: from its node, constants, noisy nodes, an image and its name."""
 
 
-def plan_of(model: NetworkModel, caller: str, fallback: Fallback | None = None) -> Plan:
+def plan_of(model: NetworkModel, fallback: Fallback | None = None) -> Plan:
     """The plan of a network with its present weights.
 
     An operation without a rule gets the one that `fallback` gives it; if there is none, that is a `NoRule`. A sketch's
@@ -163,7 +163,7 @@ def plan_of(model: NetworkModel, caller: str, fallback: Fallback | None = None) 
 
     def made() -> Plan:
         model.require_derivatives()
-        return _Planner(model.graph, model.network, model.image, caller, fallback).plan()
+        return _Planner(model, fallback).plan()
 
     return model.kept((fallback, *LAYER_RULES.items()), made, unless=lambda plan: plan.holds_network)
 
@@ -171,15 +171,14 @@ def plan_of(model: NetworkModel, caller: str, fallback: Fallback | None = None) 
 class _Planner:
     """Sorts the operations of a graph into affine steps and nonlinear layers with rules, and refuses the others."""
 
-    def __init__(
-        self, graph: NetworkGraph, network: nn.Module, like: Tensor, caller: str, fallback: Fallback | None
-    ) -> None:
-        self.graph, self.like, self.caller, self.fallback = graph, like, caller, fallback
-        self.constants = graph.constants(network)
+    def __init__(self, model: NetworkModel, fallback: Fallback | None) -> None:
+        self.graph, self.like, self.caller, self.fallback = model.graph, model.image, model.caller, fallback
+        network = model.network
+        self.constants = self.graph.constants(network)
         with torch.no_grad(), full_precision():
-            images = like, another_image(like)
+            images = self.like, another_image(self.like)
             # values of all nodes at two images, between which affine operations must change by their linear part
-            self.first, self.second = (graph.values(self.constants, image) for image in images)
+            self.first, self.second = (self.graph.values(self.constants, image) for image in images)
         traced = network.program if isinstance(network, ExportedNetwork) else network
         self.modules = dict(traced.named_modules())
         self.affine: dict[Node, AffineStep] = {}

@@ -111,7 +111,6 @@ def sampled_to_tolerance(
     *,
     seed: int,
     products: bool,
-    memory_budget: int | None = None,
 ) -> SampledToGoal:
     """Moments of the outputs (all, or those with indices (E, k)) for noise with one batch dimension, E inputs.
 
@@ -124,12 +123,12 @@ def sampled_to_tolerance(
     together = inputs_together(noise.mean, PILOT, count, products, FOLDS * SUMS)
     with torch.inference_mode(False), torch.no_grad(), full_precision():
         if len(noise.mean) <= together:
-            return _Sampling(model, noise, outputs, products, seed, memory_budget).until(goal, start)
+            return _Sampling(model, noise, outputs, products, seed).until(goal, start)
         groups = []
         for number, inputs in enumerate(torch.arange(len(noise.mean), device=noise.device).split(together)):
             group_seed = seed if number == 0 else random_seed(seed, "inputs", number)
             group_outputs = None if outputs is None else outputs[inputs]
-            sampling = _Sampling(model, noise.entries(inputs), group_outputs, products, group_seed, memory_budget)
+            sampling = _Sampling(model, noise.entries(inputs), group_outputs, products, group_seed)
             groups.append(sampling.until(goal, start))
     return joined(groups)
 
@@ -144,12 +143,10 @@ def joined(groups: list[SampledToGoal]) -> SampledToGoal:
     return replace(groups[0], estimate=estimate, samples=samples, wins=wins, reached=reached, stopped=stopped)
 
 
-def sampled_plainly(
-    model: NetworkModel, noise: Gaussian, outputs: Tensor, samples: int, *, seed: int, memory_budget: int | None = None
-) -> SampledToGoal:
+def sampled_plainly(model: NetworkModel, noise: Gaussian, outputs: Tensor, samples: int, *, seed: int) -> SampledToGoal:
     """Means and variances from so many independent samples, without covariances: for any number of outputs."""
     with torch.inference_mode(False), torch.no_grad(), full_precision():
-        sampling = _Sampling(model, noise, outputs, False, seed, memory_budget, mirrored_share=0.0)
+        sampling = _Sampling(model, noise, outputs, False, seed, mirrored_share=0.0)
         return sampling.until(Goal.all_samples(samples), time.perf_counter())
 
 
@@ -167,14 +164,13 @@ class _Sampling:
         outputs: Tensor | None,
         products: bool,
         seed: int,
-        memory_budget: int | None = None,
         mirrored_share: float = 1.0,
     ) -> None:
         self.model, self.noise, self.outputs, self.products = model, noise, outputs, products
-        self.mean, self.seed, self.memory_budget = noise.mean.detach(), seed, memory_budget
+        self.mean, self.seed = noise.mean.detach(), seed
         self.on_gpu = noise.device.type == "cuda"
-        self.half = half_network(model, memory_budget)
-        self.fast = fast_network(model, memory_budget)
+        self.half = half_network(model)
+        self.fast = fast_network(model)
         self.slopes = SlopeControls()
         self.low: FastNetwork | None = None
         """On a CPU, the network in low precision, if most pairs go through that; `exact` are those that correct it."""
@@ -251,7 +247,7 @@ class _Sampling:
         if mirrored:
             self.slopes = expected_slopes(
                 self.model, self.fast, self.noise, self.outputs, points_worth(*values.exact, plain_runs),
-                products=self.products, seed=self.seed, memory_budget=self.memory_budget,
+                products=self.products, seed=self.seed,
             )  # fmt: skip
         wide = None
         if values.of_wide_pairs is not None:
@@ -310,7 +306,7 @@ class _Sampling:
             return standing
         if exact_share(spread, 0.0, goal.tolerance, most) > MOST_SHARE:
             return standing
-        low = low_network(self.model, self.memory_budget)
+        low = low_network(self.model)
         if low is None:
             return standing
         try:

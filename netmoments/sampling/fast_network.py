@@ -140,31 +140,31 @@ class FastNetwork:
         return self.replayed("gradients", work, inputs, outputs)[0]
 
 
-def fast_network(model: NetworkModel, memory_budget: int | None = None) -> FastNetwork:
+def fast_network(model: NetworkModel) -> FastNetwork:
     """The fast copy of a model's network in its own dtype, made and tuned once, and again when the weights change.
 
-    Its batches are as large as is fastest, or as fit into a budget of bytes.
+    Its batches are as large as is fastest, or as fit into the model's budget of memory.
     """
     with torch.no_grad():
         network = model.kept("fast network", lambda: _tuned(model, model.image.dtype))
-    return network if memory_budget is None else _within(memory_budget, model, network)
+    return _within_budget(network, model)
 
 
-def half_network(model: NetworkModel, memory_budget: int | None = None) -> FastNetwork | None:
+def half_network(model: NetworkModel) -> FastNetwork | None:
     """The fast copy in float16 on a GPU, if that is faster. The caller corrects its values."""
     if model.image.device.type != "cuda" or model.image.dtype != torch.float32:
         return None
-    return _lower(model, torch.float16, memory_budget)
+    return _lower(model, torch.float16)
 
 
-def low_network(model: NetworkModel, memory_budget: int | None = None) -> FastNetwork | None:
+def low_network(model: NetworkModel) -> FastNetwork | None:
     """The fast copy in bfloat16 on a CPU that has it, if that is faster. The caller corrects its values."""
     if model.image.device.type != "cpu" or model.image.dtype != torch.float32 or not has_bfloat16():
         return None
-    return _lower(model, torch.bfloat16, memory_budget)
+    return _lower(model, torch.bfloat16)
 
 
-def _lower(model: NetworkModel, dtype: torch.dtype, memory_budget: int | None) -> FastNetwork | None:
+def _lower(model: NetworkModel, dtype: torch.dtype) -> FastNetwork | None:
     """The fast copy in low precision; None if that is no faster, or if the network cannot run in it."""
 
     def made() -> FastNetwork | None:
@@ -176,7 +176,7 @@ def _lower(model: NetworkModel, dtype: torch.dtype, memory_budget: int | None) -
 
     with torch.no_grad():
         network = model.kept(("lower", dtype), made)
-    return network if memory_budget is None or network is None else _within(memory_budget, model, network)
+    return None if network is None else _within_budget(network, model)
 
 
 def has_bfloat16() -> bool:
@@ -184,9 +184,11 @@ def has_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _within(memory_budget: int, model: NetworkModel, network: FastNetwork) -> FastNetwork:
-    """The fast copy with batches that fit into a budget of bytes, counted in the dtype of the model."""
-    fitting = elements_together("backward", model.image, model.pass_size, memory_budget)
+def _within_budget(network: FastNetwork, model: NetworkModel) -> FastNetwork:
+    """The fast copy with batches that fit into the model's budget of memory, counted in the dtype of the model."""
+    if model.memory_budget is None:
+        return network
+    fitting = elements_together("backward", model.image, model.pass_size, model.memory_budget)
     return replace(network, batch=min(network.batch, fitting))
 
 

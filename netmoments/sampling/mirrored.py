@@ -48,7 +48,6 @@ def mirrored_moments(
     *,
     products: bool,
     seed: int,
-    memory_budget: int | None = None,
 ) -> tuple[PairEstimate, int]:
     """Moments of the outputs (all, or those with indices (E, k)) for noise with one batch dimension, E inputs.
 
@@ -68,13 +67,13 @@ def mirrored_moments(
         full_precision(),
         progress_bar("comparing", len(noise.mean)) as show,
     ):
-        network = fast_network(model, memory_budget)
+        network = fast_network(model)
         for start in range(0, len(noise.mean), together):
             show(start)
             entries = slice(start, start + together)
             inputs = noise if together >= len(noise.mean) else noise.entries(entries)
             chosen = None if outputs is None else outputs[entries]
-            slopes = gradients_under_noise(model, network, inputs, chosen, points, generator, memory_budget)
+            slopes = gradients_under_noise(model, network, inputs, chosen, points, generator)
             taken = 2 * pairs + (0 if slopes is None else points)
             estimates.append(MirroredPairs(network, inputs, chosen, slopes, generator).estimate(pairs, count, products))
     return PairEstimate(*map(torch.cat, zip(*estimates, strict=True))), taken

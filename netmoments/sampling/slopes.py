@@ -76,14 +76,13 @@ def expected_slopes(
     *,
     products: bool,
     seed: int,
-    memory_budget: int | None = None,
 ) -> SlopeControls:
     """The gradients averaged over so many mirrored points of the noise, or taken at the mean itself for one point.
 
     There are no slopes where `gradients_under_noise` has none.
     """
     generator = torch.Generator(noise.device).manual_seed(random_seed(seed, "slopes", 0))
-    slopes = gradients_under_noise(model, fast, noise, outputs, points, generator, memory_budget)
+    slopes = gradients_under_noise(model, fast, noise, outputs, points, generator)
     if slopes is None:
         return SlopeControls()
     covariance = noise.covariance
@@ -99,7 +98,6 @@ def gradients_under_noise(
     outputs: Tensor | None,
     points: int,
     generator: torch.Generator,
-    memory_budget: int | None = None,
 ) -> Tensor | None:
     """The gradients (E, d, n) averaged over so many mirrored points of the noise, or at the mean itself for one point.
 
@@ -117,7 +115,7 @@ def gradients_under_noise(
         half = noise.covariance.draw((points // 2, entries), generator)
         inputs = torch.cat([mean + half, mean - half])
     each = points * (count if noise.device.type == "cuda" else 1)
-    together = elements_together("backward", mean, each * model.pass_size, memory_budget)
+    together = elements_together("backward", mean, each * model.pass_size, model.memory_budget)
     rows, parts = inputs.reshape(points, entries, *noise.event_shape), []
     try:
         for start in range(0, entries, together):

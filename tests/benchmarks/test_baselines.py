@@ -258,7 +258,7 @@ class TestFourTermSeries:
         """Correlations of some tenths, so that what is cut off is small; means are those of Gaussian layers exactly."""
         every, given, network = torch.arange(3).expand(2, -1), noise(), deep()
         mean, variance = four_term_series(network, given, every)
-        plan = plan_of(NetworkModel.of(network, given.mean, "test"), "test")
+        plan = plan_of(NetworkModel.of(network, given.mean, "test"))
         with torch.no_grad():
             exact_mean, exact = carried(plan, given.mean, given.covariance, every, None)
         assert_close(mean, exact_mean, rtol=1e-12)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from netmoments.flips.noisy_network import Clock, NoisyNetwork, Work, run_together
 from netmoments.gaussian import Gaussian
 from netmoments.network.model import NetworkModel
+from netmoments.sampling.fast_network import fast_network
 
 Result = TypeVar("Result")
 
@@ -81,7 +82,7 @@ class Rounded(nn.Module):
 def noisy_network(network: nn.Module, noise: Gaussian, label: int = 0, seed: int = 0) -> NoisyNetwork:
     flat = noise.flattened()
     model = NetworkModel.of_any(network, flat.mean, "flip_probability")
-    return NoisyNetwork(model, flat, label, torch.Generator().manual_seed(seed), Clock())
+    return NoisyNetwork(model, fast_network(model), flat, label, torch.Generator().manual_seed(seed), Clock())
 
 
 def run_alone(work: Work[Result]) -> Result:

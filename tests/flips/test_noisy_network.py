@@ -15,6 +15,7 @@ from netmoments.flips.noisy_network import (
     run_together,
     seed_of_input,
 )
+from netmoments.sampling.fast_network import FastNetwork, fast_network
 from tests.flips.classifiers import at_distance, linear, noisy_network, run_alone
 
 SIZE = 5
@@ -80,7 +81,7 @@ def test_time_is_over():
     network = linear(SIZE)
     flat = NOISES["isotropic"].flattened()
     model = nm.NetworkModel(network, flat.mean)
-    noisy = NoisyNetwork(model, flat, 0, torch.Generator().manual_seed(0), Clock(seconds=1e-9))
+    noisy = NoisyNetwork(model, fast_network(model), flat, 0, torch.Generator().manual_seed(0), Clock(seconds=1e-9))
     with pytest.raises(OutOfTime):
         run_alone(noisy.margins_at(noisy.normal(2)))
 
@@ -131,7 +132,7 @@ def test_many_inputs_go_through_the_network_together(monkeypatch):
     apart = [run_alone(scores_of(noisy_network(network, noise, label, seed=label), sizes[label])) for label in range(3)]
     every = [noisy_network(network, noise, label, seed=label) for label in range(3)]
     for noisy in every[1:]:
-        noisy.fast = every[0].fast  # as if of one model
+        noisy.fast = every[0].fast  # as if of one call
     seen, values = [], type(every[0].fast).values
     monkeypatch.setattr(type(every[0].fast), "values", lambda fast, x: seen.append(len(x)) or values(fast, x))
     found = dict(run_together((scores_of(noisy, sizes[label]) for label, noisy in enumerate(every)), 3))
@@ -139,6 +140,17 @@ def test_many_inputs_go_through_the_network_together(monkeypatch):
         torch.testing.assert_close(found[label], apart[label], rtol=1e-5, atol=1e-5)
         assert every[label].runs == sum(sizes[label]) + 9
     assert seen == [3 * 8, 4 + 7 + 1, 9 + 2, 3]
+
+
+def test_inputs_share_batches_within_a_budget_of_memory(monkeypatch):
+    """With room for all there are as many batches as without a budget."""
+    network, noise = linear(SIZE), nm.Gaussian(at_distance(linear(SIZE), 3.0).expand(6, -1), std=1.0)
+    seen, values = [], FastNetwork.values
+    monkeypatch.setattr(FastNetwork, "values", lambda fast, x: seen.append(len(x)) or values(fast, x))
+    nm.flip_probability(network, noise, runs=1000, memory_budget=2**34)
+    within, seen[:] = len(seen), []
+    nm.flip_probability(network, noise, runs=1000)
+    assert within == len(seen)
 
 
 def test_no_more_inputs_at_a_time_than_allowed():
@@ -162,9 +174,7 @@ def test_results_of_inputs_come_as_they_end_with_their_places():
             await noisy.margins_at(noisy.normal(1))
         return noisy.mean, noisy.label
 
-    found = list(
-        results_of_inputs(work, "", model, noise, [0, 1, 2], caller="", seed=0, purpose="flips", clock=Clock())
-    )
+    found = list(results_of_inputs(work, "", model, noise, [0, 1, 2], seed=0, purpose="flips", clock=Clock()))
     assert sorted(place for place, _ in found) == [0, 1, 2]
     for place, (mean, label) in enumerate(in_order(found)):
         assert label == place

@@ -456,7 +456,7 @@ def test_a_tangent_is_the_jacobian_at_the_point():
     network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
     points = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     indices = torch.tensor([[2, 0]]).expand(5, -1)
-    found = tangent_at(NetworkModel.of(network, points, "test"), points, indices, None)
+    found = tangent_at(NetworkModel.of(network, points, "test"), points, indices)
     for point, D, c2 in zip(points, found.D, found.c2, strict=True):
         jacobian = torch.autograd.functional.jacobian(network, point)[[2, 0]]
         torch.testing.assert_close(D, jacobian)

@@ -34,7 +34,7 @@ def isotropic(std: float, x: Tensor) -> Isotropic:
 
 
 def plan_for(network: nn.Module, x: Tensor) -> Plan:
-    return plan_of(NetworkModel.of(network, x, "test"), "test")
+    return plan_of(NetworkModel.of(network, x, "test"))
 
 
 def moments(network: nn.Module, x: Tensor, covariance: Covariance) -> tuple[Tensor, Tensor]:

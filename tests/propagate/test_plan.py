@@ -213,8 +213,8 @@ def test_what_does_not_fit_is_left_to_samples(monkeypatch):
     network, x = network_and_image("attention by einsum")
     monkeypatch.setitem(memory.PIECE["cpu"], "matrices", 100)
     with pytest.raises(plans.NoRule, match="no rule for bmm"):
-        plans._Planner(NetworkModel.of(network, x, "test").graph, network, x, "test", None).plan()
-    found = plans._Planner(NetworkModel.of(network, x, "test").graph, network, x, "test", black_box).plan()
+        plans._Planner(NetworkModel.of(network, x, "test"), None).plan()
+    found = plans._Planner(NetworkModel.of(network, x, "test"), black_box).plan()
     assert not found.has_formulas
 
 

@@ -96,7 +96,7 @@ def test_layerwise_at_the_papers_largest_noise(network, images):
     """
     covariance = random_covariance(784, 0.1, torch.Generator().manual_seed(0)).float()
     noise = nm.Gaussian(images[:1], covariance)
-    need = need_of(plan_of(nm.NetworkModel(network, noise.mean), "test"), 784, 4, 10)
+    need = need_of(plan_of(nm.NetworkModel(network, noise.mean)), 784, 4, 10)
     found, cost = measured(lambda: nm.output_moments(network, noise, "layerwise"), torch.device("cpu"))
     reference = nm.output_moments(network, noise, nm.Sampling(40_000, control="sketch"))
     mean_error = nm.relative_difference(found.mean.double(), reference.mean)

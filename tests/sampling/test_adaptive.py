@@ -327,7 +327,7 @@ def test_recorded_work_depends_on_nothing_but_its_inputs(monkeypatch):
     monkeypatch.setattr("netmoments.sampling.fast_network.recorded", recorded)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
 
-    def recording(model: NetworkModel, memory_budget: int | None) -> FastNetwork:
+    def recording(model: NetworkModel) -> FastNetwork:
         return dataclasses.replace(fast_network(model), recordings=recordings)
 
     monkeypatch.setattr(adaptive, "fast_network", recording)
@@ -347,7 +347,7 @@ def low_precision(monkeypatch) -> Callable[[Callable[[Tensor], Tensor]], list[in
     def use(change: Callable[[Tensor], Tensor]) -> list[int]:
         counted: list[int] = []
 
-        def made(model: NetworkModel, memory_budget: int | None) -> FastNetwork:
+        def made(model: NetworkModel) -> FastNetwork:
             exact = fast_network(model)
 
             def run(x: Tensor) -> Tensor:

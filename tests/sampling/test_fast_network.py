@@ -385,10 +385,13 @@ def test_the_copy_is_kept_while_nothing_changes():
 def test_a_budget_of_memory_bounds_the_batch():
     """Of six copies of the largest activation for each input, in half of the budget; the copy itself is the same."""
     model = NetworkModel.of_any(normed(Residual), inputs("residual", 1), "test")
-    free, bound = fast_network(model), fast_network(model, 2 * 6 * model.largest * 8 * 3)
+    free = fast_network(model)
+    model.memory_budget = 2 * 6 * model.largest * 8 * 3
+    bound = fast_network(model)
     assert bound.batch == 3 < free.batch
     assert bound.run is free.run
-    assert fast_network(model, 2**40).batch == free.batch
+    model.memory_budget = 2**40
+    assert fast_network(model).batch == free.batch
 
 
 def test_half_precision_is_for_a_gpu():

@@ -51,10 +51,10 @@ def low_precision(monkeypatch) -> Callable[[Callable[[Tensor], Tensor]], list[in
     def use(change: Callable[[Tensor], Tensor]) -> list[int]:
         counted: list[int] = []
 
-        def exact(model: NetworkModel, memory_budget: int | None = None) -> FastNetwork:
+        def exact(model: NetworkModel) -> FastNetwork:
             return dataclasses.replace(fast_network.fast_network(model), cost=EXACT_COST)
 
-        def low(model: NetworkModel, memory_budget: int | None) -> FastNetwork:
+        def low(model: NetworkModel) -> FastNetwork:
             own = exact(model)
 
             def run(x: Tensor) -> Tensor:
