@@ -102,11 +102,11 @@ class AffineReluAffine:
 
     def to(self, *args: Any, **kwargs: Any) -> AffineReluAffine:
         """Convert to another dtype or device, as `Tensor.to` does."""
-        return self._each(lambda x: x.to(*args, **kwargs))
+        return AffineReluAffine(*self._each(lambda x: x.to(*args, **kwargs)))
 
     def entries(self, index: int | slice | Tensor) -> AffineReluAffine:
         """Chosen networks of a batch, by its first dimension, or one by an int. All parts must have the batch."""
-        return self._each(lambda x: x[index])
+        return AffineReluAffine.trusted(*self._each(lambda x: x[index]))
 
     def outputs(self, rows: Tensor) -> AffineReluAffine:
         """The same network with chosen outputs only, indices (k,), or (..., k) with the network's batch dimensions."""
@@ -118,12 +118,13 @@ class AffineReluAffine:
             return x.expand(*batch, *x.shape[-2:]).gather(-2, wide)
 
         c2 = self.c2.expand(*batch, -1).gather(-1, index)
-        return AffineReluAffine(self.A, self.c1, picked(self.B), c2, None if self.D is None else picked(self.D))
+        D = None if self.D is None else picked(self.D)
+        return AffineReluAffine.trusted(self.A, self.c1, picked(self.B), c2, D)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> AffineReluAffine:
-        """The network with `change` applied to all of its tensors."""
+    def _each(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """A, c₁, B, c₂ and D with `change` applied to each."""
         D = None if self.D is None else change(self.D)
-        return AffineReluAffine(change(self.A), change(self.c1), change(self.B), change(self.c2), D)
+        return change(self.A), change(self.c1), change(self.B), change(self.c2), D
 
     @classmethod
     def trusted(cls, A: Tensor, c1: Tensor, B: Tensor, c2: Tensor, D: Tensor | None = None) -> AffineReluAffine:
