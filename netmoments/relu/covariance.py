@@ -17,7 +17,7 @@ from torch.autograd import Function
 from netmoments.checks import describe, require_broadcastable, require_float_tensors
 from netmoments.memory import scratch_budget
 from netmoments.normal import distribution, standard_deviation, standardize
-from netmoments.precision import full_precision, matmul, row_products
+from netmoments.precision import full_precision
 from netmoments.relu.bivariate import (
     SMALL_LAYER,
     Scratch,
@@ -33,7 +33,7 @@ from netmoments.relu.bivariate import (
     units_of,
 )
 from netmoments.relu.marginal import variance_of, variance_slopes
-from netmoments.relu.quadratic_form import flatten_batch, unflatten_batch
+from netmoments.relu.quadratic_form import flatten_batch
 from netmoments.relu.tiles import (
     TEMPORARIES,
     GradientOfTile,
@@ -57,7 +57,6 @@ from netmoments.relu.tiles import (
     vmap_gradient,
 )
 from netmoments.relu.triton import launch as fused
-from netmoments.relu.triton import quadratic_form as fused_form
 from netmoments.relu.triton.launch import covariance_gradient
 
 
@@ -107,40 +106,6 @@ def orthant_probability(mean: Tensor, covariance: Tensor) -> Tensor:
     batch = _layer_batch("orthant_probability", mean, covariance)
     flat = flat_layer(mean, covariance, batch)
     return _OrthantProbability.apply(*flat, scratch_budget(mean.device, None)).reshape(*batch, *covariance.shape[-2:])
-
-
-def layer_form(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
-    """B K Bᵀ, (..., d, d), for K = Cov(relu z), z ~ N(mean, covariance), and weights B (..., d, p).
-
-    On a GPU with Triton nothing of the size of K is ever stored, but for the gradient in the covariance, if that is
-    wanted. Elsewhere this is `layer_covariance` and two products.
-    """
-    if fused.available(mean):
-        return _layer_form(mean, covariance, weights, diagonal=False)
-    form = matmul(weights, matmul(_checked_layer_covariance(mean, covariance), weights.mT))
-    return 0.5 * (form + form.mT)
-
-
-def layer_form_diagonal(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
-    """The diagonal of `layer_form`, (..., d): the variances of B relu(z)."""
-    if fused.available(mean):
-        return _layer_form(mean, covariance, weights, diagonal=True)
-    return row_products(matmul(weights, _checked_layer_covariance(mean, covariance)), weights)
-
-
-def _checked_layer_covariance(mean: Tensor, covariance: Tensor) -> Tensor:
-    """`layer_covariance` with checked shapes and any batch dimensions."""
-    batch = _layer_batch("layer_form", mean, covariance)
-    result = _ReluCovariance.apply(*flat_layer(mean, covariance, batch), None, False)
-    return result.reshape(*batch, *covariance.shape[-2:])
-
-
-def _layer_form(mean: Tensor, covariance: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
-    """The form, or its diagonal, by the kernels on a GPU."""
-    batch = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2], weights.shape[:-2])
-    inputs = (*flat_layer(mean, covariance, batch), flatten_batch(weights, batch, 2))
-    form = fused_form.LayerForm.apply(*inputs, diagonal)
-    return unflatten_batch(form if diagonal else 0.5 * (form + form.mT), batch)
 
 
 def layer_covariance(mean: Tensor, covariance: Tensor) -> Tensor:

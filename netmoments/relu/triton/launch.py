@@ -491,7 +491,7 @@ class Gradients(NamedTuple):
     """Of the nonlinear parts in each unit's variance, (images, units)."""
     by_gate: Tensor
     """Of the separable parts in each unit's gate, (images, units)."""
-    by_covariance: Tensor | None
+    by_covariance: Tensor
     """Of both in the covariance of each pair's pre-activations, (images, rows of the strip, units)."""
 
     def with_own(self, own: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -512,16 +512,14 @@ def covariance_gradient(layer: Layer, covariance: Tensor, grad: Tensor) -> Gradi
     return _gradients(layer, strip, grad, grad, by_covariance, factored=False)
 
 
-def form_gradient(layer: Layer, strip: Strip, pull: Tensor, weights: Tensor, with_covariance: bool) -> Gradients:
+def form_gradient(layer: Layer, strip: Strip, pull: Tensor, weights: Tensor) -> Gradients:
     """The derivatives of ½Σ (pullᵢ·bⱼ)Kᵢⱼ for a strip of full rows, with pull and B (images or 1, outputs, units)."""
-    by_covariance = None
-    if with_covariance:
-        by_covariance = weights.new_empty(layer.images, strip.covariance.shape[1], layer.units)
+    by_covariance = weights.new_empty(layer.images, strip.covariance.shape[1], layer.units)
     return _gradients(layer, strip, dense_rows(pull), dense_rows(weights), by_covariance, factored=True)
 
 
 def _gradients(
-    layer: Layer, strip: Strip, weights: Tensor, partners: Tensor, by_covariance: Tensor | None, factored: bool
+    layer: Layer, strip: Strip, weights: Tensor, partners: Tensor, by_covariance: Tensor, factored: bool
 ) -> Gradients:
     """The derivatives with weights (images, units, units), or, if factored, ½ weightsᵀ·partners (`gradient_kernel`)."""
     dtype, covariance = weights.dtype, dense_rows(strip.covariance)
