@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from netmoments.checks import describe, require_broadcastable, require_float_tensors
 from netmoments.memory import scratch_budget
@@ -36,7 +35,9 @@ from netmoments.relu.marginal import variance_of, variance_slopes
 from netmoments.relu.quadratic_form import flatten_batch
 from netmoments.relu.tiles import (
     TEMPORARIES,
+    GradientOfImages,
     GradientOfTile,
+    OfImages,
     Tile,
     UnitGradients,
     chunks,
@@ -45,16 +46,12 @@ from netmoments.relu.tiles import (
     height_root,
     images_of,
     nonlinear_covariance,
-    refuse_forward_mode,
-    refuse_second_derivative,
     tail_excess,
     tail_gradient,
     tail_nonlinear_part,
     tile_elements,
     tile_gradient,
     triangle,
-    vmap_forward,
-    vmap_gradient,
 )
 from netmoments.relu.triton import launch as fused
 from netmoments.relu.triton.launch import covariance_gradient
@@ -135,7 +132,7 @@ def _layer_batch(caller: str, mean: Tensor, covariance: Tensor) -> torch.Size:
     return require_broadcastable(caller, mean=mean.shape[:-1], covariance=covariance.shape[:-2])
 
 
-class _ReluCovariance(Function):
+class _ReluCovariance(OfImages):
     """(mean, variance, covariance) → the layer's covariance, (images, units, units).
 
     Dimension 0 is images, N or 1 (shared). The separable part SᵢⱼΦᵢΦⱼ is computed for all pairs, the nonlinear part is
@@ -169,16 +166,8 @@ class _ReluCovariance(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (*_ReluCovarianceGradient.apply(grad, *ctx.saved_tensors, ctx.memory_budget), None, None)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return vmap_forward(_ReluCovariance, info.batch_size, in_dims, inputs)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        refuse_forward_mode()
-
-
-class _ReluCovarianceGradient(Function):
+class _ReluCovarianceGradient(GradientOfImages):
     """The vector–Jacobian product of `_ReluCovariance` in closed form; nothing is kept from the forward pass."""
 
     @staticmethod
@@ -195,18 +184,6 @@ class _ReluCovarianceGradient(Function):
             for result, part in zip(results, accurate, strict=True):
                 result[deep] = part.to(result.dtype)
         return tuple(result.sum_to_size(x.shape) for result, x in zip(results, inputs, strict=True))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        refuse_second_derivative()
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        return vmap_gradient(_ReluCovarianceGradient, info.batch_size, in_dims, inputs)
 
 
 MIRROR_BLOCK = 128
@@ -303,7 +280,7 @@ def _fused_gradients(
     return by_mean, by_variance, by_covariance
 
 
-class _OrthantProbability(Function):
+class _OrthantProbability(OfImages):
     """(mean, variance, covariance) → P(zᵢ > 0, zⱼ > 0), (images, units, units)."""
 
     @staticmethod
@@ -326,14 +303,12 @@ class _OrthantProbability(Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> NoReturn:
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
         raise RuntimeError(
             "orthant_probability has no derivatives; detach its inputs, or differentiate relu_covariance"
         )
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return vmap_forward(_OrthantProbability, info.batch_size, in_dims, inputs)
+    jvp = backward
 
 
 def _separable_gradients(
