@@ -33,7 +33,7 @@ from netmoments.propagate.affine import OPERATORS, linear_arguments
 from netmoments.propagate.plan import Plan, plan_of
 from netmoments.propagate.rows import carried, need_of
 from netmoments.propagate.segments import AffineStep, Segment
-from netmoments.rules.piecewise_linear import PiecewiseLinear
+from netmoments.rules.one_number import PiecewiseLinear
 from netmoments.rules.registry import operator_name
 
 MOST_POINTS = 100_000

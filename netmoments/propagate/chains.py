@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from netmoments.network.graph import NetworkGraph, Node, family, shape_of
 from netmoments.rules.base import Nonlinearity
 from netmoments.rules.composed import OneSigned
+from netmoments.rules.one_number import Elementwise
 from netmoments.rules.registry import ONE_SIGNED, SMOOTH, without_batch
-from netmoments.rules.smooth import Elementwise
 
 aten = torch.ops.aten
 

@@ -21,8 +21,7 @@ from netmoments.progress import Show, progress_bar
 from netmoments.propagate.plan import Plan
 from netmoments.propagate.replay import REPLAYED_BYTES, replayed
 from netmoments.relu.triton.launch import MOST_IMAGES
-from netmoments.rules.base import SketchedLayer
-from netmoments.rules.sampled import LEAST_SAMPLES, QuadraticForms, paired, remainder_covariance
+from netmoments.rules.base import LEAST_SAMPLES, QuadraticForms, SketchedLayer, paired, remainder_covariance
 
 PROBES = 64
 """Probes of each image, by default."""

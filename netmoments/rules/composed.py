@@ -20,9 +20,16 @@ from netmoments.covariances import cholesky_root
 from netmoments.memory import elements_together
 from netmoments.normal import standard_deviation
 from netmoments.precision import value_and_slope
-from netmoments.rules.base import Local, Nonlinearity, OneInput, PowerMoments, ThirdCumulants
-from netmoments.rules.sampled import UnitMoments, normal_points
-from netmoments.rules.smooth import Elementwise
+from netmoments.rules.base import (
+    Local,
+    Nonlinearity,
+    OneInput,
+    PowerMoments,
+    ThirdCumulants,
+    UnitMoments,
+    normal_points,
+)
+from netmoments.rules.one_number import Elementwise
 
 FEWEST_POINTS, MOST_POINTS = 512, 8192
 """Bounds on the quasi-random points of a row or window; a sketch takes the fewest."""

@@ -16,9 +16,8 @@ from netmoments.covariances import FLOOR
 from netmoments.precision import matmul
 from netmoments.relu.triton.launch import available as kernels_available
 from netmoments.rules import sketch_kernels as kernels
-from netmoments.rules.base import PowerMoments
+from netmoments.rules.base import PowerMoments, QuadraticForms, UnitMoments, paired
 from netmoments.rules.maximum_lines import average_radius, direction_sets, frames_for
-from netmoments.rules.sampled import QuadraticForms, UnitMoments, paired
 
 MOST_SAMPLES = 128
 """The most samples of an image with which the kernels are used."""
@@ -148,7 +147,7 @@ def single_inputs(
 
 
 def power_moments(parts: tuple[Tensor, Tensor, Tensor, Tensor], mean: Tensor, variance: Tensor) -> PowerMoments:
-    """The power moments of such units with few sorted kinks (`piecewise_linear.MOST_KINKS`), from moments (N, n)."""
+    """The power moments of such units with few sorted kinks (`one_number.MOST_KINKS`), from moments (N, n)."""
     images, units = mean.shape
     moments = mean.new_empty(MOMENTS, images, units)
     with torch.cuda.device_of(mean):

@@ -12,8 +12,7 @@ from torch.nn import functional
 import netmoments as nm
 from netmoments.propagate.plan import Plan
 from netmoments.rules.composed import OneSigned, PowerSum, Squared, SumOfProducts
-from netmoments.rules.piecewise_linear import PiecewiseLinear
-from netmoments.rules.smooth import Elementwise
+from netmoments.rules.one_number import Elementwise, PiecewiseLinear
 from tests.closeness import assert_within_standard_errors
 from tests.networks import seeded
 from tests.propagate.small import image, plan_for
