@@ -29,7 +29,7 @@ from netmoments.network.graph import Node, family, shape_of
 from netmoments.network.model import NetworkModel
 from netmoments.normal import density, standard_deviation, standardize
 from netmoments.precision import full_precision
-from netmoments.propagate.affine import OPERATORS, linear_arguments
+from netmoments.propagate.operators import OPERATORS, linear_arguments
 from netmoments.propagate.plan import Plan, plan_of
 from netmoments.propagate.rows import carried, need_of
 from netmoments.propagate.segments import AffineStep, Segment
