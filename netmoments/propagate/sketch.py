@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from netmoments.checks import random_seed
 from netmoments.covariances import Covariance
-from netmoments.gaussian import random_seed
 from netmoments.memory import elements_together, memory_limit
 from netmoments.precision import full_precision
 from netmoments.progress import Show, progress_bar

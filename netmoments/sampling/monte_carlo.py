@@ -12,6 +12,7 @@ from torch import Tensor
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import (
     describe,
+    random_seed,
     require_broadcastable,
     require_count,
     require_finite,
@@ -19,7 +20,7 @@ from netmoments.checks import (
     require_float_tensors,
     require_seed,
 )
-from netmoments.gaussian import Gaussian, random_seed
+from netmoments.gaussian import Gaussian
 from netmoments.memory import piece_bytes
 from netmoments.precision import full_precision
 from netmoments.progress import progress_bar

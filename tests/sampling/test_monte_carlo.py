@@ -11,7 +11,7 @@ from torch import Tensor
 
 import netmoments as nm
 from benchmarks.measure import class_frequencies
-from netmoments.gaussian import random_seed
+from netmoments.checks import random_seed
 from netmoments.sampling.monte_carlo import MomentSums
 from tests.closeness import assert_close, assert_within_standard_errors
 
