@@ -99,7 +99,7 @@ def four_term_series(
     cut = replace(plan, stages=tuple(replace(stage, rule=_cut_short(stage.rule)) for stage in plan.stages))
 
     def one(mean: Tensor, covariance: Covariance, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        means, covariances = carried(cut, mean, covariance, wanted.unsqueeze(0), None)
+        means, covariances = carried(cut, mean, covariance, wanted.unsqueeze(0), skewed=False)
         return means[0], covariances[0].diagonal()
 
     return _image_by_image(noise, indices, one)

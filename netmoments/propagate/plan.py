@@ -146,8 +146,8 @@ class Plan:
 
     def score_weights(self, outputs: Tensor, like: Tensor) -> dict[Node, Tensor]:
         """The weights of scores with indices (N, k) on the sources of the last segment, (N, k, n) each."""
-        chosen = torch.nn.functional.one_hot(outputs, self.last.size).to(like)
-        return self.last.pull_back(chosen)
+        chosen = like.new_zeros(*outputs.shape, self.last.size)  # one_hot would make the host wait for a GPU
+        return self.last.pull_back(chosen.scatter_(-1, outputs.unsqueeze(-1), 1.0))
 
 
 class NoRule(ValueError):

@@ -175,8 +175,7 @@ def _backward(
     # what has no formula has no quadratic part of its own to set against the others'
     with_forms = probes >= LEAST_SAMPLES and plan.has_formulas
     total = None
-    chosen = like.new_zeros(*outputs.shape, plan.last.size).scatter_(-1, outputs.unsqueeze(-1), 1.0)
-    weights = plan.last.pull_back(chosen)
+    weights = plan.score_weights(outputs, like)
     for place in reversed(range(len(layers))):
         show(2 * len(layers) - 1 - place)
         stage, layer = plan.stages[place], layers[place]
