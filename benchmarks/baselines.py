@@ -29,11 +29,11 @@ from netmoments.network.graph import Node, family, shape_of
 from netmoments.network.model import NetworkModel
 from netmoments.normal import density, standard_deviation, standardize
 from netmoments.precision import full_precision
-from netmoments.propagate.affine import OPERATORS, linear_arguments
+from netmoments.propagate.operators import OPERATORS, linear_arguments
 from netmoments.propagate.plan import Plan, plan_of
 from netmoments.propagate.rows import carried, need_of
 from netmoments.propagate.segments import AffineStep, Segment
-from netmoments.rules.piecewise_linear import PiecewiseLinear
+from netmoments.rules.one_number import PiecewiseLinear
 from netmoments.rules.registry import operator_name
 
 MOST_POINTS = 100_000
@@ -99,7 +99,7 @@ def four_term_series(
     cut = replace(plan, stages=tuple(replace(stage, rule=_cut_short(stage.rule)) for stage in plan.stages))
 
     def one(mean: Tensor, covariance: Covariance, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        means, covariances = carried(cut, mean, covariance, wanted.unsqueeze(0), None)
+        means, covariances = carried(cut, mean, covariance, wanted.unsqueeze(0), skewed=False)
         return means[0], covariances[0].diagonal()
 
     return _image_by_image(noise, indices, one)

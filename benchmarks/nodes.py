@@ -36,7 +36,7 @@ def main() -> None:
             for rule in rules:
                 places = steep_points(rule.limit)
                 largest = float((value(rule, *places) - value(fine, *places)).abs().max())
-                print(f"  |ρ| ≤ {rule.limit:<5}  {rule.cost:>2} nodes  {largest:.0e}")
+                print(f"  |ρ| ≤ {rule.limit:<5}  {len(rule.nodes):>2} nodes  {largest:.0e}")
     places = steep_points(1.0, closest=-14)
     by_nodes = orthant_excess_by(graded(96, 0.9999, steepness=12.0), *places)
     error = (by_nodes - orthant_excess_by(fine, *places)).abs().max()

@@ -1,13 +1,11 @@
 """The `Gaussian`, a distribution of inputs: how its arguments are read, and what their values must be.
 
 `read_covariance` and `read_std` turn the arguments of `Gaussian` into a structure of `covariances`, and
-`require_covariance_values` checks its values. `random_seed` makes the seeds of samples, here and elsewhere.
+`require_covariance_values` checks its values.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from dataclasses import fields, is_dataclass
 from numbers import Real
@@ -498,12 +496,3 @@ def require_matrix_for(noise: Gaussian, caller: str, name: str, matrix: Any) -> 
         )
     require_broadcastable(caller, **{name: matrix.shape[:-2], "noise": noise.batch_shape})
     return matrix
-
-
-def random_seed(seed: int, purpose: str, item: int) -> int:
-    """A seed of 63 bits that depends on these three only, not on the order of the items or on where they are computed.
-
-    A generator may use fewer bits: torch's on a CPU uses the lowest 32.
-    """
-    digest = hashlib.sha256(json.dumps([seed, purpose, item]).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

@@ -16,7 +16,7 @@ SATURATED = 53.0
 """The |h| at which standardized means are cut: s·φ(53) is 0 in float64 for every s, so no moment changes beyond."""
 QUANTILE = 1.959963984540054
 """The 97.5 % quantile, for intervals of 95 %."""
-_OWEN_NODES = {torch.float32: 7, torch.float64: 14}
+OWEN_NODES = {torch.float32: 7, torch.float64: 14}
 """Gauss–Legendre nodes for Owen's T, by dtype."""
 
 
@@ -78,7 +78,7 @@ def owen_t(height: Tensor, reach: Tensor) -> Tensor:
     slope = torch.minimum(a, b) / torch.clamp(inner, min=torch.finfo(inner.dtype).tiny)
     square, decay = slope * slope, inner.square().mul_(-0.5)
     one, total = slope.new_ones(()), torch.zeros_like(slope)
-    for node, weight in zip(*gauss_legendre(_OWEN_NODES[slope.dtype]), strict=True):
+    for node, weight in zip(*gauss_legendre(OWEN_NODES[slope.dtype]), strict=True):
         spread = torch.add(one, square, alpha=node * node)
         total.addcdiv_(torch.mul(decay, spread).exp_(), spread, value=weight)
     direct = total * slope * (0.5 / math.pi)

@@ -19,7 +19,7 @@ from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.attacks.evaluation import noisy_scores
 from netmoments.attacks.margins import ClassPairs, ExpectedMargins, Formula, LinearizedScores
 from netmoments.attacks.primal_dual import Iterate, Problem, cheapest, descend, finished
-from netmoments.gaussian import random_seed
+from netmoments.checks import random_seed
 from netmoments.linearize.two_stage import linearized_at
 from netmoments.network.model import NetworkModel
 from netmoments.network.zoo import Normalised

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from netmoments.checks import random_seed
 from netmoments.covariances import LowRank
 from netmoments.data.images import evenly_spread
-from netmoments.gaussian import Gaussian, random_seed
+from netmoments.gaussian import Gaussian
 from netmoments.moments.methods import Layerwise, Linear, Method, Sampling, Sketch, TwoStage
 from netmoments.moments.output_moments import output_moments
 from netmoments.report.pictures import AMBER, BLUE, GREEN, GREY, INK, PALE, PURPLE, SMALL, dress, new_figure

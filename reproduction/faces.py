@@ -19,8 +19,8 @@ from netmoments import data
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.attacks.result import AttackResult
 from netmoments.attacks.sparse_smooth import SparseSmooth
+from netmoments.checks import random_seed
 from netmoments.data.images import LabelledImages
-from netmoments.gaussian import random_seed
 from netmoments.linearize.two_stage import two_stage
 from netmoments.network import zoo
 from netmoments.network.model import NetworkModel

@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 from torch import Generator, Tensor
 
-from netmoments.gaussian import random_seed
+from netmoments.checks import random_seed
 from netmoments.normal import distribution
 from netmoments.paper import relu_cross_moment_partial_sums
 from netmoments.relu.bivariate import nonlinear_part, nonlinear_part_by

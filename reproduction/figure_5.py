@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from netmoments import data
 from netmoments.attacks.box import PixelSupport
+from netmoments.checks import random_seed
 from netmoments.data.datasets import data_folders
 from netmoments.data.images import LabelledImages, evenly_spread
-from netmoments.gaussian import random_seed
 from netmoments.network import zoo
 from netmoments.report.page import finite
 from netmoments.sweep.item import Columns

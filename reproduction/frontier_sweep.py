@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from benchmarks.baselines import adf, unscented
 from netmoments import data
+from netmoments.checks import random_seed
 from netmoments.covariances import LowRank
 from netmoments.data.images import evenly_spread
-from netmoments.gaussian import Gaussian, random_seed
+from netmoments.gaussian import Gaussian
 from netmoments.memory import memory_limit
 from netmoments.moments.methods import Method, Sampling, Sketch, method_named
 from netmoments.moments.output_moments import output_moments

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
-from netmoments.gaussian import random_seed
+from netmoments.checks import random_seed
 from netmoments.network.weights import digest_of
 from netmoments.sweep.item import Columns
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from netmoments.checks import random_seed
 from netmoments.data.images import LabelledImages, evenly_spread
-from netmoments.gaussian import random_seed
 from netmoments.network.weights import digest_of
 from netmoments.precision import full_precision
 from netmoments.report.pictures import AMBER, BLUE, GREEN, INK, ORANGE, PURPLE, SKY, SMALL, dress, new_figure

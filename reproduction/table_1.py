@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from netmoments.gaussian import random_seed
+from netmoments.checks import random_seed
 from netmoments.precision import full_precision
 from netmoments.report.pictures import BLUE, GREEN, INK, ORANGE, SMALL, dress, new_figure
 from netmoments.sweep.item import Columns

@@ -19,8 +19,7 @@ from netmoments.attacks.base import Attack, Sampled, Solved, Subjects, entries
 from netmoments.attacks.evaluation import Success, fooled_margin, noisy_scores
 from netmoments.attacks.margins import ClassPairs, Margins, NetworkMargins
 from netmoments.attacks.result import AttackResult
-from netmoments.checks import describe, require_count, require_positive
-from netmoments.gaussian import random_seed
+from netmoments.checks import describe, random_seed, require_count, require_positive
 from netmoments.progress import progress_bar
 
 FIRST, LAST = 0.5, 1e-3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
-from netmoments.gaussian import random_seed
+from netmoments.checks import random_seed
 from netmoments.memory import elements_together
 from netmoments.normal import wilson_interval
 from netmoments.precision import full_precision

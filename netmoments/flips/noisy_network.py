@@ -23,8 +23,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from netmoments.checks import describe
-from netmoments.gaussian import Gaussian, random_seed
+from netmoments.checks import describe, random_seed
+from netmoments.gaussian import Gaussian
 from netmoments.memory import elements_together
 from netmoments.moments.request import Request
 from netmoments.network.model import NetworkModel

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import describe, require_count, require_finite, require_positive, require_seed
-from netmoments.gaussian import Gaussian, random_seed
+from netmoments.checks import describe, random_seed, require_count, require_finite, require_positive, require_seed
+from netmoments.gaussian import Gaussian
 from netmoments.linearize.bank import LinearizationBank
 from netmoments.linearize.two_stage import linearized_at, linearized_in_groups, scores_and_jacobians
 from netmoments.memory import elements_together, gigabytes, matrices_together, memory_limit, points_together

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from netmoments.affine_relu_affine import AffineReluAffine
-from netmoments.checks import describe, require_count
-from netmoments.gaussian import Gaussian, random_seed
+from netmoments.checks import describe, random_seed, require_count
+from netmoments.gaussian import Gaussian
 from netmoments.linearize.two_stage import output_indices
 from netmoments.memory import memory_limit
 from netmoments.moments.methods import Method, method_named

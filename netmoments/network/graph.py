@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -323,13 +323,9 @@ def _recorded_calls(network: nn.Module, calls: list[LayerCall]) -> Iterator[None
 
         return hook
 
-    handles = []
-    for path, module in network.named_modules():
-        if not isinstance(module, fx.GraphModule):
-            handles.append(module.register_forward_pre_hook(entering))
-            handles.append(module.register_forward_hook(leaving(path), always_call=True))
-    try:
+    with ExitStack() as hooks:
+        for path, module in network.named_modules():
+            if not isinstance(module, fx.GraphModule):
+                hooks.enter_context(module.register_forward_pre_hook(entering))
+                hooks.enter_context(module.register_forward_hook(leaving(path), always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -198,18 +198,14 @@ def _module_names(network: nn.Module, stack: list[str]) -> Iterator[None]:
     def leaving(*_: Any) -> None:
         stack.pop()
 
-    handles: list[Any] = []
-    for name, module in network.named_modules():
-        if isinstance(network, FlatNetwork):
-            name = name.removeprefix("network").removeprefix(".")
-        if not isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
-            handles.append(module.register_forward_pre_hook(entering(name or "network")))
-            handles.append(module.register_forward_hook(leaving, always_call=True))
-    try:
+    with ExitStack() as hooks:
+        for name, module in network.named_modules():
+            if isinstance(network, FlatNetwork):
+                name = name.removeprefix("network").removeprefix(".")
+            if not isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
+                hooks.enter_context(module.register_forward_pre_hook(entering(name or "network")))
+                hooks.enter_context(module.register_forward_hook(leaving, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _exported_names(network: fx.GraphModule) -> list[str]:

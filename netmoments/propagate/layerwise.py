@@ -81,7 +81,7 @@ def _carried(
     together = max(1, min(limit // need.bytes, IMAGES_TOGETHER.get(mean.device.type, 1), len(mean)))
     carried: Callable[[Plan, Tensor, Covariance, Tensor], tuple[Tensor, Tensor]]
     if not as_squares:
-        carried = partial(rows.carried, beyond=rows.third_order)
+        carried = partial(rows.carried, skewed=True)
     elif mean.is_cuda and not torch.is_grad_enabled() and together * need.bytes <= REPLAYED_BYTES:
         carried = _recorded_squares
     else:
@@ -132,7 +132,7 @@ def without_negative_variances(
             followed = [0] * len(plan.stages)
             again = squares.carried(plan, mean[image], covariance.entries(image), outputs[image], followed)
         else:
-            again = rows.carried(plan, mean[image], covariance.entries(image), outputs[image], beyond=None)
+            again = rows.carried(plan, mean[image], covariance.entries(image), outputs[image], skewed=False)
         if not bool(_finite(*again)):
             raise too_large(mean.dtype)
         moves = again[1].diagonal(dim1=-2, dim2=-1) >= 0

@@ -23,8 +23,17 @@ from netmoments.network.graph import LayerCall, NetworkGraph, Node, family, shap
 from netmoments.network.model import NetworkModel
 from netmoments.network.validate import another_image
 from netmoments.precision import full_precision, value_and_slope
-from netmoments.propagate.affine import OPERATORS, SHAPE_ONLY, AffineOperator, affine_operator, linear_arguments
-from netmoments.propagate.chains import Chain, chain_of, is_never_negative
+from netmoments.propagate.operators import (
+    IN_ORDER,
+    OPERATORS,
+    SHAPE_ONLY,
+    AffineOperator,
+    Chain,
+    affine_operator,
+    chain_of,
+    is_never_negative,
+    linear_arguments,
+)
 from netmoments.propagate.segments import AffineStep, Passage, Segment
 from netmoments.rules.base import Nonlinearity
 from netmoments.rules.registry import (
@@ -39,11 +48,6 @@ from netmoments.rules.registry import (
 
 Result = TypeVar("Result")
 aten = torch.ops.aten
-IN_ORDER = {
-    aten.view, aten._unsafe_view, aten.reshape, aten.flatten, aten.unflatten, aten.squeeze, aten.unsqueeze, aten.clone,
-    aten.contiguous, aten.alias, aten.detach,
-}  # fmt: skip
-"""Operators whose result has the same numbers in the same order."""
 INFINITE, EXCLUDED = 1e30, 1e5
 """Added constants beyond ±1e30 are replaced by ±1e5. They are masks of attention: the softmax leaves out the same
 places, and means and deviations stay finite."""
@@ -142,8 +146,8 @@ class Plan:
 
     def score_weights(self, outputs: Tensor, like: Tensor) -> dict[Node, Tensor]:
         """The weights of scores with indices (N, k) on the sources of the last segment, (N, k, n) each."""
-        chosen = torch.nn.functional.one_hot(outputs, self.last.size).to(like)
-        return self.last.pull_back(chosen)
+        chosen = like.new_zeros(*outputs.shape, self.last.size)  # one_hot would make the host wait for a GPU
+        return self.last.pull_back(chosen.scatter_(-1, outputs.unsqueeze(-1), 1.0))
 
 
 class NoRule(ValueError):

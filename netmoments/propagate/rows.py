@@ -16,7 +16,6 @@ of the scores (`score_covariance`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -163,10 +162,6 @@ class Joint:
         self.factors = {node: self.factors[node] for node in kept} | {output: factor}
 
 
-Beyond = Callable[[FactorLayout, Tensor, Sums, Local, Tensor, Tensor], ThirdOrder] | None
-"""How corrections for skewed tensors are computed: `third_order`, or None to take every tensor as Gaussian."""
-
-
 def need_of(plan: Plan, rank: int, itemsize: int, scores: int) -> Need:
     """The most memory that any layer needs for one image with noise of `rank` directions, or the pass back of scores.
 
@@ -207,23 +202,23 @@ def numbers_carried(plan: Plan) -> int:
     return sum(rows * passage.after for passage in plan.passages[:-1])
 
 
-def carried(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, beyond: Beyond) -> tuple[Tensor, Tensor]:
+def carried(plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, skewed: bool) -> tuple[Tensor, Tensor]:
     """Carry images (N, ...) with noise through a network as rows: means (N, k) and covariances (N, k, k) of scores.
 
-    `outputs` (N, k) are the indices of the scores. Without `beyond` every tensor is taken as Gaussian, and so it is for
-    images where corrections for skewed tensors turn out not to be small (`MOST_TURNED`).
+    `outputs` (N, k) are the indices of the scores. Unless tensors may be `skewed`, every one is taken as Gaussian, and
+    so it is for images where corrections for skewed tensors turn out not to be small (`MOST_TURNED`).
     """
-    scores, covariances, turned = _carried(plan, mean, covariance, outputs, beyond)
+    scores, covariances, turned = _carried(plan, mean, covariance, outputs, skewed)
     for place in (turned > MOST_TURNED).nonzero().flatten().tolist():
         image = slice(place, place + 1)
-        again = _carried(plan, mean[image], covariance.entries(image), outputs[image], None)
+        again = _carried(plan, mean[image], covariance.entries(image), outputs[image], False)
         where = torch.tensor([place], device=mean.device)
         scores, covariances = scores.index_copy(0, where, again[0]), covariances.index_copy(0, where, again[1])
     return scores, covariances
 
 
 def _carried(
-    plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, beyond: Beyond
+    plan: Plan, mean: Tensor, covariance: Covariance, outputs: Tensor, skewed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`carried` for better or worse: means and covariances of the scores, and `Joint.turned`, (N,)."""
     means = {plan.image: mean.flatten(1)}
@@ -235,7 +230,7 @@ def _carried(
         layers = []
         for place in range(len(plan.stages)):
             show(place)
-            layers.append(_through(joint, plan, place, directions, beyond))
+            layers.append(_through(joint, plan, place, directions, skewed))
         scores = plan.last.values(joint.means).gather(1, outputs)
         factor = _factor_after(joint, plan.last, layout)
         factor = factor.gather(2, outputs.unsqueeze(1).expand(-1, factor.shape[1], -1)).mT
@@ -284,7 +279,7 @@ def directions_for(plan: Plan, means: dict[Node, Tensor], image: Tensor, outputs
     return Directions.of(layout, leading, signs, identity if scored == layout.rank else basis)
 
 
-def _through(joint: Joint, plan: Plan, place: int, directions: Directions, beyond: Beyond) -> CurvedLayer:
+def _through(joint: Joint, plan: Plan, place: int, directions: Directions, skewed: bool) -> CurvedLayer:
     """Take the live tensors through stage number `place`: its affine part, then its nonlinear layer."""
     stage, rule = plan.stages[place], plan.stages[place].rule
     value, rows = stage.before.values(joint.means), _factor_after(joint, stage.before, directions.layout)
@@ -294,8 +289,8 @@ def _through(joint: Joint, plan: Plan, place: int, directions: Directions, beyon
     local = rule.local(mean, covariance)
     layer = curved_layer(layout, stage, local, mean, factor, sums, covariance)
     third = None
-    if beyond is not None and factor.shape[-1] > layout.rank:
-        third = beyond(layout, factor, sums, local, covariance, rule.windows >= 0)
+    if skewed and factor.shape[-1] > layout.rank:
+        third = third_order(layout, factor, sums, local, covariance, rule.windows >= 0)
         local = rule.local(mean, covariance, third.cumulants)._replace(curvature=local.curvature)
         layer = layer._replace(gain=local.gain)
     output = _output_factor(layout, local, factor, sums, layer, third, place)

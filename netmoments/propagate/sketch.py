@@ -13,16 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from netmoments.checks import random_seed
 from netmoments.covariances import Covariance
-from netmoments.gaussian import random_seed
 from netmoments.memory import elements_together, memory_limit
 from netmoments.precision import full_precision
 from netmoments.progress import Show, progress_bar
 from netmoments.propagate.plan import Plan
 from netmoments.propagate.replay import REPLAYED_BYTES, replayed
 from netmoments.relu.triton.launch import MOST_IMAGES
-from netmoments.rules.base import SketchedLayer
-from netmoments.rules.sampled import LEAST_SAMPLES, QuadraticForms, paired, remainder_covariance
+from netmoments.rules.base import LEAST_SAMPLES, QuadraticForms, SketchedLayer, paired, remainder_covariance
 
 PROBES = 64
 """Probes of each image, by default."""
@@ -176,8 +175,7 @@ def _backward(
     # what has no formula has no quadratic part of its own to set against the others'
     with_forms = probes >= LEAST_SAMPLES and plan.has_formulas
     total = None
-    chosen = like.new_zeros(*outputs.shape, plan.last.size).scatter_(-1, outputs.unsqueeze(-1), 1.0)
-    weights = plan.last.pull_back(chosen)
+    weights = plan.score_weights(outputs, like)
     for place in reversed(range(len(layers))):
         show(2 * len(layers) - 1 - place)
         stage, layer = plan.stages[place], layers[place]

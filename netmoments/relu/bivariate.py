@@ -42,8 +42,11 @@ from netmoments.relu.quadrature_rules import (
     SeriesRule,
 )
 
+TERM_COST = 0.08
+"""The cost of a term of the series for a block of pairs, in units of the cost of one node for it: two passes over the
+block instead of twelve and an exponential."""
 GEOMETRY_COST = 1.5
-"""The cost of what comes before the first node of a block, in units of the cost of one node for the block."""
+"""The cost of what comes before the first node of a block, in the same unit."""
 SEARCH_COST = 0.5
 """The cost of looking for the pairs of a block that need a better rule, in the same unit."""
 EXCEPTION_COST = 250_000
@@ -79,8 +82,8 @@ def nonlinear_part(
     scratch = scratch or _fresh_scratch(h, k, rho)
     rules, series_rules = NONLINEAR_RULES[rho.dtype], SERIES_RULES[rho.dtype]
     if series is None:
-        return _by_correlation(_nonlinear_by_nodes, rules, (), h, k, rho, scratch)
-    evaluate = _nodes_or_series(_nonlinear_by_nodes, nonlinear_series, series)
+        return _by_correlation(nonlinear_part_by, rules, (), h, k, rho, scratch)
+    evaluate = _nodes_or_series(nonlinear_part_by, nonlinear_series, series)
     return _by_correlation(evaluate, rules, series_rules, h, k, rho, scratch)
 
 
@@ -91,19 +94,9 @@ def orthant_excess(
     scratch = scratch or _fresh_scratch(h, k, rho)
     rules, series_rules = RULES[rho.dtype], EXCESS_SERIES_RULES[rho.dtype]
     if series is None:
-        return _by_correlation(_excess_by_nodes, rules, (), h, k, rho, scratch)
-    evaluate = _nodes_or_series(_excess_by_nodes, excess_series, series)
+        return _by_correlation(orthant_excess_by, rules, (), h, k, rho, scratch)
+    evaluate = _nodes_or_series(orthant_excess_by, excess_series, series)
     return _by_correlation(evaluate, rules, series_rules, h, k, rho, scratch)
-
-
-def nonlinear_part_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
-    """J with one rule for every pair, whatever its correlation: to study rules."""
-    return _nonlinear_by_nodes(rule, h, k, rho, _fresh_scratch(h, k, rho))
-
-
-def orthant_excess_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
-    """D with one rule for every pair (Owen's T if its limit is 1): to study rules."""
-    return _excess_by_nodes(rule, h, k, rho, _fresh_scratch(h, k, rho))
 
 
 class Units(NamedTuple):
@@ -197,7 +190,7 @@ def nonlinear_matrix(units: Units, covariance: Tensor) -> Tensor:
     for rule in NONLINEAR_RULES[rho.dtype]:
         if largest <= rule.limit:
             scratch = Scratch(rho.dtype, rho.device, max(len(h), len(rho)) * h.shape[1] ** 2)
-            value = _nonlinear_by_nodes(rule, h.unsqueeze(-1), h.unsqueeze(-2), rho, scratch)
+            value = nonlinear_part_by(rule, h.unsqueeze(-1), h.unsqueeze(-2), rho, scratch)
             lower = value.mul_(s.unsqueeze(-1)).mul_(s.unsqueeze(-2)).tril_(-1)
             return lower + lower.mT  # symmetric to the bit, which two roundings of one pair are not
     raise no_correlations(largest, rho.dtype)
@@ -325,8 +318,12 @@ class _Nodes:
         return torch.add(self._one, self._at.square, alpha=-u, out=self._factor)
 
 
-def _nonlinear_by_nodes(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
-    """J = 2T²/(π(1+T²)) Σ w(1−u) (1−Tτ)/(1+τ²)² exp(…), as ρ − r = 2(T−τ)(1−Tτ)/((1+T²)(1+τ²))."""
+def nonlinear_part_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """J with one rule for every pair, 2T²/(π(1+T²)) Σ w(1−u) (1−Tτ)/(1+τ²)² exp(…).
+
+    This is as ρ − r = 2(T−τ)(1−Tτ)/((1+T²)(1+τ²)).
+    """
+    scratch = scratch or _fresh_scratch(h, k, rho)
     at = _geometry(h, k, rho, scratch)
     if len(rule.nodes) * at.both.numel() <= FEW_EXPONENTIALS:
         nodes = _all_nodes(rule, at)
@@ -341,8 +338,9 @@ def _nonlinear_by_nodes(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: 
     return total.mul_((at.square / (1 + at.square)).mul_(2 / math.pi))
 
 
-def _excess_by_nodes(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch) -> Tensor:
-    """D = T/π Σ w/(1+τ²) exp(…), or from Owen's T by the rule whose limit is 1."""
+def orthant_excess_by(rule: Rule, h: Tensor, k: Tensor, rho: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """D with one rule for every pair, T/π Σ w/(1+τ²) exp(…), or from Owen's T if the rule's limit is 1."""
+    scratch = scratch or _fresh_scratch(h, k, rho)
     if rule.limit == 1.0:
         return excess_by_owen(h, k, rho, scratch)
     at = _geometry(h, k, rho, scratch)
@@ -424,7 +422,7 @@ def _cheapest_base(
     rules: tuple[Rule, ...], series_rules: tuple[SeriesRule, ...], rho: Tensor, largest: float
 ) -> Rule | SeriesRule:
     """The rule for the whole block that costs least, if pairs beyond its limit then get the last of `rules` too."""
-    apart, exception = SEARCH_COST + EXCEPTION_COST / rho.numel(), rules[-1].cost + GATHER_COST
+    apart, exception = SEARCH_COST + EXCEPTION_COST / rho.numel(), len(rules[-1].nodes) + GATHER_COST
     candidates: tuple[Rule | SeriesRule, ...] = (*series_rules, *rules)
     enough = min((rule for rule in candidates if largest <= rule.limit), key=_block_cost)
     if _block_cost(enough) <= apart:
@@ -441,7 +439,7 @@ def _cheapest_base(
 
 def _block_cost(rule: Rule | SeriesRule) -> float:
     """The cost of a rule for a block, in nodes."""
-    return rule.cost + (GEOMETRY_COST if isinstance(rule, Rule) else 0)
+    return TERM_COST * rule.terms if isinstance(rule, SeriesRule) else len(rule.nodes) + GEOMETRY_COST
 
 
 class SeriesFactors:

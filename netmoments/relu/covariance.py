@@ -12,12 +12,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from netmoments.checks import describe, require_broadcastable, require_float_tensors
 from netmoments.memory import scratch_budget
 from netmoments.normal import distribution, standard_deviation, standardize
-from netmoments.precision import full_precision, matmul, row_products
+from netmoments.precision import full_precision
 from netmoments.relu.bivariate import (
     SMALL_LAYER,
     Scratch,
@@ -33,10 +32,12 @@ from netmoments.relu.bivariate import (
     units_of,
 )
 from netmoments.relu.marginal import variance_of, variance_slopes
-from netmoments.relu.quadratic_form import flatten_batch, unflatten_batch
+from netmoments.relu.quadratic_form import flatten_batch
 from netmoments.relu.tiles import (
     TEMPORARIES,
+    GradientOfImages,
     GradientOfTile,
+    OfImages,
     Tile,
     UnitGradients,
     chunks,
@@ -45,19 +46,14 @@ from netmoments.relu.tiles import (
     height_root,
     images_of,
     nonlinear_covariance,
-    refuse_forward_mode,
-    refuse_second_derivative,
     tail_excess,
     tail_gradient,
     tail_nonlinear_part,
     tile_elements,
     tile_gradient,
     triangle,
-    vmap_forward,
-    vmap_gradient,
 )
 from netmoments.relu.triton import launch as fused
-from netmoments.relu.triton import quadratic_form as fused_form
 from netmoments.relu.triton.launch import covariance_gradient
 
 
@@ -109,40 +105,6 @@ def orthant_probability(mean: Tensor, covariance: Tensor) -> Tensor:
     return _OrthantProbability.apply(*flat, scratch_budget(mean.device, None)).reshape(*batch, *covariance.shape[-2:])
 
 
-def layer_form(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
-    """B K Bᵀ, (..., d, d), for K = Cov(relu z), z ~ N(mean, covariance), and weights B (..., d, p).
-
-    On a GPU with Triton nothing of the size of K is ever stored, but for the gradient in the covariance, if that is
-    wanted. Elsewhere this is `layer_covariance` and two products.
-    """
-    if fused.available(mean):
-        return _layer_form(mean, covariance, weights, diagonal=False)
-    form = matmul(weights, matmul(_checked_layer_covariance(mean, covariance), weights.mT))
-    return 0.5 * (form + form.mT)
-
-
-def layer_form_diagonal(mean: Tensor, covariance: Tensor, weights: Tensor) -> Tensor:
-    """The diagonal of `layer_form`, (..., d): the variances of B relu(z)."""
-    if fused.available(mean):
-        return _layer_form(mean, covariance, weights, diagonal=True)
-    return row_products(matmul(weights, _checked_layer_covariance(mean, covariance)), weights)
-
-
-def _checked_layer_covariance(mean: Tensor, covariance: Tensor) -> Tensor:
-    """`layer_covariance` with checked shapes and any batch dimensions."""
-    batch = _layer_batch("layer_form", mean, covariance)
-    result = _ReluCovariance.apply(*flat_layer(mean, covariance, batch), None, False)
-    return result.reshape(*batch, *covariance.shape[-2:])
-
-
-def _layer_form(mean: Tensor, covariance: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
-    """The form, or its diagonal, by the kernels on a GPU."""
-    batch = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2], weights.shape[:-2])
-    inputs = (*flat_layer(mean, covariance, batch), flatten_batch(weights, batch, 2))
-    form = fused_form.LayerForm.apply(*inputs, diagonal)
-    return unflatten_batch(form if diagonal else 0.5 * (form + form.mT), batch)
-
-
 def layer_covariance(mean: Tensor, covariance: Tensor) -> Tensor:
     """`relu_covariance` for means (N, p) and covariances (N, p, p), which are not checked.
 
@@ -170,7 +132,7 @@ def _layer_batch(caller: str, mean: Tensor, covariance: Tensor) -> torch.Size:
     return require_broadcastable(caller, mean=mean.shape[:-1], covariance=covariance.shape[:-2])
 
 
-class _ReluCovariance(Function):
+class _ReluCovariance(OfImages):
     """(mean, variance, covariance) → the layer's covariance, (images, units, units).
 
     Dimension 0 is images, N or 1 (shared). The separable part SᵢⱼΦᵢΦⱼ is computed for all pairs, the nonlinear part is
@@ -204,16 +166,8 @@ class _ReluCovariance(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (*_ReluCovarianceGradient.apply(grad, *ctx.saved_tensors, ctx.memory_budget), None, None)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return vmap_forward(_ReluCovariance, info.batch_size, in_dims, inputs)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        refuse_forward_mode()
-
-
-class _ReluCovarianceGradient(Function):
+class _ReluCovarianceGradient(GradientOfImages):
     """The vector–Jacobian product of `_ReluCovariance` in closed form; nothing is kept from the forward pass."""
 
     @staticmethod
@@ -230,18 +184,6 @@ class _ReluCovarianceGradient(Function):
             for result, part in zip(results, accurate, strict=True):
                 result[deep] = part.to(result.dtype)
         return tuple(result.sum_to_size(x.shape) for result, x in zip(results, inputs, strict=True))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        refuse_second_derivative()
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        return vmap_gradient(_ReluCovarianceGradient, info.batch_size, in_dims, inputs)
 
 
 MIRROR_BLOCK = 128
@@ -338,7 +280,7 @@ def _fused_gradients(
     return by_mean, by_variance, by_covariance
 
 
-class _OrthantProbability(Function):
+class _OrthantProbability(OfImages):
     """(mean, variance, covariance) → P(zᵢ > 0, zⱼ > 0), (images, units, units)."""
 
     @staticmethod
@@ -361,14 +303,12 @@ class _OrthantProbability(Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> NoReturn:
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
         raise RuntimeError(
             "orthant_probability has no derivatives; detach its inputs, or differentiate relu_covariance"
         )
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return vmap_forward(_OrthantProbability, info.batch_size, in_dims, inputs)
+    jvp = backward
 
 
 def _separable_gradients(

@@ -8,11 +8,10 @@ Triton the kernels of `triton.quadratic_form` do the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from netmoments.memory import scratch_budget
 from netmoments.normal import standard_deviation, standardize
@@ -30,21 +29,19 @@ from netmoments.relu.bivariate import (
 )
 from netmoments.relu.tiles import (
     Chunk,
+    GradientOfImages,
     GradientOfTile,
+    OfImages,
     Tile,
     UnitGradients,
     chunks,
     images_of,
     nonlinear_covariance,
-    refuse_forward_mode,
-    refuse_second_derivative,
     tail_covariance,
     tail_gradient,
     tile_elements,
     tile_gradient,
     triangle,
-    vmap_forward,
-    vmap_gradient,
 )
 from netmoments.relu.triton import launch as fused
 from netmoments.relu.triton import quadratic_form as fused_form
@@ -208,7 +205,7 @@ def _form(
     return result
 
 
-class _PairsForm(Function):
+class _PairsForm(OfImages):
     """`pairs_form` or its diagonal, with the gradient of `_PairsFormGradient`."""
 
     @staticmethod
@@ -247,14 +244,6 @@ class _PairsForm(Function):
         gradients = _PairsFormGradient.apply(grad, *ctx.saved_tensors, ctx.needs_input_grad[4], ctx.memory_budget)
         return (*gradients, None, None)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return vmap_forward(_PairsForm, info.batch_size, in_dims, inputs)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        refuse_forward_mode()
-
 
 def _form_gradients(
     route: _Route,
@@ -289,7 +278,7 @@ def _form_gradients(
     return (*results[:4], results[4].mT.contiguous())
 
 
-class _PairsFormGradient(Function):
+class _PairsFormGradient(GradientOfImages):
     """The vector–Jacobian product of `_PairsForm`, for an upstream gradient G of the form or of its diagonal.
 
     The pair (i, j) has the weight bᵢᵀ(G + Gᵀ)bⱼ, with b the columns of B. The gradient in B is (G + Gᵀ) B N; it is
@@ -326,18 +315,6 @@ class _PairsFormGradient(Function):
                 else:
                     result[deep] += part.to(result.dtype)
         return results
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        refuse_second_derivative()
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        return vmap_gradient(_PairsFormGradient, info.batch_size, in_dims, inputs)
 
 
 def _times_symmetric(matrix: Tensor, grad: Tensor) -> Tensor:

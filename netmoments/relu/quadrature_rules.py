@@ -72,11 +72,6 @@ class Rule:
     limit: float
     nodes: tuple[tuple[float, float, float], ...]
 
-    @property
-    def cost(self) -> int:
-        """The cost for a block of pairs, in nodes."""
-        return len(self.nodes)
-
 
 @dataclass(frozen=True)
 class SeriesRule:
@@ -84,11 +79,6 @@ class SeriesRule:
 
     limit: float
     terms: int
-
-    @property
-    def cost(self) -> float:
-        """The cost for a block of pairs, in nodes: a term is two passes over it, a node twelve and an exponential."""
-        return 0.08 * self.terms
 
 
 def plain(count: int, limit: float) -> Rule:

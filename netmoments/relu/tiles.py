@@ -11,7 +11,8 @@ Two families of functions compute it. `nonlinear_covariance` and `tile_gradient`
 error is absolute, in units of s₁s₂. That is enough if some unit that matters is open now and then. In a *deep* layer
 none is, and the covariances are smaller than that error: the `tail_…` functions compute the same integrals to relative
 accuracy. Further down are the helpers of whoever works through a layer: `Chunk` and `triangle` divide it into tiles,
-`UnitGradients` adds up derivatives, and `vmap_forward` and `vmap_gradient` make it work under `torch.func.vmap`.
+`UnitGradients` adds up derivatives, and `OfImages` and `GradientOfImages` are what the autograd functions have in
+common.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from netmoments.normal import density, distribution, gauss_legendre
 from netmoments.relu.bivariate import (
@@ -443,48 +445,63 @@ class UnitGradients:
         self.by_variance[:, tile.columns] += slopes.by_column_variance
 
 
-def refuse_second_derivative() -> NoReturn:
-    raise RuntimeError(
-        "second derivatives of the exact ReLU covariance are not available: differentiate it once only, "
-        "or differentiate an output mean, which has all derivatives"
-    )
-
-
-def refuse_forward_mode() -> NoReturn:
-    raise RuntimeError(
-        "forward-mode derivatives (torch.func.jvp, jacfwd) of the exact ReLU covariance are not available: "
-        "use reverse mode (backward, torch.func.grad, vjp or jacrev)"
-    )
-
-
 Dims = tuple[int | None, ...]
 """The vmapped dimension of each input, None for an input that is not vmapped."""
 
 
-def vmap_forward(function: Any, size: int, in_dims: Dims, inputs: tuple[Any, ...]) -> tuple[Tensor, int]:
-    """Run `function` once with the vmapped dimension folded into the images; shared inputs stay shared."""
-    images = _images(in_dims, inputs)
-    folded = [
-        x if d is None and (not isinstance(x, Tensor) or x.shape[0] == 1) else _fold(x, d, size, images)
-        for x, d in zip(inputs, in_dims, strict=True)
-    ]
-    return function.apply(*folded).unflatten(0, (size, images)), 0
+class OfImages(Function):
+    """A function of tensors whose dimension 0 is images, N or 1 (shared), with derivatives in reverse mode only."""
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Dims, *inputs: Any) -> tuple[Tensor, int]:
+        """Run once with the vmapped dimension folded into the images; shared inputs stay shared."""
+        size, images = info.batch_size, _images(in_dims, inputs)
+        folded = [
+            x if d is None and (not isinstance(x, Tensor) or x.shape[0] == 1) else _fold(x, d, size, images)
+            for x, d in zip(inputs, in_dims, strict=True)
+        ]
+        return cls.apply(*folded).unflatten(0, (size, images)), 0
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise RuntimeError(
+            "forward-mode derivatives (torch.func.jvp, jacfwd) of the exact ReLU covariance are not available: "
+            "use reverse mode (backward, torch.func.grad, vjp or jacrev)"
+        )
 
 
-def vmap_gradient(function: Any, size: int, in_dims: Dims, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-    """`vmap_forward` for a gradient `function(grad, *tensors, *options)`, one result for each of the first tensors.
+class GradientOfImages(Function):
+    """A gradient as a function (grad, *tensors, *options), one result for each of the first tensors."""
 
-    Every vmapped call needs gradients of its own, so inside no input stays shared; the gradient of an input that images
-    share is summed over them afterwards.
-    """
-    images = _images(in_dims, inputs)
-    folded = [_fold(x, d, size, images) if isinstance(x, Tensor) else x for x, d in zip(inputs, in_dims, strict=True)]
-    outputs = tuple(value.unflatten(0, (size, images)) for value in function.apply(*folded))
-    own_images = [_own_images(x, d) for x, d in zip(inputs, in_dims, strict=True) if isinstance(x, Tensor)][1:]
-    reduced = tuple(
-        value.sum(1, keepdim=True) if own < images else value for value, own in zip(outputs, own_images, strict=False)
-    )
-    return reduced, (0,) * len(reduced)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "second derivatives of the exact ReLU covariance are not available: differentiate it once only, "
+            "or differentiate an output mean, which has all derivatives"
+        )
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Dims, *inputs: Any) -> tuple[Any, Any]:
+        """Run once with the vmapped dimension folded into the images.
+
+        Every vmapped call needs gradients of its own, so inside no input stays shared; the gradient of an input that
+        images share is summed over them afterwards.
+        """
+        size, images = info.batch_size, _images(in_dims, inputs)
+        folded = [
+            _fold(x, d, size, images) if isinstance(x, Tensor) else x for x, d in zip(inputs, in_dims, strict=True)
+        ]
+        outputs = tuple(value.unflatten(0, (size, images)) for value in cls.apply(*folded))
+        own_images = [_own_images(x, d) for x, d in zip(inputs, in_dims, strict=True) if isinstance(x, Tensor)][1:]
+        reduced = tuple(
+            value.sum(1, keepdim=True) if own < images else value
+            for value, own in zip(outputs, own_images, strict=False)
+        )
+        return reduced, (0,) * len(reduced)
 
 
 def _own_images(tensor: Tensor, dim: int | None) -> int:

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from netmoments.attacks.sparse_smooth import SparseSmooth
+from netmoments.checks import random_seed
 from netmoments.data.images import LabelledImages
 from netmoments.flips.flip_probability import FlipGoal, entries_found
 from netmoments.flips.noisy_network import Clock
 from netmoments.flips.result import shares_interval
 from netmoments.flips.search import nearest_flip
 from netmoments.flips.survey import Survey, SurveyGoal, expected_share_error, surveyed
-from netmoments.gaussian import Gaussian, random_seed
+from netmoments.gaussian import Gaussian
 from netmoments.moments.output_moments import output_moments
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.precision import full_precision

@@ -1,12 +1,18 @@
 """Rules for nonlinear layers: those that come with the library, and what users need to write their own."""
 
-from netmoments.rules.base import Local, Nonlinearity, OneInput, PowerMoments, SketchedLayer, ThirdCumulants
+from netmoments.rules.base import (
+    Local,
+    Nonlinearity,
+    OneInput,
+    PowerMoments,
+    SketchedLayer,
+    ThirdCumulants,
+    UnitMoments,
+)
 from netmoments.rules.composed import OfWindows, SumOfProducts
 from netmoments.rules.maximum import Largest
-from netmoments.rules.piecewise_linear import PiecewiseLinear
+from netmoments.rules.one_number import Elementwise, PiecewiseLinear
 from netmoments.rules.registry import affine, elementwise, register_rule
-from netmoments.rules.sampled import UnitMoments
-from netmoments.rules.smooth import Elementwise
 
 __all__ = [
     "Elementwise",

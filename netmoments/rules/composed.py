@@ -20,9 +20,16 @@ from netmoments.covariances import cholesky_root
 from netmoments.memory import elements_together
 from netmoments.normal import standard_deviation
 from netmoments.precision import value_and_slope
-from netmoments.rules.base import Local, Nonlinearity, OneInput, PowerMoments, ThirdCumulants
-from netmoments.rules.sampled import UnitMoments, normal_points
-from netmoments.rules.smooth import Elementwise
+from netmoments.rules.base import (
+    Local,
+    Nonlinearity,
+    OneInput,
+    PowerMoments,
+    ThirdCumulants,
+    UnitMoments,
+    normal_points,
+)
+from netmoments.rules.one_number import Elementwise
 
 FEWEST_POINTS, MOST_POINTS = 512, 8192
 """Bounds on the quasi-random points of a row or window; a sketch takes the fewest."""
@@ -74,9 +81,6 @@ class Squared(OneInput):
             fourth=3 * n**2 + 90 * n * v + 105 * v**2,
         )  # fmt: skip
 
-    def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
-        return _local_of_images(self, mean, covariance)
-
 
 @dataclass(frozen=True, eq=False)
 class SumOfProducts(Nonlinearity):
@@ -115,9 +119,6 @@ class SumOfProducts(Nonlinearity):
             variance = (variance + (skew * slope).sum(-1)).clamp(min=0)
         swap = torch.eye(2 * d, dtype=mean.dtype, device=mean.device).roll(d, 0)
         return Local(self._shifted(expected), variance, gain, swap.expand(covariance.shape))
-
-    def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
-        return _local_of_images(self, mean, covariance)
 
     def _shifted(self, y: Tensor) -> Tensor:
         return y if self.offset is None else y + self.offset
@@ -269,7 +270,7 @@ class OfRows(Nonlinearity):
         return expected, variance, self.slopes(z, position)
 
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
-        return _local_of_images(replace(self, points=FEWEST_POINTS), mean, covariance)
+        return Nonlinearity.sketch_moments(replace(self, points=FEWEST_POINTS), mean, covariance, probes)
 
 
 class Softmax(OfRows):
@@ -391,7 +392,7 @@ class OfWindows(Nonlinearity):
         return expected, variance, slope.mean(-2), 0.5 * (bend + bend.mT)
 
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
-        return _local_of_images(replace(self, points=FEWEST_POINTS), mean, covariance)
+        return Nonlinearity.sketch_moments(replace(self, points=FEWEST_POINTS), mean, covariance, probes)
 
 
 class LogSumExp(OfWindows):
@@ -465,9 +466,3 @@ def _products(first: Tensor, second: Tensor) -> Tensor:
 def _triple_products(c: Tensor, weight: Tensor | float) -> Tensor:
     """E[weight cᵢcₐc_b] from points (m, P, w): (m, w, w, w)."""
     return torch.stack([_products(c * c_i.unsqueeze(-1) * weight, c) for c_i in c.unbind(-1)], -3)
-
-
-def _local_of_images(rule: Nonlinearity, mean: Tensor, covariance: Tensor) -> UnitMoments:
-    """The moments for a sketch, from one call of `local` for all images."""
-    expected, _, gain, curvature = rule.local(rule.gathered(mean), covariance)
-    return UnitMoments(expected, gain.detach(), curvature.detach())

@@ -19,10 +19,12 @@ from netmoments.covariances import cholesky_root
 from netmoments.memory import elements_together
 from netmoments.normal import density, distribution
 from netmoments.rules import sketch_launch
-from netmoments.rules.base import Local, Nonlinearity, SketchedLayer, ThirdCumulants
-from netmoments.rules.maximum_lines import SIZES, largest_of_contenders
-from netmoments.rules.sampled import (
+from netmoments.rules.base import (
+    Local,
+    Nonlinearity,
     SampledUnits,
+    SketchedLayer,
+    ThirdCumulants,
     UnitMoments,
     joined,
     laid_out,
@@ -30,6 +32,7 @@ from netmoments.rules.sampled import (
     sample_covariance,
     windows_in_parts,
 )
+from netmoments.rules.maximum_lines import SIZES, largest_of_contenders
 
 FEWEST_POINTS, MOST_POINTS = 512, 4096
 """Bounds on the quasi-random points of a window: the fewer windows a layer has, the less their errors average out.

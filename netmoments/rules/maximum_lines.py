@@ -18,7 +18,7 @@ from torch import Tensor
 
 from netmoments.covariances import FLOOR
 from netmoments.memory import elements_together
-from netmoments.rules.sampled import joined
+from netmoments.rules.base import joined
 
 CHANCE = 3.5
 """An input so many standard deviations behind the leading one is left out: it would be the largest once in 4,000."""

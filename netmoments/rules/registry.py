@@ -21,8 +21,7 @@ from netmoments.network.graph import Node, family, shape_of
 from netmoments.rules.base import Nonlinearity
 from netmoments.rules.composed import LogSumExp, NormalisedRows, OneSigned, PowerSum, Softmax, Squared, SumOfProducts
 from netmoments.rules.maximum import Largest
-from netmoments.rules.piecewise_linear import PiecewiseLinear, between, one_kink, relu
-from netmoments.rules.smooth import Elementwise
+from netmoments.rules.one_number import Elementwise, PiecewiseLinear, between, one_kink, relu
 
 
 def pooling_windows(

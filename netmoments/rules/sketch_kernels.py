@@ -1,7 +1,7 @@
 """Triton kernels for a layer of a sketch: values at samples, covariances of windows, moments, quadratic forms.
 
 Samples (images, K, p) are not copied into windows; a window's inputs are looked up by their places. The plain versions
-in `piecewise_linear`, `maximum_lines` and `sampled` define what these kernels compute. Without Triton this module can
+in `one_number`, `maximum_lines` and `base` define what these kernels compute. Without Triton this module can
 be imported, but not used.
 """
 
@@ -104,7 +104,7 @@ def power_moments_kernel(
     row, units, mean_by_image, mean_by_unit, variance_by_image, variance_by_unit,
     KINKS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """`piecewise_linear.PiecewiseLinear.power_moments` in float64, for sorted kinks.
+    """`one_number.PiecewiseLinear.power_moments` in float64, for sorted kinks.
 
     `found` gets f(m) and then the moments in the order of `PowerMoments`, each as a row of images × units numbers.
     """

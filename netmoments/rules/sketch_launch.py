@@ -6,6 +6,7 @@ units that need it. The kernels work on all units, since picking would make the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,9 +17,8 @@ from netmoments.covariances import FLOOR
 from netmoments.precision import matmul
 from netmoments.relu.triton.launch import available as kernels_available
 from netmoments.rules import sketch_kernels as kernels
-from netmoments.rules.base import PowerMoments
+from netmoments.rules.base import PowerMoments, QuadraticForms, UnitMoments, paired
 from netmoments.rules.maximum_lines import average_radius, direction_sets, frames_for
-from netmoments.rules.sampled import QuadraticForms, UnitMoments, paired
 
 MOST_SAMPLES = 128
 """The most samples of an image with which the kernels are used."""
@@ -42,19 +42,27 @@ def available(samples: Tensor, *others: Tensor) -> bool:
     return not differentiated and samples.shape[1] <= MOST_SAMPLES and kernels_available(samples)
 
 
-@dataclass(frozen=True, eq=False)
-class _SingleInputs:
-    """The quadratic forms of units with one input each, as a function of scores' weights."""
-
-    samples: Tensor
-    """Samples of the layer's input, (N, K, n)."""
-    curvature: Tensor
-    """(N, n, 1, 1)."""
+class _Forms(ABC):
+    """The quadratic forms of a layer's units, as a function of scores' weights."""
 
     def __call__(self, weights: Tensor) -> QuadraticForms:
         """Σ_u a_iu z_uᵀ H_u z_u' for weights a on all units of the layer, (N, r, n)."""
         with torch.cuda.device_of(weights):
             return self._forms(weights.contiguous())
+
+    @abstractmethod
+    def _forms(self, weights: Tensor) -> QuadraticForms:
+        """The same from contiguous weights, on the device that is current."""
+
+
+@dataclass(frozen=True, eq=False)
+class _SingleInputs(_Forms):
+    """Those of units with one input each."""
+
+    samples: Tensor
+    """Samples of the layer's input, (N, K, n)."""
+    curvature: Tensor
+    """(N, n, 1, 1)."""
 
     def _forms(self, weights: Tensor) -> QuadraticForms:
         images, count, units = self.samples.shape
@@ -71,8 +79,8 @@ class _SingleInputs:
 
 
 @dataclass(frozen=True, eq=False)
-class _WindowInputs:
-    """The quadratic forms of units with windows, as a function of scores' weights."""
+class _WindowInputs(_Forms):
+    """Those of units with windows."""
 
     places: Tensor
     """The windows, (n, w), −1 for no input."""
@@ -80,11 +88,6 @@ class _WindowInputs:
     """Samples of the layer's input, (N, p, K)."""
     curvature: Tensor
     """(N, n, w, w)."""
-
-    def __call__(self, weights: Tensor) -> QuadraticForms:
-        """Σ_u a_iu z_uᵀ H_u z_u' for weights a on all units of the layer, (N, r, n)."""
-        with torch.cuda.device_of(weights):
-            return self._forms(weights.contiguous())
 
     def _forms(self, weights: Tensor) -> QuadraticForms:
         images, inputs, count = self.columns.shape
@@ -148,7 +151,7 @@ def single_inputs(
 
 
 def power_moments(parts: tuple[Tensor, Tensor, Tensor, Tensor], mean: Tensor, variance: Tensor) -> PowerMoments:
-    """The power moments of such units with few sorted kinks (`piecewise_linear.MOST_KINKS`), from moments (N, n)."""
+    """The power moments of such units with few sorted kinks (`one_number.MOST_KINKS`), from moments (N, n)."""
     images, units = mean.shape
     moments = mean.new_empty(MOMENTS, images, units)
     with torch.cuda.device_of(mean):

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.gaussian import Gaussian, random_seed
+from netmoments.checks import random_seed
+from netmoments.gaussian import Gaussian
 from netmoments.memory import elements_together, inputs_together
 from netmoments.network.model import NetworkModel
 from netmoments.precision import full_precision

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -430,14 +430,11 @@ def foldable(twin: nn.Module, image: Tensor) -> list[tuple[nn.Module, nn.Module]
     candidates = [module for module in twin.modules() if _may_fold(module)]
     layers = [module for module in candidates if type(module) not in _NORMS]
     consumers.modules = {id(weight): set() for layer in layers for weight in layer.parameters(recurse=False)}
-    handles = [module.register_forward_hook(after) for module in candidates]
-    handles += [module.register_forward_pre_hook(before) for module in candidates]
-    try:
-        with consumers:
-            twin(torch.cat([image, another_image(image)]))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, consumers:
+        for module in candidates:
+            hooks.enter_context(module.register_forward_hook(after))
+            hooks.enter_context(module.register_forward_pre_hook(before))
+        twin(torch.cat([image, another_image(image)]))
     pairs: list[tuple[nn.Module, nn.Module]] = []
     for layer, output in outputs:
         norm, *others = consumers.modules[id(output)] or [None]
@@ -456,13 +453,10 @@ def rectified(twin: nn.Module, image: Tensor) -> list[nn.Conv2d]:
         consumers.modules[id(output)] = set()
 
     layers = [module for module in twin.modules() if _may_rectify(module)]
-    handles = [layer.register_forward_hook(after) for layer in layers]
-    try:
-        with consumers:
-            twin(image.clone())
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, consumers:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(after))
+        twin(image.clone())
     aten = torch.ops.aten
     suitable = {layer for layer, _ in outputs}
     for layer, output in outputs:

@@ -12,6 +12,7 @@ from torch import Tensor
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import (
     describe,
+    random_seed,
     require_broadcastable,
     require_count,
     require_finite,
@@ -19,7 +20,7 @@ from netmoments.checks import (
     require_float_tensors,
     require_seed,
 )
-from netmoments.gaussian import Gaussian, random_seed
+from netmoments.gaussian import Gaussian
 from netmoments.memory import piece_bytes
 from netmoments.precision import full_precision
 from netmoments.progress import progress_bar
@@ -52,7 +53,7 @@ class MomentSums:
     """The sums of powers of a random vector from which its covariance and that covariance's standard error follow.
 
     They are Σδᵢ, Σδᵢδⱼ, Σδᵢ²δⱼ and Σδᵢ²δⱼ² in float64, with δ = y − x̄ for a shift x̄ near the mean, and may have
-    leading batch dimensions. `about` moves them to another shift, and so to the mean itself.
+    leading batch dimensions. `about` gives those of even powers about another point, such as the mean itself.
     """
 
     def __init__(self, shift: Tensor) -> None:
@@ -72,25 +73,16 @@ class MomentSums:
         self.third += square.mT @ delta
         self.fourth += square.mT @ square
 
-    def about(self, shift: Tensor) -> MomentSums:
-        """The same sums about another point: δ' = δ − a, expanded."""
-        a = shift - self.shift
+    def about(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Σδᵢδⱼ and Σδᵢ²δⱼ² about another point: δ' = δ − a, expanded."""
+        a = point - self.shift
         row, column = a.unsqueeze(-1), a.unsqueeze(-2)
         first_row, first_column = self.first.unsqueeze(-1), self.first.unsqueeze(-2)
         n = self.count
         squares = self.second.diagonal(dim1=-2, dim2=-1)
         square_row, square_column = squares.unsqueeze(-1), squares.unsqueeze(-2)
-        moved = MomentSums(shift)
-        moved.count = n
-        moved.first = self.first - n * a
-        moved.second = self.second - row * first_column - first_row * column + n * row * column
-        moved.third = (
-            self.third
-            - 2 * row * self.second
-            + row**2 * first_column
-            - column * (square_row - 2 * row * first_row + n * row**2)
-        )
-        moved.fourth = (
+        second = self.second - row * first_column - first_row * column + n * row * column
+        fourth = (
             self.fourth
             - 2 * column * self.third
             - 2 * row * self.third.mT
@@ -101,7 +93,7 @@ class MomentSums:
             - 2 * column * row**2 * first_column
             + n * row**2 * column**2
         )
-        return moved
+        return second, fourth
 
     def moments(self, output_shape: torch.Size) -> SampledMoments:
         """Unbiased estimates and their standard errors: sampling variances of k-statistics (Kendall and Stuart).
@@ -109,16 +101,17 @@ class MomentSums:
         Var(sᵢⱼ) = m₂₂/n − (n−2)/(n(n−1)) cᵢⱼ² + cᵢᵢcⱼⱼ/(n(n−1)) with m₂₂ = E[δᵢ²δⱼ²] about the mean.
         """
         n = self.count
-        central = self.about(self.shift + self.first / n)
-        covariance = central.second / (n - 1)
+        mean = self.shift + self.first / n
+        second, fourth = self.about(mean)
+        covariance = second / (n - 1)
         covariance = 0.5 * (covariance + covariance.mT)
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         product = variance.unsqueeze(-1) * variance.unsqueeze(-2)
-        spread = central.fourth / n - (n - 2) / (n - 1) * covariance**2 + product / (n - 1)
+        spread = fourth / n - (n - 2) / (n - 1) * covariance**2 + product / (n - 1)
         covariance_error = (spread / n).clamp(min=0).sqrt()
         shape = (*self.shift.shape[:-1], *output_shape)
         return SampledMoments(
-            mean=central.shift.reshape(shape),
+            mean=mean.reshape(shape),
             variance=variance.reshape(shape),
             covariance=covariance,
             mean_standard_error=(variance / n).sqrt().reshape(shape),

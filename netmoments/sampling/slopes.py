@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from netmoments.checks import random_seed
 from netmoments.covariances import Covariance
-from netmoments.gaussian import Gaussian, random_seed
+from netmoments.gaussian import Gaussian
 from netmoments.memory import elements_together
 from netmoments.network.model import NetworkModel
 from netmoments.sampling.fast_network import FastNetwork

@@ -19,8 +19,8 @@ from PIL import Image
 
 from netmoments import files
 from netmoments.data import formats, images
+from netmoments.data.datasets import load
 from netmoments.data.formats import read_idx
-from netmoments.data.loading import load
 from tests.data.files import HEADER, TWO, claiming_npz, idx_bytes, save_picture
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from netmoments.propagate.cumulants import Cumulants
 from netmoments.propagate.squares import DenseJoint, through_layer
-from netmoments.rules.piecewise_linear import between, relu
-from netmoments.rules.smooth import Elementwise
+from netmoments.rules.one_number import Elementwise, between, relu
 from tests.closeness import assert_close
 from tests.propagate.small import normal
 

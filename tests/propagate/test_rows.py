@@ -20,7 +20,6 @@ from netmoments.propagate.rows import (
     mixed_variance,
     need_of,
     scored_directions,
-    third_order,
 )
 from netmoments.rules.base import Local
 from tests.closeness import assert_close
@@ -28,10 +27,10 @@ from tests.networks import seeded
 from tests.propagate.small import SMALL, image, isotropic, normal, plan_for, sampled, symmetric
 
 
-def by_rows(network: nn.Module, x: Tensor, std: float, beyond=third_order) -> tuple[Tensor, Tensor]:
+def by_rows(network: nn.Module, x: Tensor, std: float, skewed: bool = True) -> tuple[Tensor, Tensor]:
     """Means (d,) and covariances (d, d) of all scores."""
     outputs = torch.arange(network(x).shape[1]).unsqueeze(0)
-    mean, covariances = carried(plan_for(network, x), x, isotropic(std, x), outputs, beyond)
+    mean, covariances = carried(plan_for(network, x), x, isotropic(std, x), outputs, skewed)
     return mean[0], covariances[0]
 
 
@@ -57,7 +56,7 @@ def test_third_cumulants_make_it_tighter(name):
     std = 0.5
     reference = sampled(network, x, std, 100_000, seed=4)
     with torch.no_grad():
-        variances = [by_rows(network, x, std, beyond)[1].diagonal() for beyond in (third_order, None)]
+        variances = [by_rows(network, x, std, skewed)[1].diagonal() for skewed in (True, False)]
     errors = [float(((found - reference.variance) / reference.variance).abs().max()) for found in variances]
     assert errors[0] < 0.6 * errors[1]
 
@@ -69,11 +68,11 @@ def test_corrections_that_are_not_small_are_left_out(monkeypatch):
     network, x = seeded(make), image(*shape).expand(2, *shape)
     plan, outputs = plan_for(network, x[:1]), torch.arange(2).expand(2, 2)
     noise = Isotropic(torch.tensor([0.01, 4.0], dtype=torch.float64), x[0].numel())
-    corrected, gaussian = (carried(plan, x, noise, outputs, beyond) for beyond in (third_order, None))
-    little, much = rows_module._carried(plan, x, noise, outputs, third_order)[2].tolist()
+    corrected, gaussian = (carried(plan, x, noise, outputs, skewed) for skewed in (True, False))
+    little, much = rows_module._carried(plan, x, noise, outputs, True)[2].tolist()
     assert 0 < little < much
     monkeypatch.setattr(rows_module, "MOST_TURNED", (little + much) / 2)
-    found = carried(plan, x, noise, outputs, third_order)
+    found = carried(plan, x, noise, outputs, True)
     for part, expected, plain in zip(found, corrected, gaussian, strict=True):
         assert_close(part[0], expected[0], rtol=1e-12)
         assert_close(part[1], plain[1], rtol=1e-9)
@@ -95,7 +94,7 @@ def test_layers_lose_no_variance_on_the_way():
         directions = directions_for(plan, joint.means, joint.factors[plan.image], torch.zeros(1, 1, dtype=torch.int64))
         sampled_values = {plan.image: samples.flatten(1)}
         for place, stage in enumerate(plan.stages[:-1]):
-            rows_module._through(joint, plan, place, directions, third_order)
+            rows_module._through(joint, plan, place, directions, True)
             z = stage.before.values(sampled_values)
             sampled_values[stage.output] = stage.rule.values(stage.rule.gathered(z))
         last = plan.stages[-1].before

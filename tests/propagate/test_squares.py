@@ -53,7 +53,7 @@ def test_tighter_than_rows(name):
     plan, outputs = plan_for(network, x), torch.arange(reference.mean.numel()).unsqueeze(0)
     with torch.no_grad():
         by_squares = squares.carried(plan, x, isotropic(0.5, x), outputs)
-        by_rows = rows.carried(plan, x, isotropic(0.5, x), outputs, rows.third_order)
+        by_rows = rows.carried(plan, x, isotropic(0.5, x), outputs, skewed=True)
     errors = []
     for mean, covariance in (by_squares, by_rows):
         mean_error = (mean[0] - reference.mean).abs() / reference.variance.sqrt()
@@ -99,7 +99,7 @@ def test_a_small_budget_takes_rows(monkeypatch):
     monkeypatch.setattr(squares, "need_of", lambda *_: rows.Need("1", budget + 1))
     with torch.no_grad():
         mean, _ = layerwise(plan, x, isotropic(1.0, x), outputs, budget)
-        expected, _ = rows.carried(plan, x, isotropic(1.0, x), outputs, rows.third_order)
+        expected, _ = rows.carried(plan, x, isotropic(1.0, x), outputs, skewed=True)
         assert torch.equal(mean, expected)
         with pytest.raises(ValueError, match="raise memory_budget="):
             layerwise(plan, x, isotropic(1.0, x), outputs, 1000)

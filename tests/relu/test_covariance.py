@@ -17,10 +17,9 @@ from torch.autograd import gradcheck
 
 import netmoments as nm
 from netmoments.normal import density, distribution
-from netmoments.relu.covariance import layer_form, layer_form_diagonal
 from tests.closeness import assert_close, assert_within_standard_errors
 from tests.reference.bivariate_integrals import PATH, exact_integrals
-from tests.relu.layers import hard_layer, random_layer
+from tests.relu.layers import random_layer
 
 
 def test_reference_digits_float64(reference):
@@ -231,15 +230,6 @@ def test_orthant_probability_of_certain_units():
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_layer_forms_are_products_with_the_covariance(dtype):
-    mean, _, matrix = hard_layer(25, 5, dtype)
-    weights = torch.randn(3, 25, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    exact = weights @ nm.relu_covariance(mean, matrix) @ weights.mT
-    torch.testing.assert_close(layer_form(mean, matrix, weights), exact)
-    torch.testing.assert_close(layer_form_diagonal(mean, matrix, weights), exact.diagonal(dim1=1, dim2=2))
-
-
 F32, EYE = torch.zeros(3), torch.eye(3)
 BAD = {
     "negative variance": (lambda: nm.relu_covariance(F32, -EYE), ValueError, "must be ≥ 0"),
@@ -301,8 +291,6 @@ def test_results_are_symmetric_to_the_bit(dtype, units):
         assert torch.equal(found, found.mT)
         assert torch.isfinite(found).all()
     weights = torch.randn(4, units, dtype=dtype, generator=generator)
-    form = layer_form(mean, matrix, weights)
-    assert torch.equal(form, form.mT)
     network = nm.AffineReluAffine(weights.mT.contiguous(), mean, weights, torch.zeros(4, dtype=dtype))
     covariance = network.covariance(nm.Gaussian(torch.zeros(4, dtype=dtype), std=0.3))
     assert torch.equal(covariance, covariance.mT)

@@ -15,8 +15,8 @@ from torch import nn
 
 from netmoments.attacks import base
 from netmoments.attacks.sparse_smooth import SparseSmooth
+from netmoments.checks import random_seed
 from netmoments.data.images import LabelledImages
-from netmoments.gaussian import random_seed
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.run import Unfinished
 from reproduction import attack_rows, figure_8, published, table_5

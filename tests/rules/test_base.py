@@ -1,16 +1,21 @@
-"""Rules of every kind: the moments of one unit against samples, and as derivatives of each other."""
+"""Rules of every kind: the moments of one unit against samples, and as derivatives of each other.
+
+What samples show of a layer: the quadratic part of a covariance, which is unbiased.
+"""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
 from netmoments.covariances import whitened
-from netmoments.rules.base import Nonlinearity, ThirdCumulants
+from netmoments.rules.base import Nonlinearity, ThirdCumulants, curved_units, quadratic_covariance
 from netmoments.rules.maximum import Largest
-from netmoments.rules.piecewise_linear import between, one_kink, relu
-from netmoments.rules.smooth import Elementwise
+from netmoments.rules.one_number import Elementwise, between, one_kink, relu
+from tests.closeness import assert_within_standard_errors
 
 RULES: dict[str, Nonlinearity] = {
     "relu": relu(1, torch.zeros(1, dtype=torch.float64)),
@@ -104,3 +109,32 @@ def test_skewed_moments_against_samples_of_a_skewed_input(name):
     deviation = float(y.std())
     assert abs(float(local.mean) - float(y.mean())) < 0.008 * deviation
     assert abs(float(local.variance) / float(y.var()) - 1) < 0.015
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_quadratic_part_is_unbiased():
+    """Against ½ Σ_uv a_iu a_jv tr(H_u C_uv H_v C_uvᵀ) with all pairs formed, the mean of the samples far from 0."""
+    inputs, units, width, count, runs = 7, 5, 3, 6, 3000
+    root, mean, weights = normal(inputs, inputs), 3 * normal(inputs, seed=1), normal(2, units, seed=2)
+    windows = torch.randint(0, inputs, (units, width), generator=torch.Generator().manual_seed(0))
+    windows[0, 2] = -1
+    curvature = normal(units, width, width, seed=3)
+    curvature = curvature + curvature.mT
+    present = (windows >= 0).double()
+    curvature = curvature * present.unsqueeze(-1) * present.unsqueeze(-2)
+    covariance = root @ root.mT
+    cross = covariance[windows.clamp(min=0)[:, :, None, None], windows.clamp(min=0)[None, None]]  # (u, w, v, w)
+    pairs = torch.einsum("uij,ujvk,vkl,uivl->uv", curvature, cross, curvature, cross)
+    dense = 0.5 * weights @ pairs @ weights.mT
+    own = torch.stack([cross[unit, :, unit] for unit in range(units)])  # of each window
+    found = []
+    for seed in range(runs):
+        z = mean + normal(count, inputs, seed=seed) @ root.mT
+        forms = curved_units(windows, curvature[None], own[None], z[None])
+        assert forms is not None
+        found.append(quadratic_covariance(forms(weights[None]).across)[0])
+    estimates = torch.stack(found)
+    assert_within_standard_errors(estimates.mean(0), dense, estimates.std(0) / math.sqrt(runs))

@@ -22,7 +22,7 @@ from netmoments.rules.composed import (
     SumOfProducts,
     points_for,
 )
-from netmoments.rules.smooth import Elementwise
+from netmoments.rules.one_number import Elementwise
 
 LIKE = torch.zeros((), dtype=torch.float64)
 

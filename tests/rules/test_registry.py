@@ -14,7 +14,7 @@ from torch.nn import functional
 import netmoments as nm
 from netmoments.rules import registry as rules
 from netmoments.rules.maximum import Largest
-from netmoments.rules.piecewise_linear import relu
+from netmoments.rules.one_number import relu
 from netmoments.rules.registry import LAYER_RULES, adaptive_windows, pooling_windows, reduction_windows
 from tests.closeness import assert_close, assert_within_standard_errors
 from tests.moments.problems import PROPAGATED, assert_same, means, noise, perceptron

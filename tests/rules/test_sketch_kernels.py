@@ -15,12 +15,11 @@ from torch import Tensor, nn
 import netmoments as nm
 from netmoments.relu.triton import kernels
 from netmoments.rules import maximum_lines, sketch_launch
-from netmoments.rules.base import Nonlinearity
+from netmoments.rules.base import Nonlinearity, QuadraticForms, paired
 from netmoments.rules.maximum import Largest
 from netmoments.rules.maximum_lines import Windows, _in_parts, frames_for
-from netmoments.rules.piecewise_linear import PiecewiseLinear, between, one_kink, relu
+from netmoments.rules.one_number import PiecewiseLinear, between, one_kink, relu
 from netmoments.rules.registry import pooling_windows
-from netmoments.rules.sampled import QuadraticForms, paired
 from tests.gpu import NEEDS_CUDA
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")  # by Triton's interpreter

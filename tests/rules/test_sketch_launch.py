@@ -8,7 +8,7 @@ import torch
 from netmoments.relu.triton import kernels
 from netmoments.rules import sketch_launch
 from netmoments.rules.maximum import Largest
-from netmoments.rules.piecewise_linear import one_kink, relu
+from netmoments.rules.one_number import one_kink, relu
 
 
 def test_kernels_are_not_for_derivatives_wide_windows_or_many_samples(monkeypatch):

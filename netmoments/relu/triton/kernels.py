@@ -383,7 +383,7 @@ def gradient_kernel(
     """Derivatives of Σ wᵢⱼKᵢⱼ over the ordered pairs of different units, in parts to be summed later.
 
     w is `weights`, (images, units, units); or, if FACTORED, ½ weightsᵀ·partners, which is symmetric, with both (images,
-    outputs, units). `by_covariance`, unless None, gets wᵢⱼ·P(zᵢ>0, zⱼ>0). `sums`, (3, parts, images, units), gets the
+    outputs, units). `by_covariance` gets wᵢⱼ·P(zᵢ>0, zⱼ>0). `sums`, (3, parts, images, units), gets the
     derivatives of the nonlinear parts in each unit's mean and variance, and of the separable parts in its gate.
     `covariance` and `by_covariance` hold only the rows from `origin` to `stop`.
     """
@@ -433,11 +433,10 @@ def gradient_kernel(
         if largest > reach:
             excess = tl.where(size > reach, excess_by_owen(h, k, rho, owen, OWEN), excess)
         excess = tl.where(wanted, excess, 0.0)
-        if by_covariance is not None:
-            at = (top - origin + tl.arange(0, SIDE)).to(tl.int64)[:, None] * units + j[None, :]
-            probability = excess + gate_i * gate_j
-            mine = by_covariance + image.to(tl.int64) * (stop - origin) * units
-            tl.store(mine + at, entry * probability, mask=inside & (i[:, None] < stop))
+        at = (top - origin + tl.arange(0, SIDE)).to(tl.int64)[:, None] * units + j[None, :]
+        probability = excess + gate_i * gate_j
+        target = by_covariance + image.to(tl.int64) * (stop - origin) * units
+        tl.store(target + at, entry * probability, mask=inside & (i[:, None] < stop))
 
         phi_k = density(k)
         a, b, q = conditional(h, k, rho)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from netmoments.normal import gauss_legendre, standard_deviation, standardize
+from netmoments.normal import OWEN_NODES, gauss_legendre, standard_deviation, standardize
 from netmoments.relu.bivariate import DEAD, FAINT, SELDOM, Units, saturation
 from netmoments.relu.marginal import variance_slopes
 from netmoments.relu.quadrature_rules import NONLINEAR_RULES, Rule, excess_limits, nonlinear_limits, recurrence
@@ -29,9 +29,6 @@ CHEAP = {torch.float32: 12, torch.float64: 80}
 
 MODERATE = {torch.float32: 0.87, torch.float64: 0.0}
 """The |ρ| up to which a tile is evaluated with the nodes that its largest correlation needs."""
-
-OWEN_NODES = {torch.float32: 7, torch.float64: 14}
-"""Nodes for Owen's T, as many as in `normal.owen_t`."""
 
 
 class Tables(NamedTuple):
@@ -72,7 +69,7 @@ def tables(dtype: torch.dtype, device: torch.device) -> Tables:
     series, excess = nonlinear_limits(terms, dtype), excess_limits(terms, dtype)
     starts = [0]
     for rule in rules:
-        starts.append(starts[-1] + rule.cost)
+        starts.append(starts[-1] + len(rule.nodes))
     owen = [(u * u, w) for u, w in zip(*gauss_legendre(OWEN_NODES[dtype]), strict=True)]
     series_reach = series[CHEAP[dtype]]
     reach = max(series_reach, MODERATE[dtype])
@@ -108,8 +105,8 @@ def enough(
         largest = min((part + 1) / parts, reach)
         terms = sum(limit < min(largest, series_reach) for limit in series[:-1])
         nth = sum(rule.limit < largest for rule in rules[:-1])
-        start = sum(rule.cost for rule in rules[:nth])
-        rows.append((-(-terms // at_once) * at_once, start, start + rules[nth].cost))
+        start = sum(len(rule.nodes) for rule in rules[:nth])
+        rows.append((-(-terms // at_once) * at_once, start, start + len(rules[nth].nodes)))
     return rows
 
 
@@ -491,7 +488,7 @@ class Gradients(NamedTuple):
     """Of the nonlinear parts in each unit's variance, (images, units)."""
     by_gate: Tensor
     """Of the separable parts in each unit's gate, (images, units)."""
-    by_covariance: Tensor | None
+    by_covariance: Tensor
     """Of both in the covariance of each pair's pre-activations, (images, rows of the strip, units)."""
 
     def with_own(self, own: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -512,16 +509,14 @@ def covariance_gradient(layer: Layer, covariance: Tensor, grad: Tensor) -> Gradi
     return _gradients(layer, strip, grad, grad, by_covariance, factored=False)
 
 
-def form_gradient(layer: Layer, strip: Strip, pull: Tensor, weights: Tensor, with_covariance: bool) -> Gradients:
+def form_gradient(layer: Layer, strip: Strip, pull: Tensor, weights: Tensor) -> Gradients:
     """The derivatives of ½Σ (pullᵢ·bⱼ)Kᵢⱼ for a strip of full rows, with pull and B (images or 1, outputs, units)."""
-    by_covariance = None
-    if with_covariance:
-        by_covariance = weights.new_empty(layer.images, strip.covariance.shape[1], layer.units)
+    by_covariance = weights.new_empty(layer.images, strip.covariance.shape[1], layer.units)
     return _gradients(layer, strip, dense_rows(pull), dense_rows(weights), by_covariance, factored=True)
 
 
 def _gradients(
-    layer: Layer, strip: Strip, weights: Tensor, partners: Tensor, by_covariance: Tensor | None, factored: bool
+    layer: Layer, strip: Strip, weights: Tensor, partners: Tensor, by_covariance: Tensor, factored: bool
 ) -> Gradients:
     """The derivatives with weights (images, units, units), or, if factored, ½ weightsᵀ·partners (`gradient_kernel`)."""
     dtype, covariance = weights.dtype, dense_rows(strip.covariance)

@@ -1,25 +1,21 @@
-"""B K Bᵀ on a GPU for a layer's covariance K, and B N Bᵀ for its nonlinear part N, without ever storing K or N.
+"""B N Bᵀ on a GPU for the nonlinear part N of a layer's covariance, without ever storing N.
 
-`LayerForm` takes the covariance of the pre-activations as a matrix; `pairs_form`, `pairs_form_diagonal` and
-`pairs_form_gradients` take its factors, and make it a strip of rows at a time.
+The covariance of the pre-activations is given by its factors, and made a strip of rows at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from netmoments.precision import full_precision
-from netmoments.relu.tiles import refuse_forward_mode, refuse_second_derivative, vmap_forward, vmap_gradient
 from netmoments.relu.triton.kernels import BLOCK
 from netmoments.relu.triton.launch import (
     Layer,
     Strip,
-    Verdict,
     form_diagonal,
     form_gradient,
     form_product,
@@ -136,12 +132,11 @@ def pairs_form_gradients(
     with full_precision():
         for pairs in _relevant_pairs(*inputs, live, memory_budget):
             upstream = grad[pairs.images]
-            pull = symmetric_times(upstream, pairs.weights)
+            pull = _symmetric_times(upstream, pairs.weights)
             rows_of_left = torch.zeros_like(pairs.left)
             by_right = torch.zeros_like(pairs.right)
             for strip in pairs.strips(memory_budget, squares=2, lower=False):
-                found = form_gradient(pairs.layer, strip, pull, pairs.weights, with_covariance=True)
-                assert found.by_covariance is not None
+                found = form_gradient(pairs.layer, strip, pull, pairs.weights)
                 by_pair = found.by_covariance.tril_(strip.start - 1)
                 rows = slice(strip.start, strip.stop)
                 shape = rows_of_left[:, rows].shape
@@ -151,7 +146,7 @@ def pairs_form_gradients(
                 _add(results[1], pairs, found.by_variance)
                 if live is None:
                     product = form_product(pairs.layer, strip, pairs.weights)
-                    _add(results[4].mT, pairs, symmetric_times(upstream, product).mT)
+                    _add(results[4].mT, pairs, _symmetric_times(upstream, product).mT)
             _add(results[2], pairs, rows_of_left)
             _add(results[3], pairs, by_right)
     return results
@@ -163,85 +158,6 @@ def _add(target: Tensor, pairs: _Pairs, value: Tensor) -> None:
     part.index_add_(1, pairs.places, value.sum_to_size(part.shape[0], *value.shape[1:]))
 
 
-def symmetric_times(grad: Tensor, matrix: Tensor) -> Tensor:
+def _symmetric_times(grad: Tensor, matrix: Tensor) -> Tensor:
     """(G + Gᵀ) matrix for G (images, d, d), or the diagonal G given as (images, d)."""
     return matrix * (2 * grad).unsqueeze(-1) if grad.dim() == 2 else (grad + grad.mT) @ matrix
-
-
-class LayerForm(Function):
-    """(mean, variance, covariance, weights) → B K Bᵀ, (images, d, d), or its diagonal, (images, d)."""
-
-    @staticmethod
-    def forward(mean: Tensor, variance: Tensor, covariance: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
-        images = max(x.shape[0] for x in (mean, variance, covariance, weights))
-        layer = layer_of(mean.expand(images, -1), variance)
-        verdict = Verdict(layer.fault)
-        strip = Strip(covariance, 0)
-        if diagonal:
-            result = form_diagonal(layer, strip, weights)
-        else:
-            product = form_product(layer, strip, weights)
-            with full_precision():
-                result = weights @ product.mT
-        verdict.check()
-        return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:4])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad
-        return (*_LayerFormGradient.apply(grad, *ctx.saved_tensors, wanted[2], wanted[3]), None)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return vmap_forward(LayerForm, info.batch_size, in_dims, inputs)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        refuse_forward_mode()
-
-
-class _LayerFormGradient(Function):
-    """The vector–Jacobian product of `LayerForm`; zeros in the covariance and the weights, unless these are wanted."""
-
-    @staticmethod
-    def forward(
-        grad: Tensor,
-        mean: Tensor,
-        variance: Tensor,
-        covariance: Tensor,
-        weights: Tensor,
-        covariance_too: bool,
-        weights_too: bool,
-    ) -> Any:
-        layer = layer_of(mean.expand(len(grad), -1), variance)
-        strip = Strip(covariance, 0)
-        with full_precision():
-            pull = symmetric_times(grad, weights)
-        found = form_gradient(layer, strip, pull, weights, covariance_too)
-        by_mean, by_variance = found.with_own(0.5 * (pull * weights).sum(1), mean, variance)
-        by_covariance = covariance.new_zeros(()) if found.by_covariance is None else found.by_covariance
-        by_weights = weights.new_zeros(())
-        if weights_too:
-            product = form_product(layer, strip, weights)
-            with full_precision():
-                by_weights = symmetric_times(grad, product)
-        found_for = zip(
-            (by_mean, by_variance, by_covariance, by_weights), (mean, variance, covariance, weights), strict=True
-        )
-        return tuple(x.expand(like.shape) if x.dim() == 0 else x.sum_to_size(like.shape) for x, like in found_for)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        refuse_second_derivative()
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        return vmap_gradient(_LayerFormGradient, info.batch_size, in_dims, inputs)

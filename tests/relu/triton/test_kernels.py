@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import netmoments as nm
-from netmoments.relu.covariance import layer_form, layer_form_diagonal
 from netmoments.relu.quadratic_form import pairs_form, pairs_form_diagonal
 from netmoments.relu.triton import kernels, launch
 from tests.relu.layers import hard_layer
@@ -66,20 +65,16 @@ def test_interpreted_gradients_are_the_plain_ones(rank, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", [pairs_form, pairs_form_diagonal, layer_form, layer_form_diagonal])
+@pytest.mark.parametrize("form", [pairs_form, pairs_form_diagonal])
 def test_interpreted_forms_are_the_plain_ones(form, dtype, monkeypatch):
-    """Values and gradients agree; forms of pairs are computed in strips, with a unit that B never uses."""
+    """Values and gradients agree, computed in strips, with a unit that B never uses."""
     mean, factor, _ = hard_layer(70, 20, dtype)
     weights = torch.randn(1, 3, 70, dtype=dtype, generator=torch.Generator().manual_seed(1)) / 8
     weights[..., 9] = 0
 
     def call() -> list[Tensor]:
         m, f, b = (x.clone().requires_grad_() for x in (mean, factor, weights))
-        square = f @ f.mT
-        if form in (pairs_form, pairs_form_diagonal):
-            value = form(m, square.diagonal(dim1=1, dim2=2), f, f, b, 2**16)
-        else:
-            value = form(m, square, b)
+        value = form(m, (f @ f.mT).diagonal(dim1=1, dim2=2), f, f, b, 2**16)
         return [value.detach(), *torch.autograd.grad(value.sin().sum(), (m, f, b))]
 
     for one, other in zip(call(), plainly(monkeypatch, call), strict=True):
@@ -88,11 +83,12 @@ def test_interpreted_forms_are_the_plain_ones(form, dtype, monkeypatch):
 
 
 def assert_exact_in_both_forms(mean: Tensor, matrix: Tensor, weights: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the covariance, and the diagonal of the form."""
+    """Check the covariance, and the diagonal of B K Bᵀ."""
     exact = plainly(monkeypatch, lambda: nm.relu_covariance(mean.double(), matrix.double()))
     assert_exact(nm.relu_covariance(mean, matrix), exact, matrix)
     wide = weights.double() @ exact @ weights.double().mT
-    found = layer_form_diagonal(mean, matrix, weights)
+    layer = launch.layer_of(mean, matrix.diagonal(dim1=1, dim2=2))
+    found = launch.form_diagonal(layer, launch.Strip(matrix, 0), weights)
     size = (weights.double().abs() @ matrix.double().diagonal(dim1=1, dim2=2).sqrt().unsqueeze(-1)).squeeze(-1).square()
     assert bool(((found - wide.diagonal(dim1=1, dim2=2)).abs() <= 2 * TOLERANCE[mean.dtype] * size).all())
 

@@ -81,7 +81,7 @@ def test_the_rules_looked_up_have_nodes_enough_and_hardly_more(strong, dtype):
     for rho in correlations_between(0.0, reach, dtype):
         _, start, stop = rows[int(rho * int(forward_kernels.BINS))]
         rule = rules[starts.index(start)]
-        assert stop - start == rule.cost
+        assert stop - start == len(rule.nodes)
         assert rule.limit >= rho
         beyond = min(rho + 1 / int(forward_kernels.BINS), reach)
-        assert rule.cost <= next(other.cost for other in rules if other.limit >= beyond)
+        assert len(rule.nodes) <= next(len(other.nodes) for other in rules if other.limit >= beyond)
