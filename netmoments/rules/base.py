@@ -256,7 +256,8 @@ class Nonlinearity(ABC):
 
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
         """The units' moments in a sketch, from means (N, p) of inputs and covariances (N, n, w, w) of windows."""
-        expected, _, gain, curvature = self.local(self.gathered(mean), covariance)
+        by_image = [self.local(m, s) for m, s in zip(self.gathered(mean), covariance, strict=True)]
+        expected, _, gain, curvature = (torch.stack(part) for part in zip(*by_image, strict=True))
         return UnitMoments(expected, gain.detach(), curvature.detach())
 
     def has_kernels(self, mean: Tensor, samples: Tensor) -> bool:

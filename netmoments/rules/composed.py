@@ -81,6 +81,9 @@ class Squared(OneInput):
             fourth=3 * n**2 + 90 * n * v + 105 * v**2,
         )  # fmt: skip
 
+    def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
+        return _local_of_images(self, mean, covariance)
+
 
 @dataclass(frozen=True, eq=False)
 class SumOfProducts(Nonlinearity):
@@ -119,6 +122,9 @@ class SumOfProducts(Nonlinearity):
             variance = (variance + (skew * slope).sum(-1)).clamp(min=0)
         swap = torch.eye(2 * d, dtype=mean.dtype, device=mean.device).roll(d, 0)
         return Local(self._shifted(expected), variance, gain, swap.expand(covariance.shape))
+
+    def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
+        return _local_of_images(self, mean, covariance)
 
     def _shifted(self, y: Tensor) -> Tensor:
         return y if self.offset is None else y + self.offset
@@ -270,7 +276,7 @@ class OfRows(Nonlinearity):
         return expected, variance, self.slopes(z, position)
 
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
-        return Nonlinearity.sketch_moments(replace(self, points=FEWEST_POINTS), mean, covariance, probes)
+        return _local_of_images(replace(self, points=FEWEST_POINTS), mean, covariance)
 
 
 class Softmax(OfRows):
@@ -392,7 +398,7 @@ class OfWindows(Nonlinearity):
         return expected, variance, slope.mean(-2), 0.5 * (bend + bend.mT)
 
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
-        return Nonlinearity.sketch_moments(replace(self, points=FEWEST_POINTS), mean, covariance, probes)
+        return _local_of_images(replace(self, points=FEWEST_POINTS), mean, covariance)
 
 
 class LogSumExp(OfWindows):
@@ -466,3 +472,9 @@ def _products(first: Tensor, second: Tensor) -> Tensor:
 def _triple_products(c: Tensor, weight: Tensor | float) -> Tensor:
     """E[weight cᵢcₐc_b] from points (m, P, w): (m, w, w, w)."""
     return torch.stack([_products(c * c_i.unsqueeze(-1) * weight, c) for c_i in c.unbind(-1)], -3)
+
+
+def _local_of_images(rule: Nonlinearity, mean: Tensor, covariance: Tensor) -> UnitMoments:
+    """The moments for a sketch, from one call of `local` for all images."""
+    expected, _, gain, curvature = rule.local(rule.gathered(mean), covariance)
+    return UnitMoments(expected, gain.detach(), curvature.detach())

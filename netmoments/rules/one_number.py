@@ -367,6 +367,11 @@ class Elementwise(OneInput):
             (weights * value**4).sum(0),
         )
 
+    def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
+        moments = torch.func.vmap(lambda m, s: tuple(self.local(m, s)))(self.gathered(mean), covariance)
+        expected, _, gain, curvature = moments
+        return UnitMoments(expected, gain.detach(), curvature.detach())
+
     @staticmethod
     def _nodes(like: Tensor) -> tuple[Tensor, Tensor]:
         """Nodes and weights, (nodes, ..., 1), that broadcast with numbers of units (..., n)."""
