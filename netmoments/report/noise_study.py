@@ -196,10 +196,8 @@ class Study:
     """How `flip` was found for each image: "frequencies", "importance", "splitting", …"""
     rivals: Tensor
     """The class that wins most often instead; where no flip was seen, the one with the best other score, (N,)."""
-    curve: tuple[CurvePoint, ...]
-    """The accuracy at each level, beginning without noise."""
     levels: tuple[Level, ...]
-    """The same levels image by image."""
+    """What samples say at each level, beginning without noise."""
     copies: Tensor | None = None
     """The answers (L, N, c) to the noisy copies that `pictures.drawn_noise` gives; None where these are not shown."""
     examples: tuple[Example, ...] = ()
@@ -210,6 +208,11 @@ class Study:
     stopped: str = ""
     """What ended the work early, if anything did."""
     seconds: float = 0.0
+
+    @property
+    def curve(self) -> tuple[CurvePoint, ...]:
+        """The accuracy at each level, beginning without noise."""
+        return tuple(level.point() for level in self.levels)
 
     @property
     def order(self) -> Tensor:
@@ -376,8 +379,7 @@ def _studied(
         so_far = dataclasses.replace(so_far, stopped=TIME_IS_OVER)
     try:
         levels = _levels(model, pixels, clean, followed, so_far, plan.curve)
-        so_far = dataclasses.replace(so_far, levels=levels, curve=_curve(levels))
-        so_far = _rare(model, noise, so_far, clock)
+        so_far = _rare(model, noise, dataclasses.replace(so_far, levels=levels), clock)
         if so_far.stopped == INTERRUPTED:
             return so_far
         so_far = dataclasses.replace(
@@ -422,12 +424,8 @@ def _of_survey(
     levels, route = (Level.without_noise(clean, followed, right_classes), chosen), ("frequencies",) * len(clean)
     return Study(
         config, images, names, predicted.cpu(), clean.shape[1], scores, chosen.shares, chosen.samples, chosen.lead,
-        chosen.flip, chosen.interval, chosen.samples, route, chosen.rivals, _curve(levels), levels,
+        chosen.flip, chosen.interval, chosen.samples, route, chosen.rivals, levels,
     )  # fmt: skip
-
-
-def _curve(levels: Sequence[Level]) -> tuple[CurvePoint, ...]:
-    return tuple(level.point() for level in levels)
 
 
 def _levels(

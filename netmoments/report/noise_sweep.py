@@ -29,7 +29,6 @@ from netmoments.network.weights import digest_of
 from netmoments.report.arguments import StudyConfig, Subject, with_classes_of
 from netmoments.report.noise_study import (
     CALLER,
-    CurvePoint,
     FlippedImage,
     Level,
     Refined,
@@ -161,7 +160,11 @@ class SurveySweep:
 
     @property
     def configuration(self) -> Mapping[str, Any]:
-        return {**_configuration(self.subject, self.config, self.digests), "part": PART, "total": self.total}
+        columns = [*PER_IMAGE, *PER_SCORE, *PER_LEVEL, *PER_LEVEL_AND_SCORE]
+        return {
+            **_configuration(self.subject, self.config, self.digests),
+            "part": PART, "total": self.total, "columns": columns,
+        }  # fmt: skip
 
     @property
     def counts(self) -> Sequence[int]:
@@ -189,22 +192,18 @@ class SurveySweep:
         return Study(
             config=self.config, images=images, classes=names, count=count, scores=scores,
             shares=_wide(columns, "shares"), interval=interval, route=tuple(columns["route"].tolist()),
-            curve=_joined_curve(columns, sigmas),
             levels=tuple(_joined_level(columns, place, sigma) for place, sigma in enumerate(sigmas)), **per_image,
         )  # fmt: skip
 
 
 def columns_of(part: Study) -> Columns:
-    """A part as columns with a row for each image; the curve of the part stands in every row."""
+    """A part as columns with a row for each image."""
     columns: dict[str, np.ndarray] = {name: getattr(part, name).numpy() for name in PER_IMAGE}
     columns |= {"low": part.interval[:, 0].numpy().copy(), "high": part.interval[:, 1].numpy().copy()}
     columns["route"] = np.array(part.route)
     wide = {"shares": part.shares, **{name: getattr(part.scores, name) for name in PER_SCORE}}
     for name, values in wide.items():
         columns |= {f"{name}_{place}": values[:, place].numpy().copy() for place in range(values.shape[1])}
-    for place, point in enumerate(part.curve):
-        columns[f"share_at_{place}"] = np.full(len(part.flip), point.share)
-        columns[f"error_at_{place}"] = np.full(len(part.flip), (point.high - point.low) / 2)
     for place, level in enumerate(part.levels):
         columns |= {f"{name}_at_{place}": getattr(level, name).numpy().copy() for name in PER_LEVEL}
         for name in PER_LEVEL_AND_SCORE:
@@ -223,18 +222,6 @@ def _joined_level(columns: Mapping[str, np.ndarray], place: int, sigma: float) -
     narrow = {name: torch.from_numpy(np.ascontiguousarray(columns[f"{name}_at_{place}"])) for name in PER_LEVEL}
     wide = {name: _wide(columns, f"{name}_at_{place}") for name in PER_LEVEL_AND_SCORE}
     return Level(sigma, **narrow, **wide)
-
-
-def _joined_curve(columns: Mapping[str, np.ndarray], sigmas: Sequence[float]) -> tuple[CurvePoint, ...]:
-    """The curve over all images from the parts' curves, whose errors are independent."""
-    _, firsts, counts = np.unique(columns["item"], return_index=True, return_counts=True)
-    points = []
-    for place, sigma in enumerate(sigmas):
-        share = float(columns[f"share_at_{place}"].mean())
-        part_errors = columns[f"error_at_{place}"][firsts] * counts
-        error = math.sqrt(float((part_errors**2).sum())) / int(counts.sum())
-        points.append(CurvePoint(sigma, share, max(0.0, share - error), min(1.0, share + error)))
-    return tuple(points)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 import netmoments as nm
+from netmoments.data.images import correct
 from netmoments.report import noise_sweep
 from netmoments.report.arguments import StudyConfig, Subject
 from netmoments.report.noise_study import NEAREST, Study, TimePlan, example_images, survey_of
@@ -32,6 +33,7 @@ from netmoments.report.noise_sweep import (
     NearestSweep,
     RareSweep,
     SurveySweep,
+    columns_of,
     engine_named,
     study_in_parts,
 )
@@ -170,6 +172,18 @@ def test_another_configuration_needs_another_folder(folder):
         study_in_parts(SUBJECT, other, (), folder, LocalEngine(["cpu"]))
 
 
+def test_parts_with_other_columns_need_another_folder(tmp_path):
+    """Of an earlier version, say, which did not write their names either."""
+    brief = dataclasses.replace(FLIPS, rare=0)
+    subject = dataclasses.replace(SUBJECT, images=3)
+    study_in_parts(subject, brief, (), tmp_path, LocalEngine(["cpu"]))
+    path = tmp_path / "survey" / "_configuration.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in written.items() if key != "columns"}))
+    with pytest.raises(ValueError, match=r"  columns: wanted .*, there nothing"):
+        study_in_parts(subject, brief, (), tmp_path, LocalEngine(["cpu"]))
+
+
 def test_every_setting_is_in_the_configuration_of_parts_or_named_as_not():
     """A new option that parts depend on must not be resumed over."""
     settings = {field.name for field in dataclasses.fields(CONFIG)} - NOT_IN_PARTS - {"samples"} | {"samples_at_most"}
@@ -200,6 +214,17 @@ def test_other_weights_under_the_same_name_need_another_folder(tmp_path):
 def test_parts_are_as_many_as_are_needed():
     assert SurveySweep(SUBJECT, CONFIG, DIGESTS, 130).counts == [64, 64, 2]
     assert RareSweep(SUBJECT, CONFIG, DIGESTS, tuple(range(20)), (0,) * 20).counts == [8, 8, 4]
+
+
+def test_the_curve_of_parts_is_that_of_all_images_together():
+    """Near 100 %, too, where the bands of parts are cut."""
+    network, images = SUBJECT.load()
+    images, plan = images.take(correct(network, images)).first(20), TimePlan.without_limit(20)
+    parts = [columns_of(survey_of(network, images.take(place), CONFIG, plan)) for place in (slice(10), slice(10, 20))]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    joined = SurveySweep(SUBJECT, CONFIG, DIGESTS, 20).study(columns | {"item": np.repeat([0, 1], 10)}, images, (), 10)
+    assert joined.curve[1].high == 1
+    assert joined.curve == survey_of(network, images, CONFIG, plan).curve
 
 
 def test_an_image_is_sampled_alike_in_any_part():
