@@ -160,6 +160,13 @@ class Level:
         interval = shares_interval(self.flips, self.samples)
         return interval if self.sigma > 0 else torch.zeros_like(interval)
 
+    def of_images(self) -> dict[str, Any]:
+        """The fields of a `Study` that these samples alone give at this level."""
+        return {
+            "shares": self.shares, "samples": self.samples, "lead": self.lead, "flip": self.flip, "runs": self.samples,
+            "interval": self.interval, "route": ("frequencies",) * len(self.flips), "rivals": self.rivals,
+        }  # fmt: skip
+
     def point(self, which: Tensor | slice = slice(None)) -> CurvePoint:
         """The share of right answers over some of the images, with a band of two standard errors (0 without noise)."""
         right, samples = self.right[which], self.samples[which]
@@ -208,6 +215,16 @@ class Study:
     stopped: str = ""
     """What ended the work early, if anything did."""
     seconds: float = 0.0
+
+    @classmethod
+    def of_samples(
+        cls, config: StudyConfig, images: LabelledImages, classes: tuple[str, ...], count: int, predicted: Tensor,
+        outputs: Tensor, errors: tuple[Tensor, Tensor], levels: tuple[Level, ...],
+    ) -> Study:  # fmt: skip
+        """The study as far as samples go, with the `errors` of the followed scores' mean and deviation, (N, k)."""
+        chosen = next(level for level in levels if math.isclose(level.sigma, config.sigma))
+        scores = Scores(outputs, chosen.mean, chosen.deviation, *errors, "sampling")
+        return cls(config, images, classes, predicted, count, scores, **chosen.of_images(), levels=levels)
 
     @property
     def curve(self) -> tuple[CurvePoint, ...]:
@@ -259,11 +276,8 @@ class Study:
         level = self.levels[place]
         if math.isclose(level.sigma, self.config.sigma):
             return self
-        return dataclasses.replace(
-            self, scores=dataclasses.replace(self.scores, mean=level.mean, deviation=level.deviation),
-            shares=level.shares, samples=level.samples, lead=level.lead, flip=level.flip, interval=level.interval,
-            runs=level.samples, route=("frequencies",) * len(level.flips), rivals=level.rivals,
-        )  # fmt: skip
+        scores = dataclasses.replace(self.scores, mean=level.mean, deviation=level.deviation)
+        return dataclasses.replace(self, scores=scores, **level.of_images())
 
 
 def study(
@@ -351,13 +365,9 @@ class TimePlan:
 
 
 def _studied(
-    model: NetworkModel,
-    pixels: Tensor,
-    images: LabelledImages,
-    names: tuple[str, ...],
-    config: StudyConfig,
+    model: NetworkModel, pixels: Tensor, images: LabelledImages, names: tuple[str, ...], config: StudyConfig,
     plan: TimePlan,
-) -> Study:
+) -> Study:  # fmt: skip
     """All parts of a study but the attacks, one after the other; an interruption keeps those that are done."""
     clock = Clock(plan.seconds)
     with torch.inference_mode(False), torch.no_grad(), full_precision():
@@ -408,24 +418,15 @@ def followed_scores(clean: Tensor, labels: Tensor | None, largest: int) -> Tenso
 
 
 def _of_survey(
-    config: StudyConfig,
-    images: LabelledImages,
-    names: tuple[str, ...],
-    clean: Tensor,
-    followed: Tensor,
-    survey: Survey,
+    config: StudyConfig, images: LabelledImages, names: tuple[str, ...], clean: Tensor, followed: Tensor, survey: Survey
 ) -> Study:
     """The study as far as samples without noise and at the chosen noise go."""
-    predicted = clean.argmax(1)
+    count, predicted = clean.shape[1], clean.argmax(1)
     right_classes = predicted if images.labels is None else images.labels.to(clean.device)
-    errors = survey.mean_error.cpu(), survey.deviation_error.cpu()
-    scores = Scores(followed.cpu(), survey.mean.cpu(), survey.deviation.cpu(), *errors, "sampling")
+    without_noise = Level.without_noise(clean, followed, right_classes)
     chosen = Level.of(config.sigma, survey, clean, followed, right_classes)
-    levels, route = (Level.without_noise(clean, followed, right_classes), chosen), ("frequencies",) * len(clean)
-    return Study(
-        config, images, names, predicted.cpu(), clean.shape[1], scores, chosen.shares, chosen.samples, chosen.lead,
-        chosen.flip, chosen.interval, chosen.samples, route, chosen.rivals, levels,
-    )  # fmt: skip
+    errors, levels = (survey.mean_error.cpu(), survey.deviation_error.cpu()), (without_noise, chosen)
+    return Study.of_samples(config, images, names, count, predicted.cpu(), followed.cpu(), errors, levels)
 
 
 def _levels(

@@ -32,7 +32,6 @@ from netmoments.report.noise_study import (
     FlippedImage,
     Level,
     Refined,
-    Scores,
     Study,
     TimePlan,
     attacks_on,
@@ -52,10 +51,8 @@ from netmoments.sweep.run import run_sweep
 
 PART, RARE_PART = 64, 8
 """Images in a part: of the survey, and of the two other sweeps."""
-PER_IMAGE = ("predicted", "samples", "lead", "flip", "runs", "rivals")
-"""Fields of a `Study` that are columns of the survey."""
-PER_SCORE = ("outputs", "mean", "deviation", "mean_error", "deviation_error")
-"""Fields of `Scores`, with a column for each of the k scores: mean_0, …"""
+PER_SCORE = ("outputs", "mean_error", "deviation_error")
+"""Fields of `Scores`, with a column for each of the k scores: outputs_0, …"""
 PER_LEVEL = ("samples", "flips", "right", "rivals", "lead")
 """Fields of a `Level`, with a column for each level: samples_at_0, …"""
 PER_LEVEL_AND_SCORE = ("shares", "mean", "deviation")
@@ -160,7 +157,7 @@ class SurveySweep:
 
     @property
     def configuration(self) -> Mapping[str, Any]:
-        columns = [*PER_IMAGE, *PER_SCORE, *PER_LEVEL, *PER_LEVEL_AND_SCORE]
+        columns = ["predicted", *PER_SCORE, *PER_LEVEL, *PER_LEVEL_AND_SCORE]
         return {
             **_configuration(self.subject, self.config, self.digests),
             "part": PART, "total": self.total, "columns": columns,
@@ -185,31 +182,26 @@ class SurveySweep:
         self, columns: Mapping[str, np.ndarray], images: LabelledImages, names: tuple[str, ...], count: int
     ) -> Study:
         """The study from the columns of all parts."""
-        per_image: dict[str, Any] = {name: torch.from_numpy(np.ascontiguousarray(columns[name])) for name in PER_IMAGE}
-        scores = Scores(**{name: _wide(columns, name) for name in PER_SCORE}, method="sampling")
+        outputs, *errors = (_wide(columns, name) for name in PER_SCORE)
         sigmas = [0.0, *self.config.levels]
-        interval = torch.stack([torch.from_numpy(np.ascontiguousarray(columns[end])) for end in ("low", "high")], 1)
-        return Study(
-            config=self.config, images=images, classes=names, count=count, scores=scores,
-            shares=_wide(columns, "shares"), interval=interval, route=tuple(columns["route"].tolist()),
-            levels=tuple(_joined_level(columns, place, sigma) for place, sigma in enumerate(sigmas)), **per_image,
-        )  # fmt: skip
+        levels = tuple(_joined_level(columns, place, sigma) for place, sigma in enumerate(sigmas))
+        predicted = _narrow(columns, "predicted")
+        return Study.of_samples(self.config, images, names, count, predicted, outputs, (errors[0], errors[1]), levels)
 
 
 def columns_of(part: Study) -> Columns:
     """A part as columns with a row for each image."""
-    columns: dict[str, np.ndarray] = {name: getattr(part, name).numpy() for name in PER_IMAGE}
-    columns |= {"low": part.interval[:, 0].numpy().copy(), "high": part.interval[:, 1].numpy().copy()}
-    columns["route"] = np.array(part.route)
-    wide = {"shares": part.shares, **{name: getattr(part.scores, name) for name in PER_SCORE}}
-    for name, values in wide.items():
-        columns |= {f"{name}_{place}": values[:, place].numpy().copy() for place in range(values.shape[1])}
+    narrow, wide = {"predicted": part.predicted}, {name: getattr(part.scores, name) for name in PER_SCORE}
     for place, level in enumerate(part.levels):
-        columns |= {f"{name}_at_{place}": getattr(level, name).numpy().copy() for name in PER_LEVEL}
-        for name in PER_LEVEL_AND_SCORE:
-            values = getattr(level, name)
-            columns |= {f"{name}_at_{place}_{k}": values[:, k].numpy().copy() for k in range(values.shape[1])}
-    return columns
+        narrow |= {f"{name}_at_{place}": getattr(level, name) for name in PER_LEVEL}
+        wide |= {f"{name}_at_{place}": getattr(level, name) for name in PER_LEVEL_AND_SCORE}
+    for name, values in wide.items():
+        narrow |= {f"{name}_{k}": column for k, column in enumerate(values.unbind(1))}
+    return {name: column.numpy().copy() for name, column in narrow.items()}
+
+
+def _narrow(columns: Mapping[str, np.ndarray], name: str) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(columns[name]))
 
 
 def _wide(columns: Mapping[str, np.ndarray], name: str) -> Tensor:
@@ -219,7 +211,7 @@ def _wide(columns: Mapping[str, np.ndarray], name: str) -> Tensor:
 
 
 def _joined_level(columns: Mapping[str, np.ndarray], place: int, sigma: float) -> Level:
-    narrow = {name: torch.from_numpy(np.ascontiguousarray(columns[f"{name}_at_{place}"])) for name in PER_LEVEL}
+    narrow = {name: _narrow(columns, f"{name}_at_{place}") for name in PER_LEVEL}
     wide = {name: _wide(columns, f"{name}_at_{place}") for name in PER_LEVEL_AND_SCORE}
     return Level(sigma, **narrow, **wide)
 
