@@ -301,11 +301,14 @@ def study(
 
 
 def survey_of(network: nn.Module, images: LabelledImages, config: StudyConfig, plan: TimePlan) -> Study:
-    """The flips of some images by samples alone, and their curve, as one part of a study of many images."""
+    """The flips of some images by samples alone, and their curve: a part of a study of many images, or nothing."""
     network, pixels = network.to(config.device), images.images.to(config.device)
     model = classifier(network_of(network, CALLER), pixels, config)
     samples_only = dataclasses.replace(config, rare=0, examples=0, attacks=0)
-    return model.answer(lambda: _studied(model, pixels, images, (), samples_only, plan))
+    part = model.answer(lambda: _studied(model, pixels, images, (), samples_only, plan))
+    if part.stopped == INTERRUPTED:
+        raise KeyboardInterrupt
+    return part
 
 
 def classifier(network: nn.Module, pixels: Tensor, config: StudyConfig) -> NetworkModel:
@@ -453,10 +456,9 @@ def _rare(model: NetworkModel, noise: Gaussian, so_far: Study, clock: Clock) -> 
     numbers, seconds, refined = rare_candidates(so_far), seconds_left(clock), list[Refined]()
     if not numbers:
         return so_far
-    labels = so_far.predicted[numbers].tolist()
     try:
-        for image in refined_together(model, noise, numbers, labels, so_far.config, seconds):
-            refined.append(image)
+        for row in refined_together(model, noise, numbers, so_far.predicted[numbers].tolist(), so_far.config, seconds):
+            refined.append(row)
         stopped = TIME_IS_OVER if clock.over else so_far.stopped
     except KeyboardInterrupt:
         stopped = INTERRUPTED

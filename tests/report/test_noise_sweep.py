@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 import netmoments as nm
 from netmoments.data.images import correct
-from netmoments.report import noise_sweep
+from netmoments.report import noise_study, noise_sweep
 from netmoments.report.arguments import StudyConfig, Subject
 from netmoments.report.noise_study import NEAREST, Study, TimePlan, example_images, survey_of
 from netmoments.report.noise_sweep import (
@@ -170,6 +170,19 @@ def test_another_configuration_needs_another_folder(folder):
     other = dataclasses.replace(CONFIG, sigma=0.2)
     with pytest.raises(ValueError, match="sigma"):
         study_in_parts(SUBJECT, other, (), folder, LocalEngine(["cpu"]))
+
+
+@pytest.mark.parametrize("raises_in", ["_levels", "surveyed"])
+def test_an_interruption_inside_a_part_is_none_of_its_results(tmp_path, monkeypatch, raises_in):
+    """An incomplete part would be kept, and the work would go on."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(noise_study, raises_in, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study_in_parts(dataclasses.replace(SUBJECT, images=3), FLIPS, (), tmp_path, LocalEngine(["cpu"]))
+    assert not list(tmp_path.glob("*/*.parquet"))
 
 
 def test_parts_with_other_columns_need_another_folder(tmp_path):
