@@ -8,7 +8,6 @@ except for rounding.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import hashlib
 import math
@@ -226,14 +225,15 @@ class SomeImages:
     numbers: tuple[int, ...]
     predicted: tuple[int, ...]
     unit: str = "images"
+    kept: tuple[str, ...] = ()
+    """The names of the columns."""
 
     @property
     def configuration(self) -> Mapping[str, Any]:
         return {
             **_configuration(self.subject, self.config, self.digests),
-            "part": RARE_PART,
-            "numbers": list(self.numbers),
-        }
+            "part": RARE_PART, "numbers": list(self.numbers), "columns": list(self.kept),
+        }  # fmt: skip
 
     @property
     def counts(self) -> Sequence[int]:
@@ -264,53 +264,46 @@ class RareSweep(SomeImages):
     """The flip probabilities of the images nearest to flipping."""
 
     name: str = "rare"
+    kept: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Refined))
 
     def columns(
         self, model: NetworkModel, noise: Gaussian, numbers: tuple[int, ...], predicted: tuple[int, ...]
     ) -> Columns:
         refined = model.answer(lambda: list(refined_together(model, noise, numbers, predicted, self.config)))
         rows = sorted(refined, key=lambda row: numbers.index(row.number))
-        return {name: np.array([getattr(row, name) for row in rows]) for name in vars(rows[0])}
+        return {name: np.array([getattr(row, name) for row in rows]) for name in self.kept}
 
     def refined(self, columns: Mapping[str, np.ndarray]) -> list[Refined]:
         """The rows of all parts."""
-        names = [field.name for field in dataclasses.fields(Refined)]
-        rows = zip(*(columns[name].tolist() for name in names), strict=True)
-        return [Refined(**dict(zip(names, row, strict=True))) for row in rows]
+        return [Refined(*row) for row in zip(*(columns[name].tolist() for name in self.kept), strict=True)]
 
 
 @dataclass(frozen=True)
 class NearestSweep(SomeImages):
-    """The nearest flips of the images that are shown first. A change is kept as text: its float32 pixels in base64."""
+    """The nearest flips of the images that are shown first, with a row for each pixel of a change.
+
+    On a CPU a large image takes half a minute, so that these are kept too.
+    """
 
     name: str = "nearest"
+    kept: tuple[str, ...] = ("image", "change", "distance", "becomes")
 
     def columns(
         self, model: NetworkModel, noise: Gaussian, numbers: tuple[int, ...], predicted: tuple[int, ...]
     ) -> Columns:
         flips = nearest_of(model, noise, numbers, torch.tensor(predicted), self.config.seed)
-        by_image = {flip.image: flip for flip in flips}
-        rows = [by_image.get(number) for number in numbers]
-        return {
-            "image": np.array(numbers),
-            "distance": np.array([math.inf if row is None else row.distance for row in rows]),
-            "becomes": np.array([-1 if row is None else row.becomes for row in rows]),
-            "change": np.array(["" if row is None else _as_text(row.change) for row in rows]),
-        }
+        found, none = {flip.image: flip for flip in flips}, torch.zeros(noise.event_shape)
+        rows = [found.get(number, FlippedImage(number, none, math.inf, -1)) for number in numbers]
+        change = torch.cat([row.change.float().flatten() for row in rows])
+        others = {name: [getattr(row, name) for row in rows] for name in self.kept if name != "change"}
+        return {"change": change.numpy(), **{name: np.repeat(values, none.numel()) for name, values in others.items()}}
 
-    def nearest(self, columns: Mapping[str, np.ndarray], shape: Sequence[int]) -> tuple[FlippedImage, ...]:
+    def nearest(self, columns: Mapping[str, np.ndarray], shape: torch.Size) -> tuple[FlippedImage, ...]:
         """The nearest flips that were found, from the columns of all parts."""
-        rows = zip(*(columns[name].tolist() for name in ("image", "change", "distance", "becomes")), strict=True)
+        changes = _narrow(columns, "change").reshape(-1, *shape)
+        others = (columns[name][:: shape.numel()].tolist() for name in ("image", "distance", "becomes"))
         return tuple(
-            FlippedImage(image, _from_text(change).reshape(tuple(shape)), distance, becomes)
-            for image, change, distance, becomes in rows
-            if change
+            FlippedImage(image, change.clone(), distance, becomes)
+            for change, image, distance, becomes in zip(changes, *others, strict=True)
+            if math.isfinite(distance)
         )
-
-
-def _as_text(change: Tensor) -> str:
-    return base64.b64encode(change.float().contiguous().numpy().astype("<f4").tobytes()).decode()
-
-
-def _from_text(text: str) -> Tensor:
-    return torch.from_numpy(np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32))

@@ -25,7 +25,7 @@ import netmoments as nm
 from netmoments.data.images import correct
 from netmoments.report import noise_study, noise_sweep
 from netmoments.report.arguments import StudyConfig, Subject
-from netmoments.report.noise_study import NEAREST, Study, TimePlan, example_images, survey_of
+from netmoments.report.noise_study import NEAREST, FlippedImage, Study, TimePlan, example_images, survey_of
 from netmoments.report.noise_sweep import (
     NOT_IN_PARTS,
     PART,
@@ -116,13 +116,13 @@ def test_parts_from_before_nearest_flips_are_still_used(whole, folder, tmp_path)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
-def test_an_image_without_a_flip_is_a_row_that_is_left_out():
-    sweep = NearestSweep(SUBJECT, CONFIG, DIGESTS, (3, 5), (1, 2))
-    columns = {
-        "image": np.array([3, 5]), "distance": np.array([2.5, np.inf]), "becomes": np.array([7, -1]),
-        "change": np.array([noise_sweep._as_text(torch.tensor([[[0.5, -0.25]]])), ""]),
-    }  # fmt: skip
-    (one,) = sweep.nearest(columns, (1, 1, 2))
+def test_an_image_without_a_flip_has_rows_that_are_left_out(monkeypatch):
+    sweep, change = NearestSweep(SUBJECT, CONFIG, DIGESTS, (3, 5), (1, 2)), torch.tensor([[[0.5, -0.25]]])
+    monkeypatch.setattr(noise_sweep, "nearest_of", lambda *_: (FlippedImage(3, change, 2.5, 7),))
+    noise = nm.Gaussian(torch.zeros(6, 1, 1, 2), std=0.1)
+    columns = sweep.columns(None, noise, (3, 5), (1, 2))
+    assert {len(values) for values in columns.values()} == {4}
+    (one,) = sweep.nearest(columns, noise.event_shape)
     assert (one.image, one.distance, one.becomes, one.change.tolist()) == (3, 2.5, 7, [[[0.5, -0.25]]])
 
 
