@@ -18,6 +18,7 @@ from netmoments.attacks.box import PixelSupport, Targeted
 from netmoments.attacks.result import AttackResult
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages, evenly_spread
+from netmoments.files import first_line
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.network.relu_calls import Relu
 from netmoments.precision import full_precision
@@ -235,7 +236,7 @@ def few_attacks(
     except KeyboardInterrupt:
         return NotAttacked("No noise was made: an interruption ended the work before.")
     except (MemoryError, ValueError, TypeError, RuntimeError) as error:
-        return NotAttacked(f"No noise could be made: {next(iter(str(error).splitlines()), type(error).__name__)}")
+        return NotAttacked(f"No noise could be made: {first_line(error)}")
 
 
 def _chosen(
