@@ -8,7 +8,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from netmoments.report.words import Machine, Provenance
+from netmoments.report.words import Provenance, device_in_words
 from netmoments.sweep.item import Engine, Finished, Sweep
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.on_ray import RayEngine
@@ -156,7 +156,7 @@ class Settings:
         """All results of a sweep: load those of earlier runs, and compute what is missing."""
         left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
         self.used.append(sweep.name)
-        engine = Recorded(self.engine, self.out, Machine.here(self.device))
+        engine = Recorded(self.engine, self.out, machine_here(self.device))
         return run_sweep(sweep, self.out, engine, seconds=left)
 
     def check(self, *sweeps: Sweep) -> None:
@@ -204,6 +204,19 @@ def _local_devices(device: torch.device) -> list[str]:
     if device.type == "cuda" and device.index is None and torch.cuda.device_count() > 1:
         return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     return [str(device)]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine that computed results: the name of its device, and its version of torch."""
+
+    device: str
+    torch: str
+
+
+def machine_here(device: torch.device) -> Machine:
+    """This machine."""
+    return Machine(device_in_words(device), torch.__version__)
 
 
 @dataclass(frozen=True)
@@ -274,8 +287,13 @@ class Origin(Provenance):
         """The origin as of now: the machines and commits that computed the sweeps used or, without sweeps, those of
         this process.
         """
-        made = Provenance.of_this_run(settings.device, settings.seed, command, machines(settings.out, settings.used))
-        return cls(**asdict(made), commit=" and ".join(commits(settings.out, settings.used) or [commit_here()]))
+        made = Provenance.of_this_run(settings.device, settings.seed)
+        used = machines(settings.out, settings.used) or [machine_here(settings.device)]
+        devices, torches = (" and ".join(dict.fromkeys(names)) for names in zip(*map(astuple, used), strict=True))
+        found = commits(settings.out, settings.used) or [commit_here()]
+        return cls(
+            **asdict(made) | {"command": command, "device": devices, "torch": torches}, commit=" and ".join(found)
+        )
 
 
 @cache

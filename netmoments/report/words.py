@@ -6,8 +6,7 @@ import math
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import torch as pytorch
@@ -87,18 +86,6 @@ def seconds_in_words(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A machine that computed results: the name of its device, and its version of torch."""
-
-    device: str
-    torch: str
-
-    @classmethod
-    def here(cls, device: pytorch.device) -> Machine:
-        return cls(_name_of(device), pytorch.__version__)
-
-
-@dataclass(frozen=True)
 class Provenance:
     """Where the numbers of a report come from, in enough detail to make them again."""
 
@@ -111,19 +98,15 @@ class Provenance:
     seed: int
 
     @classmethod
-    def of_this_run(
-        cls, device: pytorch.device, seed: int, command: str | None = None, machines: Sequence[Machine] = ()
-    ) -> Provenance:
-        """The provenance of results computed just now, here or on `machines`, by `command` or the one typed."""
-        if command is None:
-            command = shlex.join(["netmoments", *sys.argv[1:]])
-        date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-        machines = machines or [Machine.here(device)]
-        devices, torches = (" and ".join(dict.fromkeys(names)) for names in zip(*map(astuple, machines), strict=True))
-        return cls(command, date, __version__, torches, platform.python_version(), devices, seed)
+    def of_this_run(cls, device: pytorch.device, seed: int) -> Provenance:
+        """The provenance of results computed just now, here, by the command that was typed."""
+        command, date = shlex.join(["netmoments", *sys.argv[1:]]), datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        python, name = platform.python_version(), device_in_words(device)
+        return cls(command, date, __version__, pytorch.__version__, python, name, seed)
 
 
-def _name_of(device: pytorch.device) -> str:
+def device_in_words(device: pytorch.device) -> str:
+    """The name of a GPU, or how many threads a CPU computes with."""
     if device.type == "cuda":
         return pytorch.cuda.get_device_name(device) if pytorch.cuda.is_available() else "GPUs elsewhere"
     threads = pytorch.get_num_threads()

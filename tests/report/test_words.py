@@ -10,7 +10,6 @@ import torch
 
 import netmoments
 from netmoments.report.words import (
-    Machine,
     Provenance,
     in_words,
     seconds_in_words,
@@ -50,6 +49,3 @@ def test_where_numbers_come_from(monkeypatch):
     assert found.command == "netmoments report 'my net.pt2' digits"
     assert (found.seed, found.netmoments, found.torch) == (7, netmoments.__version__, torch.__version__)
     assert found.device.startswith("CPU, ")
-    machines = [Machine("H200", "2.11"), Machine("H200", "2.13"), Machine("CPU", "2.13")]
-    several = Provenance.of_this_run(torch.device("cpu"), 0, "make it", machines)
-    assert (several.command, several.device, several.torch) == ("make it", "H200 and CPU", "2.11 and 2.13")

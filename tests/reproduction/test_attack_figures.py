@@ -33,7 +33,7 @@ def written(outcome: Outcome, folder: Path) -> dict:
     """The summary of an outcome with its first drawing, written and read again; the others are drawn, not written."""
     assert all(one.draw().axes for one in outcome.drawings[1:])
     outcome = replace(outcome, drawings=outcome.drawings[:1])
-    paths = write_outcome(outcome, Origin.of_this_run(torch.device("cpu"), 0, "test"), folder)
+    paths = write_outcome(outcome, Origin.of_this_run(torch.device("cpu"), 0), folder)
     assert all(path.stat().st_size > 500 for path in paths)
     assert {path.name for path in paths} == {
         "table.md", "summary.json", *(f"{one.name}.{end}" for one in outcome.drawings for end in ("png", "pdf"))

@@ -184,7 +184,7 @@ class TestOutcome:
         assert outcome.numbers["networks"][1]["methods"][3] == {
             "method": "unscented", "size": 0, "status": "left out",
         }  # fmt: skip
-        assert as_json(summary_of(outcome, Origin.of_this_run(torch.device("cpu"), 0, "x", [])))
+        assert as_json(summary_of(outcome, Origin.of_this_run(torch.device("cpu"), 0)))
         assert "One image" in outcome.reading[-1]
 
     def test_many_networks_and_levels_are_a_line_each(self, cases, settings, tmp_path, monkeypatch):
