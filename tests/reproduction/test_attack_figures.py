@@ -19,10 +19,9 @@ from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages
 from netmoments.report import pictures as figures
 from netmoments.report.pictures import PictureRow
-from netmoments.sweep.run import Unfinished
 from reproduction import attack_rows, faces, figure_3, figure_4, figure_5, figure_6, figure_7, figure_9
 from reproduction.attack_rows import COLUMNS, Attacked, a_sample, asked_again, grey, listed, right_images, share, taken
-from reproduction.experiment import Origin, Outcome, Settings
+from reproduction.experiment import Origin, Outcome, Settings, Unfinished
 from reproduction.figure_5 import FewPixelsSweep
 from reproduction.image_sweeps import StudiedImages
 from reproduction.writing import write_outcome

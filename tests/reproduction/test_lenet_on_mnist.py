@@ -13,8 +13,8 @@ from netmoments.covariances import LowRank
 from netmoments.gaussian import Gaussian
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.on_ray import RayEngine
-from netmoments.sweep.run import Unfinished, run_sweep
-from reproduction.experiment import Machine, Origin, Settings, machine_here, machines
+from netmoments.sweep.run import run_sweep
+from reproduction.experiment import Machine, Origin, Settings, Unfinished, machine_here, machines
 from reproduction.image_sweeps import (
     SIGMAS,
     StudiedImages,

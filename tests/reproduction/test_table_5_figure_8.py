@@ -18,10 +18,9 @@ from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages
 from netmoments.gaussian import random_seed
 from netmoments.sweep.local import LocalEngine
-from netmoments.sweep.run import Unfinished
 from reproduction import attack_rows, figure_8, published, table_5
 from reproduction import faces as face_attacks
-from reproduction.experiment import Origin, Settings
+from reproduction.experiment import Origin, Settings, Unfinished
 from reproduction.faces import POLISH, Faces, TargetedSweep, chosen_faces, chosen_rows, most_fooled
 from reproduction.writing import summary_of
 
