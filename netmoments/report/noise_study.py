@@ -281,12 +281,9 @@ class Study:
 
 
 def study(
-    network: Any,
-    images: LabelledImages,
-    config: StudyConfig,
-    classes: tuple[str, ...] = (),
+    network: Any, images: LabelledImages, config: StudyConfig, classes: tuple[str, ...] = (),
     say: Callable[[str], None] = lambda text: None,
-) -> Study:
+) -> Study:  # fmt: skip
     """Compute a `Study`; `say` is told what it will take. Ctrl-C after the first samples of all keeps what is known."""
     start = time.perf_counter()
     network = network_of(network.to(config.device) if isinstance(network, nn.Module) else network, CALLER)
