@@ -400,7 +400,7 @@ def doctor() -> None:
 
     Example: netmoments doctor
     """
-    from netmoments.report.words import installed_in_words, machine_in_words, speed_in_words
+    from netmoments.doctor import installed_in_words, machine_in_words, speed_in_words
 
     for line in (*installed_in_words(EXTRAS), *machine_in_words(), *speed_in_words()):
         print(line)

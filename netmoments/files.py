@@ -1,6 +1,6 @@
 """Safe work with files: only regular ones of a fitting size are read, and files are written whole or not at all.
 
-`printable` makes names of files safe to show on a terminal.
+`printable` makes names of files safe to show on a terminal, and `first_line` is what is told of an error.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def read_array(file: IO[bytes], size: int, name: str) -> np.ndarray[Any, Any]:
     try:
         shape, fortran_order, dtype = readers[version](file)
     except Exception as error:  # numpy reads the header as a Python expression, which may fail in any way
-        raise ValueError(f"{name} has a header that is none of numpy's ({first_words(error)})") from error
+        raise ValueError(f"{name} has a header that is none of numpy's ({first_line(error)[:100]})") from error
     if dtype.hasobject or dtype.itemsize == 0:
         raise ValueError(f"{name} holds {dtype}, and not plain numbers or texts")
     count = math.prod(shape) * dtype.itemsize
@@ -136,9 +136,9 @@ def read_array(file: IO[bytes], size: int, name: str) -> np.ndarray[Any, Any]:
     return flat.reshape(shape[::-1]).T if fortran_order else flat.reshape(shape)
 
 
-def first_words(error: Exception) -> str:
-    """The first line of an error's message, at most 100 characters, or its type."""
-    return next(iter(str(error).splitlines()), "")[:100] or type(error).__name__
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def read_whole(file: IO[bytes], content: bytearray, name: str) -> None:

@@ -90,8 +90,7 @@ def reproduce(
     from rich.console import Console
 
     from netmoments.report.arguments import device_named, layer_named
-    from netmoments.sweep.run import Unfinished
-    from reproduction.experiment import FEW, FEW_SAMPLES, Settings, engine_named, experiments_named
+    from reproduction.experiment import FEW, FEW_SAMPLES, Settings, Unfinished, engine_named, experiments_named
     from reproduction.writing import draw, reproduce_and_write
 
     console = Console()

@@ -18,11 +18,12 @@ from netmoments.data.images import evenly_spread
 from netmoments.gaussian import Gaussian
 from netmoments.moments.methods import Layerwise, Linear, Method, Sampling, Sketch, TwoStage
 from netmoments.moments.output_moments import output_moments
-from netmoments.report.pictures import AMBER, BLUE, GREEN, GREY, INK, PALE, PURPLE, SMALL, dress, new_figure
+from netmoments.report.pictures import BLUE, INK, SMALL, new_figure
 from netmoments.sweep.item import Columns
 from reproduction.experiment import Panel, Settings
 from reproduction.image_sweeps import SIGMAS, BlocksOfImages, StudiedImages, cube, rows, same_bits
 from reproduction.lenet_on_mnist import Errors, sampled_moments
+from reproduction.plots import AMBER, GREEN, GREY, PALE, PURPLE, dress
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

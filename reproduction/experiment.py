@@ -8,7 +8,8 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import closing
+from dataclasses import asdict, astuple, dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from netmoments.report.words import Machine, Provenance
+from netmoments.report.words import Provenance, device_in_words
 from netmoments.sweep.item import Engine, Finished, Sweep
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.on_ray import RayEngine
-from netmoments.sweep.run import Results, Unfinished, run_sweep
+from netmoments.sweep.run import Results, run_sweep
 from netmoments.sweep.store import require_same
 
 if TYPE_CHECKING:
@@ -154,10 +155,9 @@ class Settings:
 
     def run(self, sweep: Sweep) -> Results:
         """All results of a sweep: load those of earlier runs, and compute what is missing."""
-        left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
         self.used.append(sweep.name)
-        engine = Recorded(self.engine, self.out, Machine.here(self.device))
-        return run_sweep(sweep, self.out, engine, seconds=left)
+        engine = self.engine if self.deadline is None else Until(self.engine, self.deadline)
+        return run_sweep(sweep, self.out, Recorded(engine, self.out, machine_here(self.device)))
 
     def check(self, *sweeps: Sweep) -> None:
         """Require, before computing, that results of these sweeps in the output folder are of this configuration."""
@@ -204,6 +204,57 @@ def _local_devices(device: torch.device) -> list[str]:
     if device.type == "cuda" and device.index is None and torch.cuda.device_count() > 1:
         return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     return [str(device)]
+
+
+class Unfinished(Exception):
+    """The time was up before the sweep was done."""
+
+    def __init__(self, name: str, done: int, total: int, unit: str, seconds: float) -> None:
+        super().__init__(name, done, total, unit, seconds)
+        self.name, self.done, self.total, self.unit, self.seconds = name, done, total, unit, seconds
+
+    def __str__(self) -> str:
+        took = f"{self.seconds / 60:.1f} minutes" if self.seconds >= 60 else f"{self.seconds:.1f} seconds"
+        return (
+            f"{self.name}: {self.done:,} of {self.total:,} {self.unit} done, stopped after {took}; "
+            "run the same command again to go on"
+        )
+
+
+@dataclass(frozen=True)
+class Until:
+    """An engine with a deadline: the first item that finishes after it while others are missing raises `Unfinished`."""
+
+    engine: Engine
+    deadline: float
+    """As a value of `time.monotonic`."""
+
+    @property
+    def device_type(self) -> str:
+        return self.engine.device_type
+
+    def results(self, sweep: Sweep, items: Sequence[int]) -> Generator[Finished, None, None]:
+        start, total, missing = time.monotonic(), sum(sweep.counts), sum(sweep.counts[item] for item in items)
+        with closing(self.engine.results(sweep, items)) as results:
+            for finished in results:
+                yield finished
+                missing -= sweep.counts[finished[0]]
+                if missing and time.monotonic() >= self.deadline:
+                    took = time.monotonic() - start
+                    raise Unfinished(sweep.name, total - missing, total, sweep.unit, took)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine that computed results: the name of its device, and its version of torch."""
+
+    device: str
+    torch: str
+
+
+def machine_here(device: torch.device) -> Machine:
+    """This machine."""
+    return Machine(device_in_words(device), torch.__version__)
 
 
 @dataclass(frozen=True)
@@ -274,8 +325,13 @@ class Origin(Provenance):
         """The origin as of now: the machines and commits that computed the sweeps used or, without sweeps, those of
         this process.
         """
-        made = Provenance.of_this_run(settings.device, settings.seed, command, machines(settings.out, settings.used))
-        return cls(**asdict(made), commit=" and ".join(commits(settings.out, settings.used) or [commit_here()]))
+        made = Provenance.of_this_run(settings.device, settings.seed)
+        used = machines(settings.out, settings.used) or [machine_here(settings.device)]
+        devices, torches = (" and ".join(dict.fromkeys(names)) for names in zip(*map(astuple, used), strict=True))
+        found = commits(settings.out, settings.used) or [commit_here()]
+        return cls(
+            **asdict(made) | {"command": command, "device": devices, "torch": torches}, commit=" and ".join(found)
+        )
 
 
 @cache

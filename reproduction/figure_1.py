@@ -20,8 +20,9 @@ from netmoments.network.loading import load_network
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.network.relu_calls import Cut, Relu
 from netmoments.precision import full_precision
-from netmoments.report.pictures import BLUE, GREY, INK, ORANGE, SMALL, new_figure
+from netmoments.report.pictures import BLUE, INK, ORANGE, SMALL, new_figure
 from reproduction.experiment import Drawing, Outcome, Panel, Settings
+from reproduction.plots import GREY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

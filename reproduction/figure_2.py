@@ -20,9 +20,10 @@ from netmoments.paper import relu_cross_moment_partial_sums
 from netmoments.relu.bivariate import nonlinear_part, nonlinear_part_by
 from netmoments.relu.marginal import relu_mean
 from netmoments.relu.quadrature_rules import graded, plain
-from netmoments.report.pictures import AMBER, BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, SMALL, dress, new_figure
+from netmoments.report.pictures import BLUE, INK, ORANGE, SMALL, new_figure
 from netmoments.sweep.item import Columns
 from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
+from reproduction.plots import AMBER, GREEN, GREY, PURPLE, SKY, dress
 from reproduction.published import FIGURE_2_ERROR_5_TERMS, FIGURE_2_ERROR_20_TERMS, FIGURE_2_TERMS
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from netmoments.attacks.sparse_smooth import SparseSmooth
-from netmoments.report.pictures import BLUE, GREY, INK, ORANGE, SMALL, dress, new_figure
+from netmoments.report.pictures import BLUE, INK, ORANGE, SMALL, new_figure
 from netmoments.sweep.item import Columns
 from reproduction import faces as face_attacks
 from reproduction.attack_rows import in_time
@@ -27,6 +27,7 @@ from reproduction.faces import (
     percent,
     summarized,
 )
+from reproduction.plots import GREY, dress
 from reproduction.published import FIGURE_8_SPARSITY, TABLE_5
 from reproduction.table_5 import lowest_published_pair
 

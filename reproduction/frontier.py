@@ -7,20 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from netmoments.report.pictures import (
-    AMBER,
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PALE,
-    PURPLE,
-    SKY,
-    SMALL,
-    dress,
-    new_figure,
-)
+from netmoments.report.pictures import BLUE, INK, ORANGE, SMALL, new_figure
 from reproduction.experiment import Drawing, Outcome, Panel, Settings
 from reproduction.frontier_sweep import (
     BESIDE,
@@ -36,6 +23,7 @@ from reproduction.frontier_sweep import (
     frontiers,
 )
 from reproduction.frontier_sweep import NAME as SWEEP
+from reproduction.plots import AMBER, GREEN, GREY, PALE, PURPLE, SKY, dress
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -22,10 +22,11 @@ from netmoments.checks import random_seed
 from netmoments.data.images import LabelledImages, evenly_spread
 from netmoments.network.weights import digest_of
 from netmoments.precision import full_precision
-from netmoments.report.pictures import AMBER, BLUE, GREEN, INK, ORANGE, PURPLE, SKY, SMALL, dress, new_figure
+from netmoments.report.pictures import BLUE, INK, ORANGE, SMALL, new_figure
 from netmoments.sweep.item import Columns
 from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
 from reproduction.image_sweeps import blocks
+from reproduction.plots import AMBER, GREEN, PURPLE, SKY, dress
 from reproduction.trained import network_as_trained, splits, trained_once
 from reproduction.training import RECIPES, Recipe, fresh_state, one_step
 

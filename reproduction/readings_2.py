@@ -17,12 +17,13 @@ from netmoments.data.images import LabelledImages
 from netmoments.gaussian import Gaussian
 from netmoments.linearize.two_stage import two_stage
 from netmoments.precision import matvec
-from netmoments.report.pictures import BLUE, GREEN, GREY, INK, ORANGE, SMALL, dress, new_figure
+from netmoments.report.pictures import BLUE, INK, ORANGE, SMALL, new_figure
 from netmoments.sweep.item import Columns
 from reproduction import lenet_on_mnist
 from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
 from reproduction.image_sweeps import SIGMAS, BlocksOfImages, StudiedImages, cube, rows, same_bits
 from reproduction.lenet_on_mnist import Errors
+from reproduction.plots import GREEN, GREY, dress
 from reproduction.published import TABLE_2
 from reproduction.trained import network_as_trained, splits, trained_once
 from reproduction.training import RECIPES, Recipe, accuracy

@@ -14,12 +14,13 @@ import torch
 from netmoments import data
 from netmoments.data.images import LabelledImages
 from netmoments.network import zoo
-from netmoments.report.pictures import AMBER, BLUE, GREEN, INK, ORANGE, PURPLE, SMALL, dress, new_figure
+from netmoments.report.pictures import BLUE, INK, ORANGE, SMALL, new_figure
 from netmoments.sweep.item import Columns
 from reproduction.attack_readings import FREE, TARGETED, ReadingsSweep, Way
 from reproduction.attack_rows import DIGITS, answers_of, mean_images
 from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
 from reproduction.faces import Faces, chosen_faces, chosen_rows, error_over_images, in_cell, percent
+from reproduction.plots import AMBER, GREEN, PURPLE, dress
 from reproduction.published import FIGURE_8_SPARSITY, TABLE_5, TABLE_5_AVERAGE
 from reproduction.table_5 import PER_CLASS, matrix, published
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from netmoments.checks import random_seed
 from netmoments.precision import full_precision
-from netmoments.report.pictures import BLUE, GREEN, INK, ORANGE, SMALL, dress, new_figure
+from netmoments.report.pictures import BLUE, INK, ORANGE, SMALL, new_figure
 from netmoments.sweep.item import Columns
 from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
 from reproduction.image_sweeps import BlocksOfImages, StudiedImages, same_bits
 from reproduction.lenet_on_mnist import studied_images
+from reproduction.plots import GREEN, dress
 from reproduction.published import TABLE_1, TABLE_1_NOISE
 from reproduction.two_stage_value import two_stage_value
 

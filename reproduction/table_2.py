@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from netmoments.report.pictures import AMBER, BLUE, GREEN, GREY, INK, ORANGE, PALE, PURPLE, SMALL, dress, new_figure
+from netmoments.report.pictures import BLUE, INK, ORANGE, SMALL, new_figure
 from reproduction import every_method, lenet_on_mnist
 from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
 from reproduction.image_sweeps import SIGMAS
 from reproduction.lenet_on_mnist import Errors
+from reproduction.plots import AMBER, GREEN, GREY, PALE, PURPLE, dress
 from reproduction.published import TABLE_2
 
 if TYPE_CHECKING:

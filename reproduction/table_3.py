@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from netmoments.report.pictures import GREEN, ORANGE, new_figure
+from netmoments.report.pictures import ORANGE, new_figure
 from reproduction import lenet_on_mnist
 from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
 from reproduction.image_sweeps import SIGMAS
 from reproduction.lenet_on_mnist import ComputedScores, SampledScores
+from reproduction.plots import GREEN
 from reproduction.published import TABLE_2
 
 if TYPE_CHECKING:

@@ -18,13 +18,14 @@ from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.linearize.bank import k_means_centres, members_farthest_from, nearest
 from netmoments.linearize.two_stage import two_stage
 from netmoments.network.weights import digest_of, read_tensors, write_tensors
-from netmoments.report.pictures import BLUE, GREEN, INK, ORANGE, PURPLE, SMALL, dress, new_figure
+from netmoments.report.pictures import BLUE, INK, ORANGE, SMALL, new_figure
 from netmoments.sweep.item import Columns
 from netmoments.sweep.run import Results, Watch
 from reproduction import lenet_on_mnist
 from reproduction.experiment import BesidePaper, Drawing, Outcome, Panel, Settings
 from reproduction.image_sweeps import SIGMAS, StudiedImages, cube, rows, same_bits
 from reproduction.lenet_on_mnist import ComputedScores, Errors, SampledScores, core_moments_at
+from reproduction.plots import GREEN, PURPLE, dress
 from reproduction.published import TABLE_4
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from netmoments.attacks.sparse_smooth import SparseSmooth
-from netmoments.report.pictures import GREY, INK, PALE, SMALL, new_figure
+from netmoments.report.pictures import INK, SMALL, new_figure
 from netmoments.sweep.item import Columns
 from reproduction import faces as face_attacks
 from reproduction.attack_rows import in_time
@@ -29,6 +29,7 @@ from reproduction.faces import (
     percent,
     summarized,
 )
+from reproduction.plots import GREY, PALE
 from reproduction.published import TABLE_5, TABLE_5_AVERAGE
 
 if TYPE_CHECKING:

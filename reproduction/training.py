@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from netmoments import data
 from netmoments.data.images import correct
 from netmoments.network import zoo
-from netmoments.network.weights import half_precision, read_tensors, write_tensors
+from netmoments.network.weights import read_tensors, write_tensors
 from netmoments.progress import progress_bar
 from reproduction.expected_loss import expected_cross_entropy, expected_scores
 
@@ -263,7 +263,8 @@ def train(
             state.history.append(asdict(epoch))
             state.save(checkpoint, run)
             on_epoch(epoch)
-        kept = half_precision(state.average.state_dict())
+        averaged = state.average.state_dict()
+        kept = {name: x.half() if x.is_floating_point() else x for name, x in averaged.items()}
         took = sum(epoch["seconds"] for epoch in state.history)
         facts = {"network": recipe.network, "data": recipe.data, "torch": torch.__version__, "seconds": f"{took:.1f}"}
         write_tensors(weights, kept, run | facts | {"device": _device_name(device)})

@@ -490,7 +490,7 @@ def reproduce_and_write(
 ) -> Path:
     """Write each experiment's files as soon as it is done, and `report.html`, whose path is returned.
 
-    What is finished stays when a later one is stopped: by the deadline of the settings (`netmoments.sweep.Unfinished`),
+    What is finished stays when a later one is stopped: by the deadline of the settings (`Unfinished`),
     by the user, or by an error.
     """
     require_writable_folder(settings.out)

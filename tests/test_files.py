@@ -15,6 +15,7 @@ import pytest
 
 from netmoments import files
 from netmoments.files import (
+    first_line,
     made_if_needed,
     open_regular,
     printable,
@@ -214,6 +215,19 @@ def test_folders_that_were_made_for_nothing_are_removed(tmp_path):
 def test_names_as_they_may_be_shown(name, shown):
     assert printable(name) == shown
     printable(name).encode()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("one\ntwo"), "one"),
+        (ValueError("\n  one"), "one"),
+        (ValueError(" "), "ValueError"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_what_is_told_of_an_error(error, told):
+    assert first_line(error) == told
 
 
 def test_only_regular_files_are_opened(tmp_path):

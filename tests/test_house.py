@@ -24,7 +24,7 @@ PACKAGE = ROOT / "netmoments"
 ORDER = [
     "files", "precision", "checks", "progress", "memory", "normal", "covariances", "gaussian", "relu",
     "affine_relu_affine", "paper", "data", "network", "linearize", "rules", "propagate", "sampling", "moments",
-    "flips", "attacks", "report", "cli", "__main__",
+    "flips", "attacks", "report", "doctor", "cli", "__main__",
 ]  # fmt: skip
 """Data flows one way: a room imports from its left."""
 BEFORE_SWEEP = ["files", "progress"]

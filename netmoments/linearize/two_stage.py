@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 
 from netmoments.affine_relu_affine import AffineReluAffine
 from netmoments.checks import describe, require_finite, require_float_tensor
+from netmoments.files import first_line
 from netmoments.gaussian import event_dimensions
 from netmoments.memory import gigabytes, matrices_together, memory_limit, points_together
 from netmoments.network.model import NetworkModel
 from netmoments.network.relu_calls import Cut
-from netmoments.network.validate import first_line
 from netmoments.precision import full_precision, matvec, value_and_slope
 from netmoments.progress import progress_bar
 

@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, fx, nn
 
-from netmoments.files import most_bytes, open_regular
+from netmoments.files import first_line, most_bytes, open_regular
 from netmoments.precision import quietly
 
 
@@ -36,8 +36,7 @@ def load_exported(path: Path) -> ExportedNetwork:
         with quietly("The given buffer is not writable"):  # torch's own reading
             program = torch.export.load(archive).module()
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{path} could not be read as an exported network: {reason}") from error
+        raise ValueError(f"{path} could not be read as an exported network: {first_line(error)}") from error
     return ExportedNetwork(program)
 
 

@@ -19,10 +19,11 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from netmoments.files import first_line
 from netmoments.network.elementary import WRITTEN_OUT
 from netmoments.network.exported import ExportedNetwork
 from netmoments.network.replica import TensorSlots, named_tensors, replica
-from netmoments.network.validate import another_image, first_line, same_values
+from netmoments.network.validate import another_image, same_values
 from netmoments.precision import full_precision, without_cudnn
 
 Node = fx.Node

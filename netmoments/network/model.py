@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from netmoments.checks import describe, levels_to_the_user, require_float_tensor
+from netmoments.files import first_line
 from netmoments.network.exported import ExportedNetwork
 from netmoments.network.graph import NetworkGraph, traced_graph
 from netmoments.network.interface import HALVES, Arguments, FlatNetwork, OutputPart, needs_flattening, output_parts
@@ -33,7 +34,6 @@ from netmoments.network.validate import (
     attributes_of,
     equal_tensors,
     examined,
-    first_line,
     random_state_kept,
     refuse_training,
     require_plain_weights,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from netmoments.checks import describe, require_finite, require_values, unlike_plain
+from netmoments.files import first_line
 from netmoments.network.exported import ExportedNetwork
 from netmoments.network.relu_calls import Trace, trace, with_batch_known
 from netmoments.network.replica import named_tensors, replica
@@ -216,11 +217,6 @@ def _slope(network: nn.Module, images: Tensor) -> Tensor | None:
 
 REFUSALS = (RuntimeError, AssertionError, ValueError, IndexError, TypeError, AttributeError, KeyError)
 """Errors that mean that a network cannot take an input."""
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def another_image(image: Tensor) -> Tensor:

@@ -78,11 +78,6 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
         raise OSError(f"{path} could not be written: {error}") from error
 
 
-def half_precision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every floating-point tensor as float16, for weights that are shipped."""
-    return {name: x.half() if x.is_floating_point() else x for name, x in tensors.items()}
-
-
 def load_weights(network: nn.Module, path: str | Path) -> None:
     """Fill a network from a file for `read_weights`; an error lists names, shapes and kinds of numbers that differ.
 

@@ -18,6 +18,7 @@ from netmoments.attacks.box import PixelSupport, Targeted
 from netmoments.attacks.result import AttackResult
 from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages, evenly_spread
+from netmoments.files import first_line
 from netmoments.network.model import NetworkModel, network_of
 from netmoments.network.relu_calls import Relu
 from netmoments.precision import full_precision
@@ -176,17 +177,17 @@ def conduct_attack(
     """Attack the chosen images; raise an error if none of them can be attacked."""
     device = torch.device("cpu") if device is None else device
     network = network_of(network.to(device) if isinstance(network, nn.Module) else network, CALLER)
-    count = NetworkModel.of(network, images.images[:1].to(device), CALLER).outputs
-    labelled, names = with_classes_of(images, classes, count, CALLER)
+    model = NetworkModel.of(network, images.images[:1].to(device), CALLER)
+    labelled, names = with_classes_of(images, classes, model.outputs, CALLER)
     label, target = (
-        None if text is None else class_numbered(option, text, names, count)
+        None if text is None else class_numbered(option, text, names, model.outputs)
         for option, text in (("--label", choice.label), ("--target", choice.target))
     )
     if target is not None and label == target:
         raise ValueError(f"--label and --target are both {choice.target}: give a target that the images are not")
-    chosen = _chosen(network, labelled, names, label, choice.count, device)
+    chosen = _chosen(model, labelled, names, label, choice.count)
     of_the_target, others = _without_target(chosen, target)
-    study = _attacked(network, others, names, attack, target, device)
+    study = _attacked(model, others, names, attack, target)
     study = dataclasses.replace(study, labels_are_answers=images.labels is None, of_the_target=of_the_target)
     if not len(study):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in study.left_out[:3])
@@ -222,34 +223,30 @@ def few_attacks(
         return NotAttacked("The network gets none of these images right by itself, so there is nothing to fool.")
     few = dataclasses.replace(images, labels=answers, classes=classes).take(places)
     try:
-        relu, size = _relu(network, few, attack, device), few.event_shape.numel()
+        model, size = NetworkModel.of(network, few.images[:1].to(device), CALLER), few.event_shape.numel()
+        relu = _relu(model, attack)
         units = FOLLOWED if relu is None else relu.size
         if len(few) * units * size > QUICK.get(device.type, QUICK["cpu"]):
             return NotAttacked(
                 f"Linearizing {len(few)} images takes {units:,} × {size:,} numbers each, which takes long here; "
                 f"the command netmoments attack does it."
             )
-        study = _attacked(network, few, classes, attack, None, device)
+        study = _attacked(model, few, classes, attack, None)
         return dataclasses.replace(study, labels_are_answers=images.labels is None)
     except KeyboardInterrupt:
         return NotAttacked("No noise was made: an interruption ended the work before.")
     except (MemoryError, ValueError, TypeError, RuntimeError) as error:
-        return NotAttacked(f"No noise could be made: {next(iter(str(error).splitlines()), type(error).__name__)}")
+        return NotAttacked(f"No noise could be made: {first_line(error)}")
 
 
 def _chosen(
-    network: nn.Module,
-    images: LabelledImages,
-    names: tuple[str, ...],
-    label: int | None,
-    count: int,
-    device: torch.device,
+    model: NetworkModel, images: LabelledImages, names: tuple[str, ...], label: int | None, count: int
 ) -> LabelledImages:
     """At most `count` images, evenly spread, of one class or of all; unknown labels become the network's answers."""
     if label is None:
         images = spread(images, count)
     if images.labels is None:
-        images = dataclasses.replace(images, labels=_answers(network, images, device), classes=names)
+        images = dataclasses.replace(images, labels=_answers(model, images), classes=names)
     if label is None:
         return images
     assert images.labels is not None
@@ -276,30 +273,25 @@ def _without_target(images: LabelledImages, target: int | None) -> tuple[tuple[s
 
 
 def _attacked(
-    network: nn.Module,
-    images: LabelledImages,
-    names: tuple[str, ...],
-    attack: Attack,
-    target: int | None,
-    device: torch.device,
+    model: NetworkModel, images: LabelledImages, names: tuple[str, ...], attack: Attack, target: int | None
 ) -> AttackStudy:
     """The study of an attack on images with labels."""
-    relu = _relu(network, images, attack, device)
-    result = attack(network, images.images.to(device), images.labels, target)
+    relu = _relu(model, attack)
+    result = attack(model, images.images.to(model.image.device), images.labels, target)
     noisy = result.samples(1, attack.seed)[0] if len(result) else result.images
     with torch.no_grad(), full_precision():
-        classes = network(noisy).argmax(1) if len(result) else result.labels
+        classes = model.network(noisy).argmax(1) if len(result) else result.labels
     name = None if relu is None else relu.name
     return AttackStudy(attack, images, names, False, name, result.to("cpu"), noisy.cpu(), classes.cpu())
 
 
-def _relu(network: nn.Module, images: LabelledImages, attack: Attack, device: torch.device) -> Relu | None:
+def _relu(model: NetworkModel, attack: Attack) -> Relu | None:
     """The ReLU that the linearization keeps; None for a network without any."""
-    model = NetworkModel.of(network, images.images[:1].to(device), CALLER)
     return model.relu(attack.layer) if model.relus else None
 
 
-def _answers(network: nn.Module, images: LabelledImages, device: torch.device) -> Tensor:
+def _answers(model: NetworkModel, images: LabelledImages) -> Tensor:
     """The classes that the network takes the images for, on the CPU."""
     with torch.no_grad(), full_precision():
-        return torch.cat([network(part.to(device)).argmax(1).cpu() for part in images.images.split(256)])
+        parts = (part.to(model.image.device) for part in images.images.split(256))
+        return torch.cat([model.network(part).argmax(1).cpu() for part in parts])

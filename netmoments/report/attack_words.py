@@ -212,8 +212,13 @@ def draw_few(study: AttackStudy) -> RenderableType:
     return Group(_table(study, FEW), Text(summary_in_words(study)))
 
 
+def empty_table() -> Table:
+    """A table for the terminal, with a line below its head."""
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False)
+
+
 def _table(study: AttackStudy, names: tuple[str, ...]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = empty_table()
     for name in names:
         table.add_column(name, justify="left" if name in TO_THE_LEFT else "right")
     for number in range(len(study)):

@@ -76,7 +76,7 @@ CSV = ("name", "label", "predicted", "flip_probability", "flip_low", "flip_high"
 
 def render_page(study: Study, provenance: Provenance, model: str, data: str) -> str:
     """The page as text."""
-    noise = noise_in_words(study)
+    noise, attacks = noise_in_words(study), _attacks(study)
     code, allowed = script("noise.js")
     return render(
         "noise.html",
@@ -92,13 +92,13 @@ def render_page(study: Study, provenance: Provenance, model: str, data: str) -> 
         more=len(study.images) > RANKED,
         images=len(study.images),
         examples=[_example(study, example) for example in study.examples],
-        attacks=_attacks(study),
+        attacks=attacks,
         skipped=[item._asdict() for item in study.images.skipped],
         left_out=LEFT_OUT,
         method=method_in_words(study),
         provenance=list(asdict(provenance).items()),
         table=_table(study),
-        data=data_block(playable(study)),
+        data=data_block(playable(study, [] if attacks is None else attacks["cases"])),
         script=code,
         allowed=allowed,
     )
@@ -251,8 +251,11 @@ def _level_name(study: Study, place: int) -> str:
     return level_in_words(study, study.levels[place].point())
 
 
-def playable(study: Study) -> dict[str, Any]:
-    """What `noise.js` draws from: levels, classes with their curves, rankings, and the images one by one."""
+def playable(study: Study, attacked: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `noise.js` draws from: levels, classes with their curves, rankings, and the images one by one.
+
+    `attacked` are the cases that the page shows of the images that were attacked.
+    """
     numbers = study.order[:PLAYED].sort().values
     at_levels = [study.at(place) for place in range(len(study.levels))]
     groups = sorted(set(study.kinds.tolist()))
@@ -260,7 +263,7 @@ def playable(study: Study) -> dict[str, Any]:
     group_of = {k: place for place, k in enumerate(groups, start=1)}
     images = [_played(study, at_levels, number, group_of[int(study.kinds[number])]) for number in numbers.tolist()]
     nearest = {flipped.image: _flipped(study, flipped) for flipped in study.nearest}
-    for name, by_image in (("attack", _attacks_by_image(study)), ("nearest", nearest)):
+    for name, by_image in (("attack", _attacks_by_image(study, attacked)), ("nearest", nearest)):
         for number, shown in by_image.items():
             if int(places[number]) >= 0:
                 images[int(places[number])][name] = shown
@@ -388,14 +391,14 @@ def _digits(value: float) -> float | int | None:
     return int(rounded) if rounded == int(rounded) else rounded
 
 
-def _attacks_by_image(study: Study) -> dict[int, dict[str, Any]]:
+def _attacks_by_image(study: Study, attacked: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """The attacked images, as `noise.js` shows them: by their number among all images."""
     attacks = study.attacks
     if not isinstance(attacks, AttackStudy):
         return {}
     places = attackable(study.predicted, study.images.labels, study.config.attacks)
     shown = {}
-    for row, case in enumerate(_attacks(study)["cases"]):  # type: ignore[index]
+    for row, case in enumerate(attacked):
         result, sample = attacks.result, attacks.row(row)
         shown[int(places[int(result.places[row])])] = {
             "over": small_picture(over_the_image(sample.image, sample.mu)),

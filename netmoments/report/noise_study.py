@@ -161,6 +161,13 @@ class Level:
         interval = shares_interval(self.flips, self.samples)
         return interval if self.sigma > 0 else torch.zeros_like(interval)
 
+    def of_images(self) -> dict[str, Any]:
+        """The fields of a `Study` that these samples alone give at this level."""
+        return {
+            "shares": self.shares, "samples": self.samples, "lead": self.lead, "flip": self.flip, "runs": self.samples,
+            "interval": self.interval, "route": ("frequencies",) * len(self.flips), "rivals": self.rivals,
+        }  # fmt: skip
+
     def point(self, which: Tensor | slice = slice(None)) -> CurvePoint:
         """The share of right answers over some of the images, with a band of two standard errors (0 without noise)."""
         right, samples = self.right[which], self.samples[which]
@@ -197,10 +204,8 @@ class Study:
     """How `flip` was found for each image: "frequencies", "importance", "splitting", …"""
     rivals: Tensor
     """The class that wins most often instead; where no flip was seen, the one with the best other score, (N,)."""
-    curve: tuple[CurvePoint, ...]
-    """The accuracy at each level, beginning without noise."""
     levels: tuple[Level, ...]
-    """The same levels image by image."""
+    """What samples say at each level, beginning without noise."""
     copies: Tensor | None = None
     """The answers (L, N, c) to the noisy copies that `pictures.drawn_noise` gives; None where these are not shown."""
     examples: tuple[Example, ...] = ()
@@ -211,6 +216,21 @@ class Study:
     stopped: str = ""
     """What ended the work early, if anything did."""
     seconds: float = 0.0
+
+    @classmethod
+    def of_samples(
+        cls, config: StudyConfig, images: LabelledImages, classes: tuple[str, ...], count: int, predicted: Tensor,
+        outputs: Tensor, errors: tuple[Tensor, Tensor], levels: tuple[Level, ...],
+    ) -> Study:  # fmt: skip
+        """The study as far as samples go, with the `errors` of the followed scores' mean and deviation, (N, k)."""
+        chosen = next(level for level in levels if math.isclose(level.sigma, config.sigma))
+        scores = Scores(outputs, chosen.mean, chosen.deviation, *errors, "sampling")
+        return cls(config, images, classes, predicted, count, scores, **chosen.of_images(), levels=levels)
+
+    @property
+    def curve(self) -> tuple[CurvePoint, ...]:
+        """The accuracy at each level, beginning without noise."""
+        return tuple(level.point() for level in self.levels)
 
     @property
     def order(self) -> Tensor:
@@ -257,20 +277,14 @@ class Study:
         level = self.levels[place]
         if math.isclose(level.sigma, self.config.sigma):
             return self
-        return dataclasses.replace(
-            self, scores=dataclasses.replace(self.scores, mean=level.mean, deviation=level.deviation),
-            shares=level.shares, samples=level.samples, lead=level.lead, flip=level.flip, interval=level.interval,
-            runs=level.samples, route=("frequencies",) * len(level.flips), rivals=level.rivals,
-        )  # fmt: skip
+        scores = dataclasses.replace(self.scores, mean=level.mean, deviation=level.deviation)
+        return dataclasses.replace(self, scores=scores, **level.of_images())
 
 
 def study(
-    network: Any,
-    images: LabelledImages,
-    config: StudyConfig,
-    classes: tuple[str, ...] = (),
+    network: Any, images: LabelledImages, config: StudyConfig, classes: tuple[str, ...] = (),
     say: Callable[[str], None] = lambda text: None,
-) -> Study:
+) -> Study:  # fmt: skip
     """Compute a `Study`; `say` is told what it will take. Ctrl-C after the first samples of all keeps what is known."""
     start = time.perf_counter()
     network = network_of(network.to(config.device) if isinstance(network, nn.Module) else network, CALLER)
@@ -285,11 +299,14 @@ def study(
 
 
 def survey_of(network: nn.Module, images: LabelledImages, config: StudyConfig, plan: TimePlan) -> Study:
-    """The flips of some images by samples alone, and their curve, as one part of a study of many images."""
+    """The flips of some images by samples alone, and their curve: a part of a study of many images, or nothing."""
     network, pixels = network.to(config.device), images.images.to(config.device)
     model = classifier(network_of(network, CALLER), pixels, config)
     samples_only = dataclasses.replace(config, rare=0, examples=0, attacks=0)
-    return model.answer(lambda: _studied(model, pixels, images, (), samples_only, plan))
+    part = model.answer(lambda: _studied(model, pixels, images, (), samples_only, plan))
+    if part.stopped == INTERRUPTED:
+        raise KeyboardInterrupt
+    return part
 
 
 def classifier(network: nn.Module, pixels: Tensor, config: StudyConfig) -> NetworkModel:
@@ -349,13 +366,9 @@ class TimePlan:
 
 
 def _studied(
-    model: NetworkModel,
-    pixels: Tensor,
-    images: LabelledImages,
-    names: tuple[str, ...],
-    config: StudyConfig,
+    model: NetworkModel, pixels: Tensor, images: LabelledImages, names: tuple[str, ...], config: StudyConfig,
     plan: TimePlan,
-) -> Study:
+) -> Study:  # fmt: skip
     """All parts of a study but the attacks, one after the other; an interruption keeps those that are done."""
     clock = Clock(plan.seconds)
     with torch.inference_mode(False), torch.no_grad(), full_precision():
@@ -377,8 +390,7 @@ def _studied(
         so_far = dataclasses.replace(so_far, stopped=TIME_IS_OVER)
     try:
         levels = _levels(model, pixels, clean, followed, so_far, plan.curve)
-        so_far = dataclasses.replace(so_far, levels=levels, curve=_curve(levels))
-        so_far = _rare(model, noise, so_far, clock)
+        so_far = _rare(model, noise, dataclasses.replace(so_far, levels=levels), clock)
         if so_far.stopped == INTERRUPTED:
             return so_far
         so_far = dataclasses.replace(
@@ -407,28 +419,15 @@ def followed_scores(clean: Tensor, labels: Tensor | None, largest: int) -> Tenso
 
 
 def _of_survey(
-    config: StudyConfig,
-    images: LabelledImages,
-    names: tuple[str, ...],
-    clean: Tensor,
-    followed: Tensor,
-    survey: Survey,
+    config: StudyConfig, images: LabelledImages, names: tuple[str, ...], clean: Tensor, followed: Tensor, survey: Survey
 ) -> Study:
     """The study as far as samples without noise and at the chosen noise go."""
-    predicted = clean.argmax(1)
+    count, predicted = clean.shape[1], clean.argmax(1)
     right_classes = predicted if images.labels is None else images.labels.to(clean.device)
-    errors = survey.mean_error.cpu(), survey.deviation_error.cpu()
-    scores = Scores(followed.cpu(), survey.mean.cpu(), survey.deviation.cpu(), *errors, "sampling")
+    without_noise = Level.without_noise(clean, followed, right_classes)
     chosen = Level.of(config.sigma, survey, clean, followed, right_classes)
-    levels, route = (Level.without_noise(clean, followed, right_classes), chosen), ("frequencies",) * len(clean)
-    return Study(
-        config, images, names, predicted.cpu(), clean.shape[1], scores, chosen.shares, chosen.samples, chosen.lead,
-        chosen.flip, chosen.interval, chosen.samples, route, chosen.rivals, _curve(levels), levels,
-    )  # fmt: skip
-
-
-def _curve(levels: Sequence[Level]) -> tuple[CurvePoint, ...]:
-    return tuple(level.point() for level in levels)
+    errors, levels = (survey.mean_error.cpu(), survey.deviation_error.cpu()), (without_noise, chosen)
+    return Study.of_samples(config, images, names, count, predicted.cpu(), followed.cpu(), errors, levels)
 
 
 def _levels(
@@ -455,10 +454,9 @@ def _rare(model: NetworkModel, noise: Gaussian, so_far: Study, clock: Clock) -> 
     numbers, seconds, refined = rare_candidates(so_far), seconds_left(clock), list[Refined]()
     if not numbers:
         return so_far
-    labels = so_far.predicted[numbers].tolist()
     try:
-        for image in refined_together(model, noise, numbers, labels, so_far.config, seconds):
-            refined.append(image)
+        for row in refined_together(model, noise, numbers, so_far.predicted[numbers].tolist(), so_far.config, seconds):
+            refined.append(row)
         stopped = TIME_IS_OVER if clock.over else so_far.stopped
     except KeyboardInterrupt:
         stopped = INTERRUPTED

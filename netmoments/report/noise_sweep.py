@@ -8,7 +8,6 @@ except for rounding.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import hashlib
 import math
@@ -29,11 +28,9 @@ from netmoments.network.weights import digest_of
 from netmoments.report.arguments import StudyConfig, Subject, with_classes_of
 from netmoments.report.noise_study import (
     CALLER,
-    CurvePoint,
     FlippedImage,
     Level,
     Refined,
-    Scores,
     Study,
     TimePlan,
     attacks_on,
@@ -53,10 +50,8 @@ from netmoments.sweep.run import run_sweep
 
 PART, RARE_PART = 64, 8
 """Images in a part: of the survey, and of the two other sweeps."""
-PER_IMAGE = ("predicted", "samples", "lead", "flip", "runs", "rivals")
-"""Fields of a `Study` that are columns of the survey."""
-PER_SCORE = ("outputs", "mean", "deviation", "mean_error", "deviation_error")
-"""Fields of `Scores`, with a column for each of the k scores: mean_0, …"""
+PER_SCORE = ("outputs", "mean_error", "deviation_error")
+"""Fields of `Scores`, with a column for each of the k scores: outputs_0, …"""
 PER_LEVEL = ("samples", "flips", "right", "rivals", "lead")
 """Fields of a `Level`, with a column for each level: samples_at_0, …"""
 PER_LEVEL_AND_SCORE = ("shares", "mean", "deviation")
@@ -161,7 +156,11 @@ class SurveySweep:
 
     @property
     def configuration(self) -> Mapping[str, Any]:
-        return {**_configuration(self.subject, self.config, self.digests), "part": PART, "total": self.total}
+        columns = ["predicted", *PER_SCORE, *PER_LEVEL, *PER_LEVEL_AND_SCORE]
+        return {
+            **_configuration(self.subject, self.config, self.digests),
+            "part": PART, "total": self.total, "columns": columns,
+        }  # fmt: skip
 
     @property
     def counts(self) -> Sequence[int]:
@@ -182,35 +181,26 @@ class SurveySweep:
         self, columns: Mapping[str, np.ndarray], images: LabelledImages, names: tuple[str, ...], count: int
     ) -> Study:
         """The study from the columns of all parts."""
-        per_image: dict[str, Any] = {name: torch.from_numpy(np.ascontiguousarray(columns[name])) for name in PER_IMAGE}
-        scores = Scores(**{name: _wide(columns, name) for name in PER_SCORE}, method="sampling")
+        outputs, *errors = (_wide(columns, name) for name in PER_SCORE)
         sigmas = [0.0, *self.config.levels]
-        interval = torch.stack([torch.from_numpy(np.ascontiguousarray(columns[end])) for end in ("low", "high")], 1)
-        return Study(
-            config=self.config, images=images, classes=names, count=count, scores=scores,
-            shares=_wide(columns, "shares"), interval=interval, route=tuple(columns["route"].tolist()),
-            curve=_joined_curve(columns, sigmas),
-            levels=tuple(_joined_level(columns, place, sigma) for place, sigma in enumerate(sigmas)), **per_image,
-        )  # fmt: skip
+        levels = tuple(_joined_level(columns, place, sigma) for place, sigma in enumerate(sigmas))
+        predicted = _narrow(columns, "predicted")
+        return Study.of_samples(self.config, images, names, count, predicted, outputs, (errors[0], errors[1]), levels)
 
 
 def columns_of(part: Study) -> Columns:
-    """A part as columns with a row for each image; the curve of the part stands in every row."""
-    columns: dict[str, np.ndarray] = {name: getattr(part, name).numpy() for name in PER_IMAGE}
-    columns |= {"low": part.interval[:, 0].numpy().copy(), "high": part.interval[:, 1].numpy().copy()}
-    columns["route"] = np.array(part.route)
-    wide = {"shares": part.shares, **{name: getattr(part.scores, name) for name in PER_SCORE}}
-    for name, values in wide.items():
-        columns |= {f"{name}_{place}": values[:, place].numpy().copy() for place in range(values.shape[1])}
-    for place, point in enumerate(part.curve):
-        columns[f"share_at_{place}"] = np.full(len(part.flip), point.share)
-        columns[f"error_at_{place}"] = np.full(len(part.flip), (point.high - point.low) / 2)
+    """A part as columns with a row for each image."""
+    narrow, wide = {"predicted": part.predicted}, {name: getattr(part.scores, name) for name in PER_SCORE}
     for place, level in enumerate(part.levels):
-        columns |= {f"{name}_at_{place}": getattr(level, name).numpy().copy() for name in PER_LEVEL}
-        for name in PER_LEVEL_AND_SCORE:
-            values = getattr(level, name)
-            columns |= {f"{name}_at_{place}_{k}": values[:, k].numpy().copy() for k in range(values.shape[1])}
-    return columns
+        narrow |= {f"{name}_at_{place}": getattr(level, name) for name in PER_LEVEL}
+        wide |= {f"{name}_at_{place}": getattr(level, name) for name in PER_LEVEL_AND_SCORE}
+    for name, values in wide.items():
+        narrow |= {f"{name}_{k}": column for k, column in enumerate(values.unbind(1))}
+    return {name: column.numpy().copy() for name, column in narrow.items()}
+
+
+def _narrow(columns: Mapping[str, np.ndarray], name: str) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(columns[name]))
 
 
 def _wide(columns: Mapping[str, np.ndarray], name: str) -> Tensor:
@@ -220,21 +210,9 @@ def _wide(columns: Mapping[str, np.ndarray], name: str) -> Tensor:
 
 
 def _joined_level(columns: Mapping[str, np.ndarray], place: int, sigma: float) -> Level:
-    narrow = {name: torch.from_numpy(np.ascontiguousarray(columns[f"{name}_at_{place}"])) for name in PER_LEVEL}
+    narrow = {name: _narrow(columns, f"{name}_at_{place}") for name in PER_LEVEL}
     wide = {name: _wide(columns, f"{name}_at_{place}") for name in PER_LEVEL_AND_SCORE}
     return Level(sigma, **narrow, **wide)
-
-
-def _joined_curve(columns: Mapping[str, np.ndarray], sigmas: Sequence[float]) -> tuple[CurvePoint, ...]:
-    """The curve over all images from the parts' curves, whose errors are independent."""
-    _, firsts, counts = np.unique(columns["item"], return_index=True, return_counts=True)
-    points = []
-    for place, sigma in enumerate(sigmas):
-        share = float(columns[f"share_at_{place}"].mean())
-        part_errors = columns[f"error_at_{place}"][firsts] * counts
-        error = math.sqrt(float((part_errors**2).sum())) / int(counts.sum())
-        points.append(CurvePoint(sigma, share, max(0.0, share - error), min(1.0, share + error)))
-    return tuple(points)
 
 
 @dataclass(frozen=True)
@@ -247,14 +225,15 @@ class SomeImages:
     numbers: tuple[int, ...]
     predicted: tuple[int, ...]
     unit: str = "images"
+    kept: tuple[str, ...] = ()
+    """The names of the columns."""
 
     @property
     def configuration(self) -> Mapping[str, Any]:
         return {
             **_configuration(self.subject, self.config, self.digests),
-            "part": RARE_PART,
-            "numbers": list(self.numbers),
-        }
+            "part": RARE_PART, "numbers": list(self.numbers), "columns": list(self.kept),
+        }  # fmt: skip
 
     @property
     def counts(self) -> Sequence[int]:
@@ -285,53 +264,46 @@ class RareSweep(SomeImages):
     """The flip probabilities of the images nearest to flipping."""
 
     name: str = "rare"
+    kept: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Refined))
 
     def columns(
         self, model: NetworkModel, noise: Gaussian, numbers: tuple[int, ...], predicted: tuple[int, ...]
     ) -> Columns:
         refined = model.answer(lambda: list(refined_together(model, noise, numbers, predicted, self.config)))
         rows = sorted(refined, key=lambda row: numbers.index(row.number))
-        return {name: np.array([getattr(row, name) for row in rows]) for name in vars(rows[0])}
+        return {name: np.array([getattr(row, name) for row in rows]) for name in self.kept}
 
     def refined(self, columns: Mapping[str, np.ndarray]) -> list[Refined]:
         """The rows of all parts."""
-        names = [field.name for field in dataclasses.fields(Refined)]
-        rows = zip(*(columns[name].tolist() for name in names), strict=True)
-        return [Refined(**dict(zip(names, row, strict=True))) for row in rows]
+        return [Refined(*row) for row in zip(*(columns[name].tolist() for name in self.kept), strict=True)]
 
 
 @dataclass(frozen=True)
 class NearestSweep(SomeImages):
-    """The nearest flips of the images that are shown first. A change is kept as text: its float32 pixels in base64."""
+    """The nearest flips of the images that are shown first, with a row for each pixel of a change.
+
+    On a CPU a large image takes half a minute, so that these are kept too.
+    """
 
     name: str = "nearest"
+    kept: tuple[str, ...] = ("image", "change", "distance", "becomes")
 
     def columns(
         self, model: NetworkModel, noise: Gaussian, numbers: tuple[int, ...], predicted: tuple[int, ...]
     ) -> Columns:
         flips = nearest_of(model, noise, numbers, torch.tensor(predicted), self.config.seed)
-        by_image = {flip.image: flip for flip in flips}
-        rows = [by_image.get(number) for number in numbers]
-        return {
-            "image": np.array(numbers),
-            "distance": np.array([math.inf if row is None else row.distance for row in rows]),
-            "becomes": np.array([-1 if row is None else row.becomes for row in rows]),
-            "change": np.array(["" if row is None else _as_text(row.change) for row in rows]),
-        }
+        found, none = {flip.image: flip for flip in flips}, torch.zeros(noise.event_shape)
+        rows = [found.get(number, FlippedImage(number, none, math.inf, -1)) for number in numbers]
+        change = torch.cat([row.change.float().flatten() for row in rows])
+        others = {name: [getattr(row, name) for row in rows] for name in self.kept if name != "change"}
+        return {"change": change.numpy(), **{name: np.repeat(values, none.numel()) for name, values in others.items()}}
 
-    def nearest(self, columns: Mapping[str, np.ndarray], shape: Sequence[int]) -> tuple[FlippedImage, ...]:
+    def nearest(self, columns: Mapping[str, np.ndarray], shape: torch.Size) -> tuple[FlippedImage, ...]:
         """The nearest flips that were found, from the columns of all parts."""
-        rows = zip(*(columns[name].tolist() for name in ("image", "change", "distance", "becomes")), strict=True)
+        changes = _narrow(columns, "change").reshape(-1, *shape)
+        others = (columns[name][:: shape.numel()].tolist() for name in ("image", "distance", "becomes"))
         return tuple(
-            FlippedImage(image, _from_text(change).reshape(tuple(shape)), distance, becomes)
-            for image, change, distance, becomes in rows
-            if change
+            FlippedImage(image, change.clone(), distance, becomes)
+            for change, image, distance, becomes in zip(changes, *others, strict=True)
+            if math.isfinite(distance)
         )
-
-
-def _as_text(change: Tensor) -> str:
-    return base64.b64encode(change.float().contiguous().numpy().astype("<f4").tobytes()).decode()
-
-
-def _from_text(text: str) -> Tensor:
-    return torch.from_numpy(np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from netmoments.files import printable
 from netmoments.report.attack_study import AttackStudy, NotAttacked
-from netmoments.report.attack_words import draw_few
+from netmoments.report.attack_words import draw_few, empty_table
 from netmoments.report.noise_study import CurvePoint, FlippedImage, Study
 from netmoments.report.words import at_most_in_words, in_words, interval_in_words, seconds_in_words
 
@@ -212,7 +211,7 @@ def draw(study: Study) -> RenderableType:
 
 def _curve(study: Study) -> Group:
     """The accuracy curve as a table with a column for each level, 80 wide unless σ has many digits."""
-    table = _table()
+    table = empty_table()
     table.padding = (0, 1, 0, 0)
     table.add_column("noise σ" if study.config.covariance is None else "× the noise", no_wrap=True)
     for point in study.curve:
@@ -222,10 +221,6 @@ def _curve(study: Study) -> Group:
     table.add_row("95 % from", "", *(f"{math.floor(1000 * point.low) / 1000:.1%}" for point in study.curve[1:]))
     table.add_row("to", "", *(f"{math.ceil(1000 * point.high) / 1000:.1%}" for point in study.curve[1:]))
     return Group(Text(f"{answer_share(study)}, {len(study.images):,} images", style="bold"), table)
-
-
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +234,7 @@ class Ranking:
         yield self.table(scores=options.max_width >= WIDE_ENOUGH)
 
     def table(self, scores: bool) -> Table:
-        study, table, labels = self.study, _table(), self.study.images.labels
+        study, table, labels = self.study, empty_table(), self.study.images.labels
         table.add_column("image", min_width=10)
         for name in ("label", "answer") if study.labelled else ("answer",):
             table.add_column(name, justify="right", min_width=len(name))

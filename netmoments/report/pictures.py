@@ -1,4 +1,4 @@
-"""Figures: their style, rows of pictures of attacked images, and PNG files; and the noise that a page draws itself."""
+"""Figures: rows of pictures of attacked images, and PNG files; and the noise that a page draws itself."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, PURPLE, SKY, AMBER = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"
-"""Okabe and Ito's colours."""
-INK, GREY, PALE = "#222222", "#767676", "#E6E6E6"
-"""Colours of text, axes and grids."""
+BLUE, ORANGE = "#0072B2", "#D55E00"
+"""Two of Okabe and Ito's colours."""
+INK = "#222222"
+"""The colour of text."""
 SMALL = 8.0
 """The smallest type in a figure of column width, in points."""
 HEADINGS = ("image", "|μ|", "μ⁺", "μ⁻", "noisy sample")
@@ -41,20 +41,6 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
-
-
-def dress(axes: Axes, title: str, x: str, y: str) -> None:
-    """Titles, a light grid behind the data, and no frame where there is no scale."""
-    axes.set_title(title, fontsize=SMALL + 1, color=INK, loc="left")
-    axes.set_xlabel(x, fontsize=SMALL + 0.5, color=INK)
-    axes.set_ylabel(y, fontsize=SMALL + 0.5, color=INK)
-    axes.tick_params(labelsize=SMALL, colors=INK, length=3)
-    axes.grid(True, color=PALE, linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(GREY)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from netmoments.files import first_line
 from netmoments.memory import elements_together
 from netmoments.network.graph import Node, call, shape_of
 from netmoments.rules.base import Local, Nonlinearity, SketchedLayer, ThirdCumulants
@@ -89,9 +90,8 @@ class BlackBox(Nonlinearity):
         try:
             yield
         except (RuntimeError, NotImplementedError) as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ValueError(
-                f"sketch: {self.name} has no rule, and cannot be differentiated over samples: {reason}; use "
+                f"sketch: {self.name} has no rule, and cannot be differentiated over samples: {first_line(error)}; use "
                 f'method="sampling"'
             ) from error
 

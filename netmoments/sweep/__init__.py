@@ -3,7 +3,7 @@
 from netmoments.sweep.item import Columns, Engine, Sweep
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.on_ray import RayEngine
-from netmoments.sweep.run import Results, Unfinished, run_sweep
+from netmoments.sweep.run import Results, run_sweep
 from netmoments.sweep.store import Store, require_same
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "Results",
     "Store",
     "Sweep",
-    "Unfinished",
     "require_same",
     "run_sweep",
 ]

@@ -113,33 +113,17 @@ class Results:
     seconds: float
 
 
-class Unfinished(Exception):
-    """The time was up before the sweep was done."""
-
-    def __init__(self, name: str, done: int, total: int, unit: str, seconds: float) -> None:
-        super().__init__(name, done, total, unit, seconds)
-        self.name, self.done, self.total, self.unit, self.seconds = name, done, total, unit, seconds
-
-    def __str__(self) -> str:
-        took = f"{self.seconds / 60:.1f} minutes" if self.seconds >= 60 else f"{self.seconds:.1f} seconds"
-        return (
-            f"{self.name}: {self.done:,} of {self.total:,} {self.unit} done, stopped after {took}; "
-            "run the same command again to go on"
-        )
-
-
-def run_sweep(sweep: Sweep, out: Path, engine: Engine, *, seconds: float | None = None) -> Results:
+def run_sweep(sweep: Sweep, out: Path, engine: Engine) -> Results:
     """Compute the items that are missing in `<out>/<sweep.name>`, and return all results.
 
-    After so many `seconds`, if given, the first item that finishes while others are missing raises `Unfinished`. Then,
-    on Ctrl-C and on errors, everything that is finished is kept.
+    On Ctrl-C and on errors, everything that is finished is kept.
     """
     if not sweep.counts:
         raise ValueError(f"{sweep.name} has no items; give it at least one of its {sweep.unit}")
     with Store.open(out, sweep, engine.device_type) as store:
         try:
             if len(store.finished) < len(sweep.counts):
-                _complete(sweep, store, engine, seconds)
+                _complete(sweep, store, engine)
         except BaseException:
             with suppress(Exception):  # merging only tidies up, and the next run would do it
                 store.read()
@@ -149,9 +133,8 @@ def run_sweep(sweep: Sweep, out: Path, engine: Engine, *, seconds: float | None 
         return Results(store.columns(), store.seconds)
 
 
-def _complete(sweep: Sweep, store: Store, engine: Engine, seconds: float | None) -> None:
+def _complete(sweep: Sweep, store: Store, engine: Engine) -> None:
     """Compute the missing items and add them to the store."""
-    start = time.monotonic()
     counts, finished = sweep.counts, store.finished
     missing = [item for item in range(len(counts)) if item not in finished]
     total, done = sum(counts), sum(counts[item] for item in finished)
@@ -160,10 +143,6 @@ def _complete(sweep: Sweep, store: Store, engine: Engine, seconds: float | None)
             store.add(item, columns, took)
             if store.unmerged >= MERGE_EVERY:
                 store.merge()
-            done += counts[item]
             watch.advance(counts[item])
-            elapsed = time.monotonic() - start
-            if seconds is not None and elapsed >= seconds and len(store.finished) < len(counts):
-                raise Unfinished(sweep.name, done, total, sweep.unit, elapsed)
     if len(store.finished) < len(counts):
         raise RuntimeError(f"{sweep.name}: the engine gave {len(store.finished)} of {len(counts)} items and ended")

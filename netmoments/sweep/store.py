@@ -199,7 +199,8 @@ class _Entry:
 def only_writer(folder: Path) -> Iterator[None]:
     """Hold the folder's lock; a second writer gets a BlockingIOError.
 
-    The system releases the lock when the process ends, in whatever way.
+    The system releases the lock when the process ends, in whatever way. It is on a file that is open for writing, since
+    NFS locks no folders, which is what `netmoments.files.writing_to` does where it can.
     """
     with (folder / ".lock").open("w") as file:
         try:

@@ -141,8 +141,8 @@ def test_numbers_that_are_none_are_null(found, provenance):
 
 def test_work_that_ended_early_is_a_page_too(found, provenance, tmp_path):
     early = dataclasses.replace(
-        found, curve=(found.curve[0], chosen_point(found)), levels=(found.levels[0], found.levels[4]), examples=(),
-        copies=None, stopped="an interruption", attacks=None,
+        found, levels=(found.levels[0], found.levels[4]), examples=(), copies=None, stopped="an interruption",
+        attacks=None,
     )  # fmt: skip
     write_report(early, provenance, tmp_path, "m", "d")
     said = read_on_the_page((tmp_path / "report.html").read_text())

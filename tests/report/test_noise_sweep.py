@@ -22,9 +22,10 @@ import torch
 from safetensors.torch import save_file
 
 import netmoments as nm
-from netmoments.report import noise_sweep
+from netmoments.data.images import correct
+from netmoments.report import noise_study, noise_sweep
 from netmoments.report.arguments import StudyConfig, Subject
-from netmoments.report.noise_study import NEAREST, Study, TimePlan, example_images, survey_of
+from netmoments.report.noise_study import NEAREST, FlippedImage, Study, TimePlan, example_images, survey_of
 from netmoments.report.noise_sweep import (
     NOT_IN_PARTS,
     PART,
@@ -32,6 +33,7 @@ from netmoments.report.noise_sweep import (
     NearestSweep,
     RareSweep,
     SurveySweep,
+    columns_of,
     engine_named,
     study_in_parts,
 )
@@ -114,13 +116,13 @@ def test_parts_from_before_nearest_flips_are_still_used(whole, folder, tmp_path)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
-def test_an_image_without_a_flip_is_a_row_that_is_left_out():
-    sweep = NearestSweep(SUBJECT, CONFIG, DIGESTS, (3, 5), (1, 2))
-    columns = {
-        "image": np.array([3, 5]), "distance": np.array([2.5, np.inf]), "becomes": np.array([7, -1]),
-        "change": np.array([noise_sweep._as_text(torch.tensor([[[0.5, -0.25]]])), ""]),
-    }  # fmt: skip
-    (one,) = sweep.nearest(columns, (1, 1, 2))
+def test_an_image_without_a_flip_has_rows_that_are_left_out(monkeypatch):
+    sweep, change = NearestSweep(SUBJECT, CONFIG, DIGESTS, (3, 5), (1, 2)), torch.tensor([[[0.5, -0.25]]])
+    monkeypatch.setattr(noise_sweep, "nearest_of", lambda *_: (FlippedImage(3, change, 2.5, 7),))
+    noise = nm.Gaussian(torch.zeros(6, 1, 1, 2), std=0.1)
+    columns = sweep.columns(None, noise, (3, 5), (1, 2))
+    assert {len(values) for values in columns.values()} == {4}
+    (one,) = sweep.nearest(columns, noise.event_shape)
     assert (one.image, one.distance, one.becomes, one.change.tolist()) == (3, 2.5, 7, [[[0.5, -0.25]]])
 
 
@@ -170,6 +172,31 @@ def test_another_configuration_needs_another_folder(folder):
         study_in_parts(SUBJECT, other, (), folder, LocalEngine(["cpu"]))
 
 
+@pytest.mark.parametrize("raises_in", ["_levels", "surveyed"])
+def test_an_interruption_inside_a_part_is_none_of_its_results(tmp_path, monkeypatch, raises_in):
+    """An incomplete part would be kept, and the work would go on."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(noise_study, raises_in, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study_in_parts(dataclasses.replace(SUBJECT, images=3), FLIPS, (), tmp_path, LocalEngine(["cpu"]))
+    assert not list(tmp_path.glob("*/*.parquet"))
+
+
+def test_parts_with_other_columns_need_another_folder(tmp_path):
+    """Of an earlier version, say, which did not write their names either."""
+    brief = dataclasses.replace(FLIPS, rare=0)
+    subject = dataclasses.replace(SUBJECT, images=3)
+    study_in_parts(subject, brief, (), tmp_path, LocalEngine(["cpu"]))
+    path = tmp_path / "survey" / "_configuration.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in written.items() if key != "columns"}))
+    with pytest.raises(ValueError, match=r"  columns: wanted .*, there nothing"):
+        study_in_parts(subject, brief, (), tmp_path, LocalEngine(["cpu"]))
+
+
 def test_every_setting_is_in_the_configuration_of_parts_or_named_as_not():
     """A new option that parts depend on must not be resumed over."""
     settings = {field.name for field in dataclasses.fields(CONFIG)} - NOT_IN_PARTS - {"samples"} | {"samples_at_most"}
@@ -200,6 +227,17 @@ def test_other_weights_under_the_same_name_need_another_folder(tmp_path):
 def test_parts_are_as_many_as_are_needed():
     assert SurveySweep(SUBJECT, CONFIG, DIGESTS, 130).counts == [64, 64, 2]
     assert RareSweep(SUBJECT, CONFIG, DIGESTS, tuple(range(20)), (0,) * 20).counts == [8, 8, 4]
+
+
+def test_the_curve_of_parts_is_that_of_all_images_together():
+    """Near 100 %, too, where the bands of parts are cut."""
+    network, images = SUBJECT.load()
+    images, plan = images.take(correct(network, images)).first(20), TimePlan.without_limit(20)
+    parts = [columns_of(survey_of(network, images.take(place), CONFIG, plan)) for place in (slice(10), slice(10, 20))]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    joined = SurveySweep(SUBJECT, CONFIG, DIGESTS, 20).study(columns | {"item": np.repeat([0, 1], 10)}, images, (), 10)
+    assert joined.curve[1].high == 1
+    assert joined.curve == survey_of(network, images, CONFIG, plan).curve
 
 
 def test_an_image_is_sampled_alike_in_any_part():

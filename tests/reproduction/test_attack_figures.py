@@ -19,10 +19,9 @@ from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.data.images import LabelledImages
 from netmoments.report import pictures as figures
 from netmoments.report.pictures import PictureRow
-from netmoments.sweep.run import Unfinished
 from reproduction import attack_rows, faces, figure_3, figure_4, figure_5, figure_6, figure_7, figure_9
 from reproduction.attack_rows import COLUMNS, Attacked, a_sample, asked_again, grey, listed, right_images, share, taken
-from reproduction.experiment import Origin, Outcome, Settings
+from reproduction.experiment import Origin, Outcome, Settings, Unfinished
 from reproduction.figure_5 import FewPixelsSweep
 from reproduction.image_sweeps import StudiedImages
 from reproduction.writing import write_outcome
@@ -33,7 +32,7 @@ def written(outcome: Outcome, folder: Path) -> dict:
     """The summary of an outcome with its first drawing, written and read again; the others are drawn, not written."""
     assert all(one.draw().axes for one in outcome.drawings[1:])
     outcome = replace(outcome, drawings=outcome.drawings[:1])
-    paths = write_outcome(outcome, Origin.of_this_run(torch.device("cpu"), 0, "test"), folder)
+    paths = write_outcome(outcome, Origin.of_this_run(torch.device("cpu"), 0), folder)
     assert all(path.stat().st_size > 500 for path in paths)
     assert {path.name for path in paths} == {
         "table.md", "summary.json", *(f"{one.name}.{end}" for one in outcome.drawings for end in ("png", "pdf"))

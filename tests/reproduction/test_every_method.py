@@ -12,10 +12,10 @@ import netmoments as nm
 from netmoments.covariances import LowRank
 from netmoments.gaussian import Gaussian
 from netmoments.sweep.local import LocalEngine
-from netmoments.sweep.run import Unfinished, run_sweep
+from netmoments.sweep.run import run_sweep
 from reproduction import every_method, lenet_on_mnist, table_2
 from reproduction.every_method import METHODS, MOMENTS, EveryMethod, EveryMethodSweep, draw_methods
-from reproduction.experiment import Settings
+from reproduction.experiment import Settings, Unfinished, Until
 from reproduction.image_sweeps import SIGMAS, StudiedImages, cube
 from reproduction.lenet_on_mnist import Errors, pooled
 from tests.closeness import assert_close
@@ -56,7 +56,7 @@ class TestEveryMethod:
     def test_it_goes_on_where_it_was_stopped(self, sweep, tmp_path):
         sweep = replace(sweep, reference=400)
         with pytest.raises(Unfinished, match="1 of 3 images done"):
-            run_sweep(sweep, tmp_path, LocalEngine(["cpu"]), seconds=0)
+            run_sweep(sweep, tmp_path, Until(LocalEngine(["cpu"]), 0.0))
         whole = run_sweep(sweep, tmp_path, LocalEngine(["cpu"])).columns
         last = sweep.prepare("cpu")(2)
         for name, values in last.items():

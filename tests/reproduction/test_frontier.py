@@ -12,9 +12,9 @@ from torch import nn
 
 from netmoments.report.pictures import figure_png
 from netmoments.sweep.local import LocalEngine
-from netmoments.sweep.run import Unfinished, run_sweep
+from netmoments.sweep.run import run_sweep
 from reproduction import frontier, frontier_sweep
-from reproduction.experiment import Origin, Settings
+from reproduction.experiment import Origin, Settings, Unfinished, Until
 from reproduction.frontier import draw_frontiers
 from reproduction.frontier_sweep import SIGMA, Case, Frontier, FrontierSweep, Point, Size, Way, frontiers, ways
 from reproduction.image_sweeps import StudiedImages
@@ -87,7 +87,7 @@ class TestSweep:
     def test_it_goes_on_where_it_was_stopped(self, cases, columns, tmp_path):
         sweep = FrontierSweep("frontier", cases)
         with pytest.raises(Unfinished, match="1 of 3 images done"):
-            run_sweep(sweep, tmp_path, LocalEngine(["cpu"]), seconds=0)
+            run_sweep(sweep, tmp_path, Until(LocalEngine(["cpu"]), 0.0))
         whole = run_sweep(sweep, tmp_path, LocalEngine(["cpu"])).columns
         for name in set(columns) - {"item", "seconds", "sample_seconds"}:
             np.testing.assert_array_equal(whole[name], columns[name], err_msg=name)
@@ -184,7 +184,7 @@ class TestOutcome:
         assert outcome.numbers["networks"][1]["methods"][3] == {
             "method": "unscented", "size": 0, "status": "left out",
         }  # fmt: skip
-        assert as_json(summary_of(outcome, Origin.of_this_run(torch.device("cpu"), 0, "x", [])))
+        assert as_json(summary_of(outcome, Origin.of_this_run(torch.device("cpu"), 0)))
         assert "One image" in outcome.reading[-1]
 
     def test_many_networks_and_levels_are_a_line_each(self, cases, settings, tmp_path, monkeypatch):

@@ -11,11 +11,10 @@ import torch
 import netmoments as nm
 from netmoments.covariances import LowRank
 from netmoments.gaussian import Gaussian
-from netmoments.report.words import Machine, Provenance
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.on_ray import RayEngine
-from netmoments.sweep.run import Unfinished, run_sweep
-from reproduction.experiment import Settings, machines
+from netmoments.sweep.run import run_sweep
+from reproduction.experiment import Machine, Origin, Settings, Unfinished, machine_here, machines
 from reproduction.image_sweeps import (
     SIGMAS,
     StudiedImages,
@@ -237,12 +236,13 @@ class TestRuns:
         assert settings.used == ["monte-carlo", "monte-carlo"]
         path = tmp_path / "monte-carlo" / "_runs.jsonl"
         assert len(path.read_text().splitlines()) == 1
-        here = Machine.here(torch.device("cpu"))
+        here = machine_here(torch.device("cpu"))
         assert machines(tmp_path, settings.used) == [here]
         path.write_text(path.read_text() + '{"date": "x", "device": "NVIDIA H200", "torch": "2.11.0"}\n{"date": "20')
         assert machines(tmp_path, settings.used) == [here, Machine("NVIDIA H200", "2.11.0")]
-        provenance = Provenance.of_this_run(torch.device("cpu"), 0, "x", machines(tmp_path, settings.used))
-        assert provenance.device == f"{here.device} and NVIDIA H200"
+        origin = Origin.of(settings, "make it")
+        assert (origin.command, origin.device) == ("make it", f"{here.device} and NVIDIA H200")
+        assert origin.torch == f"{torch.__version__} and 2.11.0"
 
     def test_time_is_asked_for_before_other_long_work(self, tmp_path):
         settings = Settings(tmp_path, LocalEngine(["cpu"]), torch.device("cpu"), deadline=0.0)

@@ -18,10 +18,9 @@ from netmoments.attacks.sparse_smooth import SparseSmooth
 from netmoments.checks import random_seed
 from netmoments.data.images import LabelledImages
 from netmoments.sweep.local import LocalEngine
-from netmoments.sweep.run import Unfinished
 from reproduction import attack_rows, figure_8, published, table_5
 from reproduction import faces as face_attacks
-from reproduction.experiment import Origin, Settings
+from reproduction.experiment import Origin, Settings, Unfinished
 from reproduction.faces import POLISH, Faces, TargetedSweep, chosen_faces, chosen_rows, most_fooled
 from reproduction.writing import summary_of
 
@@ -254,7 +253,7 @@ class TestTable5:
         assert "ReLU 2 of 2, 4, 12 units" in outcome.reading[0]
         assert not any("nan" in cell for panel in outcome.panels for row in panel.rows for cell in row)
         assert len(outcome.details[0].rows) == 6
-        summary_of(outcome, Origin.of_this_run(torch.device("cpu"), 0, "x"))
+        summary_of(outcome, Origin.of_this_run(torch.device("cpu"), 0))
         assert len(outcome.drawings[0].draw().axes) == 4
 
     def test_the_matrix_has_sources_in_rows(self):
@@ -295,7 +294,7 @@ class TestFigure8:
         assert followed[-1]["samples_fooled"] > followed[0]["samples_fooled"]
         assert "5 → 4 is the lowest, 0.6" in outcome.reading[1]
         assert not any("nan" in cell for panel in outcome.panels for row in panel.rows for cell in row)
-        summary_of(outcome, Origin.of_this_run(torch.device("cpu"), 0, "x"))
+        summary_of(outcome, Origin.of_this_run(torch.device("cpu"), 0))
         assert len(outcome.drawings[0].draw().axes) == 2
 
     @pytest.mark.parametrize(("last", "words"), [(0.9, "rises from 50.0 %"), (0.505, "stays at"), (0.1, "falls from")])

@@ -10,9 +10,8 @@ import torch
 
 import netmoments as nm
 from netmoments.network.weights import read_tensors
-from netmoments.sweep.run import Unfinished
 from reproduction import trained
-from reproduction.experiment import Settings
+from reproduction.experiment import Settings, Unfinished
 from reproduction.training import Recipe
 from tests.reproduction.small import settings_for
 

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from netmoments.report.words import Machine, Provenance, in_words
+from netmoments.report.words import in_words
 from netmoments.sweep.local import LocalEngine
 from reproduction import experiment
 from reproduction.experiment import (
@@ -27,6 +27,7 @@ from reproduction.experiment import (
     UNKNOWN,
     BesidePaper,
     Drawing,
+    Machine,
     Origin,
     Outcome,
     Panel,
@@ -408,12 +409,6 @@ def test_examples_in_docstrings(name):
     found = doctest.testmod(importlib.import_module(f"reproduction.{name}"))
     assert found.attempted > 0
     assert found.failed == 0
-
-
-def test_a_command_can_be_given(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/bin/x", "noise", "a file"])
-    assert Provenance.of_this_run(torch.device("cpu"), 0).command == "netmoments noise 'a file'"
-    assert Provenance.of_this_run(torch.device("cpu"), 0, "netmoments all").command == "netmoments all"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""Runs of sweeps: resumed, interrupted, killed, timed, watched; always the same rows."""
+"""Runs of sweeps: resumed, interrupted, killed, watched; always the same rows."""
 
 from __future__ import annotations
 
 import errno
 import io
-import pickle
 import random
 import shutil
 import signal
@@ -24,7 +23,7 @@ from netmoments.sweep import run as running
 from netmoments.sweep import store
 from netmoments.sweep.local import LocalEngine
 from netmoments.sweep.on_ray import RayEngine
-from netmoments.sweep.run import Unfinished, Watch, run_sweep
+from netmoments.sweep.run import Watch, run_sweep
 from netmoments.sweep.store import Store
 from tests.sweeps import Failing, Toy, expected, files, filled, same
 
@@ -102,38 +101,6 @@ def test_many_items_are_merged_on_the_way(tmp_path, monkeypatch):
     assert same(run_sweep(Toy(), tmp_path, HERE).columns, expected(Toy()))
     assert most == 5
     assert files(tmp_path / "toy") == [f"part-{number:04d}.parquet" for number in range(3)]
-
-
-def test_when_the_time_is_over_the_next_run_goes_on(tmp_path):
-    sweep = Toy(delay=0.02, log=tmp_path / "log")
-    with pytest.raises(
-        Unfinished, match=r"^toy: [\d]+ of 24 rows done, stopped after 0\.\d seconds; run the same"
-    ) as at:
-        run_sweep(sweep, tmp_path, HERE, seconds=0.07)
-    kept = len(sweep.computed())
-    assert 1 <= kept < 12
-    assert at.value.done == sum(sweep.counts[:kept])
-    assert files(tmp_path / "toy") == ["part-0000.parquet"]
-    assert same(run_sweep(sweep, tmp_path, HERE, seconds=60).columns, expected(sweep))
-    assert sweep.computed() == list(range(12))
-
-
-def test_a_run_without_time_gets_on_all_the_same(tmp_path):
-    for done in range(1, 4):
-        with pytest.raises(Unfinished, match=f"^toy: {sum(Toy().counts[:done])} of 24"):
-            run_sweep(Toy(), tmp_path, HERE, seconds=0.0)
-
-
-def test_a_run_that_ends_with_its_time_is_finished(tmp_path):
-    filled(tmp_path, Toy(), range(11))
-    assert same(run_sweep(Toy(), tmp_path, HERE, seconds=0.0).columns, expected(Toy()))
-
-
-def test_the_message_about_time_counts_minutes_and_can_be_sent():
-    error = pickle.loads(pickle.dumps(Unfinished("monte-carlo", 6200, 10000, "images", 480.0)))
-    assert str(error) == (
-        "monte-carlo: 6,200 of 10,000 images done, stopped after 8.0 minutes; run the same command again to go on"
-    )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no such pixel")], ids=["interrupt", "error"])
