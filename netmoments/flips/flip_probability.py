@@ -30,7 +30,7 @@ from netmoments.flips.frequent import (
     plain_wins,
     search_while_it_pays,
 )
-from netmoments.flips.importance import NEGLIGIBLE, Estimation, by_importance, regressed
+from netmoments.flips.importance import NEGLIGIBLE, Estimation, by_importance, regressed, samples_of_plain
 from netmoments.flips.noisy_network import (
     Clock,
     NoisyNetwork,
@@ -47,6 +47,7 @@ from netmoments.flips.result import (
     FlipEstimate,
     FlipProbability,
     Tolerance,
+    agree,
     stacked,
     wilson,
 )
@@ -66,6 +67,12 @@ COMMON = 0.01
 BELIEVED, DOUBTED = 4, 128
 """Flips that surrogates expect to be common are counted if at least `BELIEVED` flips are among the first samples, or
 among these and `DOUBTED` further ones: one or two may be chance.
+"""
+LEAST_SEARCH = 2500
+"""Searches take up to so many runs before an estimate begins. With fewer allowed, flips are counted among these."""
+SPLITTING_ERROR, SPLITTING_RUNS = 0.3, 300_000
+"""Where importance sampling could not settle a probability, splitting is run beside it: to this relative error, with at
+most so many runs.
 """
 BOUND_RUNS = 10_000
 """Flips that no search can follow are bounded by so many plain samples, or as many as an `absolute_error` asks for."""
@@ -229,6 +236,8 @@ async def entry_result(network: NoisyNetwork, goal: FlipGoal) -> EntryResult:
     if not bool((network.covariance.variances() > 0).any()):
         return await _exact(network)
     try:
+        if goal.runs < LEAST_SEARCH:
+            return await by_frequencies(network, goal.tolerance, goal.runs, (PILOT, await plain_wins(network, PILOT)))
         if network.has_gradient:
             result = await _with_gradients(network, goal)
             if result is not None:
@@ -277,13 +286,35 @@ async def _with_gradients(network: NoisyNetwork, goal: FlipGoal) -> EntryResult 
         )
     result = await by_importance(network, search, goal.tolerance, goal.runs)
     if result is not None and result.estimate.probability > 0:
-        if result.met or result.estimate.probability >= NEGLIGIBLE:
+        if result.estimate.probability >= NEGLIGIBLE and not result.met:
+            return await _by_another_route(network, result, goal)
+        if result.met:
             return result
         return replace(result, bounds=(0.0, max(result.interval[1], NEGLIGIBLE)))  # too few runs to say how rare
     if search.guide is not None and search.guide.expected < NEGLIGIBLE:  # too rare for splitting as well
         limit = goal.runs if absolute is not None else min(goal.runs, network.runs + BOUND_RUNS)
         return await by_frequencies(network, goal.tolerance, limit, (PILOT, await plain_wins(network, PILOT)))
     return None
+
+
+async def _by_another_route(network: NoisyNetwork, found: EntryResult, goal: FlipGoal) -> EntryResult:
+    """What importance sampling left open within the runs allowed: counted if that takes no more runs than are left,
+    else with an interval that splitting agrees with.
+    """
+    left = goal.runs - network.runs
+    if samples_of_plain(goal.tolerance, found.probability) <= left:
+        return await by_frequencies(network, goal.tolerance, goal.runs, (PILOT, await plain_wins(network, PILOT)))
+    if network.clock.over or left < FEW:
+        return found
+    try:
+        limit = min(goal.runs, network.runs + SPLITTING_RUNS)
+        other = await by_splitting(network, Tolerance(SPLITTING_ERROR), limit)
+    except OutOfTime:
+        return found
+    if other.probability == 0 or agree(found.estimate, other.estimate):
+        return replace(found, second=other.estimate, agreed=found.agreed and other.probability > 0)
+    larger, smaller = sorted((found, other), key=lambda each: each.probability, reverse=True)
+    return replace(larger, second=smaller.estimate, agreed=False, met=False)
 
 
 async def _without_gradients(network: NoisyNetwork, goal: FlipGoal) -> EntryResult:

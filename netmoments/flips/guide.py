@@ -50,10 +50,15 @@ SHARP, AS_FITTED = 0, 1
 """The places of a guide's first two parts. Both are g, with h from surrogates of smaller spreads s (`SHARP`) and of the
 spreads that were fitted. In a calibrated guide the first part has the calibrated h instead.
 """
-SHARES = (0.1, 0.7, 0.2)
+SHARES = (0.1, 0.66, 0.2, 0.04)
 """The shares of the parts of a guide. The third, defensive part are the tilted Gaussians themselves, which keep weights
-1/ρ bounded where surrogates are sure and wrong (defensive mixture, Hesterberg 1995).
+1/ρ bounded where surrogates are sure and wrong (defensive mixture, Hesterberg 1995). The last is `Widened` noise, which
+meets flips that surrogates know nothing of.
 """
+WIDE_DIRECTIONS = 8
+"""The noise is widened along so many directions at most: those along which surrogates vary most."""
+FACTORS, WIDE_FLIPS, WIDE_POINTS = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0), 0.05, 2000
+"""It is widened by the first of these factors with which surrogates expect such a share of flips, at so many points."""
 CALIBRATED_SHARES = (0.5, 0.5)
 """The shares of the parts of a calibrated guide. It has no third part, as plain samples keep weights bounded."""
 LEAST_DEFENCE = 0.02
@@ -76,7 +81,7 @@ def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points:
     bases = torch.cat([surrogate.basis.double() for surrogate in surrogates], 1)
     left, singular, _ = torch.linalg.svd(bases, full_matrices=False)
     basis = left[:, singular > 1e-5 * singular[0]]
-    nothing = basis.new_zeros(0)
+    nothing, local_bases = basis.new_zeros(0), tuple(basis.mT @ surrogate.basis.double() for surrogate in surrogates)
     centres = [saddlepoint(surrogate) for surrogate in surrogates]
     tilts = tuple(tilts_of(*pair) for pair in zip(surrogates, centres, strict=True))
     empty = Guide(
@@ -86,19 +91,22 @@ def guide(surrogates: tuple[Quadratic, ...], generator: torch.Generator, points:
         defence=(1 / len(surrogates),) * len(surrogates),
         spreads=tuple(spreads_of(*pair) for pair in zip(surrogates, centres, strict=True)),
         basis=basis.to(surrogates[0].basis.dtype),
-        local_bases=tuple(basis.mT @ surrogate.basis.double() for surrogate in surrogates),
+        local_bases=local_bases,
+        widened=Widened(varying_directions(surrogates, local_bases), FACTORS[0]),
         pool=nothing,
         weights=nothing,
         chances=nothing,
     )
-    total = sum(len(each.thetas) for each in tilts)
-    equal = [torch.full_like(each.thetas, max(1, TRIAL_POOL // total), dtype=torch.long) for each in tilts]
+    empty = replace(empty, widened=empty.widened_enough())
+    kinds = [len(each.thetas) for each in tilts] + [1]
+    total = sum(kinds)
+    equal = [torch.full((kind,), max(1, TRIAL_POOL // total), device=basis.device) for kind in kinds]
     trial, needs = empty._filled(equal)
     attention = [share + LEAST_DEFENCE for share in trial.shares]
     defence = tuple(share / sum(attention) for share in attention)
     empty = replace(empty, defence=defence, common=trial.expected >= CONTROL_FROM)
     pool_shares = (1 - LEAST_SHARE) * needs + LEAST_SHARE / total
-    sizes = (pool_shares * points).long().clamp(min=2).split([len(each.thetas) for each in tilts])
+    sizes = (pool_shares * points).long().clamp(min=2).split(kinds)
     return replace(empty, pool_sizes=tuple(sizes))._filled(list(sizes))[0]
 
 
@@ -122,6 +130,7 @@ class Guide:
     """Q, (n, K)."""
     local_bases: tuple[Tensor, ...]
     """QᵀU of each surrogate's basis U, (K, k)."""
+    widened: Widened
     pool: Tensor
     """Points z (M, K)."""
     weights: Tensor
@@ -141,7 +150,8 @@ class Guide:
     shares: tuple[float, ...] = ()
     """The share of each surrogate in the sum of all E h_j."""
     pool_sizes: tuple[Tensor, ...] = ()
-    """For each surrogate, the number of points from each of its Gaussians, (T,)."""
+    """For each surrogate, the number of points from each of its Gaussians, (T,); and last that of widened ones, (1,).
+    """
     common: bool = False
     """Whether flips are expected so often that surrogates are a control variate."""
     calibration: tuple[float, float] | None = None
@@ -157,11 +167,12 @@ class Guide:
 
     def ratio(self, white: Tensor) -> Tensor:
         """ρ (N,) at ε (N, n): the density of samples over that of N(0, I)."""
-        return self.ratio_of_margins(self.surrogate_margins(self.coordinates(white)))
+        z = self.coordinates(white)
+        return self.ratio_of_margins(self.surrogate_margins(z), self.widened.squares(z))
 
-    def ratio_of_margins(self, margins: Tensor) -> Tensor:
-        """ρ (N,) from the surrogates' margins (N, J)."""
-        parts = self._parts(margins)
+    def ratio_of_margins(self, margins: Tensor, squares: Tensor) -> Tensor:
+        """ρ (N,) from the surrogates' margins (N, J), and the squared lengths (N,) along the widened directions."""
+        parts = self._parts(margins, squares)
         return self._mixed([part / normalizer for part, normalizer in zip(parts, self.normalizers, strict=True)])
 
     def flip_chance(self, white: Tensor) -> Tensor:
@@ -180,6 +191,17 @@ class Guide:
         """The surrogates' margins (N, J) at z (N, K)."""
         with_bases = zip(self.surrogates, self.local_bases, strict=True)
         return torch.stack([surrogate.at(z @ local) for surrogate, local in with_bases], 1)
+
+    def widened_enough(self) -> Widened:
+        """Noise that is widened until surrogates expect flips, or by the largest factor."""
+        shape = (WIDE_POINTS, self.basis.shape[1])
+        normal = torch.randn(shape, dtype=torch.float64, device=self.basis.device, generator=self.generator)
+        for factor in FACTORS:
+            widened = replace(self.widened, factor=factor)
+            margins = self.surrogate_margins(widened.moved(normal))
+            if float(self._flip_chance(margins, AS_FITTED).mean()) >= WIDE_FLIPS:
+                break
+        return widened
 
     def refilled(self) -> Guide:
         """The same guide with fresh points, as a pool has the density φ ρ only on average over pools."""
@@ -243,10 +265,13 @@ class Guide:
             return distribution(-(margins.amin(1) + above) / deviation).clamp(1e-12, 1 - 1e-12)
         return joint_flip_chance(margins, margins.new_tensor([spreads[part] for spreads in self.spreads]))
 
-    def _parts(self, margins: Tensor) -> list[Tensor]:
+    def _parts(self, margins: Tensor, squares: Tensor) -> list[Tensor]:
         """The parts (N,) of the guide before they are divided by their normalizers."""
         parts = [uncertainty(self._flip_chance(margins, part), self.common) for part in (SHARP, AS_FITTED)]
-        return parts if self.calibration is not None else [*parts, self._defensive(margins)]
+        if self.calibration is not None:
+            return parts
+        wide = self.widened.log_ratios(squares).clamp(max=LARGEST_LOG_RATIO).exp()
+        return [*parts, self._defensive(margins), wide]
 
     def _mixed(self, parts: list[Tensor]) -> Tensor:
         """The mixture of parts that have mean 1 under the noise."""
@@ -266,20 +291,26 @@ class Guide:
         """The guide with a pool of so many points of each Gaussian, and the probability (all T,) that a sample has its
         point from each of them.
 
-        `sizes` has the numbers of points (T,) for each surrogate.
+        `sizes` are `pool_sizes`.
         """
         points, origins = [], []
-        for tilts, local, counts in zip(self.tilts, self.local_bases, sizes, strict=True):
+        *of_tilts, of_wide = sizes
+        for tilts, local, counts in zip(self.tilts, self.local_bases, of_tilts, strict=True):
             which = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
             shape = (len(which), local.shape[0])
             normal = torch.randn(shape, dtype=local.dtype, device=local.device, generator=self.generator)
             along = normal @ local
             points.append(normal + (tilts.moved(which, along) - along) @ local.mT)
             origins.append(which + sum(map(len, sizes[: len(points) - 1])))
-        pool, origin = torch.cat(points), torch.cat(origins)
-        margins = self.surrogate_margins(pool)
+        shape = (int(of_wide), self.basis.shape[1])
+        normal = torch.randn(shape, dtype=torch.float64, device=of_wide.device, generator=self.generator)
+        points.append(self.widened.moved(normal))
         counts = torch.cat(sizes)
-        ratios = torch.cat([tilts.log_ratios(margins[:, j]) for j, tilts in enumerate(self.tilts)], 1)
+        origins.append(torch.full((int(of_wide),), len(counts) - 1, device=of_wide.device))
+        pool, origin = torch.cat(points), torch.cat(origins)
+        margins, wide = self.surrogate_margins(pool), self.widened.log_ratios(self.widened.squares(pool))
+        tilted = [tilts.log_ratios(margins[:, j]) for j, tilts in enumerate(self.tilts)]
+        ratios = torch.cat([*tilted, wide.unsqueeze(1)], 1)
         weights = (-(ratios + counts.log()).logsumexp(1)).exp()
         order = margins.amin(1).argsort()
         filled = replace(self, pool=pool[order], weights=weights[order])._planned()
@@ -289,8 +320,8 @@ class Guide:
     def _planned(self) -> Guide:
         """The guide with what follows from its pool: normalizers, chances of the points, E h and the variance."""
         margins, weights = self.surrogate_margins(self.pool), self.weights
-        parts = [weights * part for part in self._parts(margins)]
-        normalizers = (*(float(part.sum()) for part in parts[:2]), 1.0)[: len(parts)]
+        parts = [weights * part for part in self._parts(margins, self.widened.squares(self.pool))]
+        normalizers = (*(float(part.sum()) for part in parts[:2]), 1.0, 1.0)[: len(parts)]
         total = self._mixed(
             [part / max(normalizer, 1e-300) for part, normalizer in zip(parts, normalizers, strict=True)]
         )
@@ -311,6 +342,39 @@ class Guide:
             expected_error=float(terms.std()) * math.sqrt(len(terms)),
             shares=tuple((each / each.sum().clamp(min=1e-300)).tolist()),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Widened:
+    """N(0, I) in K directions, c times as wide along some of them."""
+
+    directions: Tensor
+    """D (K, w), orthonormal."""
+    factor: float
+    """c."""
+
+    def squares(self, z: Tensor) -> Tensor:
+        """|Dᵀz|² (N,) at z (N, K)."""
+        return (z @ self.directions).square().sum(1)
+
+    def moved(self, normal: Tensor) -> Tensor:
+        """Samples (N, K) from standard normal numbers (N, K)."""
+        return normal + (self.factor - 1) * (normal @ self.directions) @ self.directions.mT
+
+    def log_ratios(self, squares: Tensor) -> Tensor:
+        """The logarithm (...) of its density over that of N(0, I): −w log c + ½ (1 − 1/c²) |Dᵀz|²."""
+        return 0.5 * (1 - self.factor**-2) * squares - self.directions.shape[1] * math.log(self.factor)
+
+
+def varying_directions(surrogates: tuple[Quadratic, ...], local_bases: tuple[Tensor, ...]) -> Tensor:
+    """The directions (K, w) along which surrogates vary most: Σ_j U_j (b bᵀ + ½ H²) U_jᵀ/deviation², leading ones."""
+    device, size = local_bases[0].device, local_bases[0].shape[0]
+    power = torch.zeros(size, size, dtype=torch.float64, device=device)
+    for surrogate, local in zip(surrogates, local_bases, strict=True):
+        along, curvature = local @ surrogate.slope.to(device), local * surrogate.curvature.to(device)
+        total = along.unsqueeze(1) * along + 0.5 * curvature @ curvature.mT
+        power = power + total / max(surrogate.deviation, 1e-150) ** 2
+    return torch.linalg.eigh(power).eigenvectors[:, -WIDE_DIRECTIONS:]
 
 
 @dataclass(frozen=True)

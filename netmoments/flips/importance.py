@@ -104,7 +104,8 @@ async def by_importance(network: NoisyNetwork, search: Search, tolerance: Tolera
             estimation = (LineEstimation if lines_pay(guides) else RareEstimation)(network, guides)
         last, runs_each = attempt + 1 == ATTEMPTS, estimation.runs_each
         most = math.inf if last else round_runs(searches) / max(1 - likely_left(variances), 1e-9) / runs_each
-        met = await estimation.run_until(tolerance, estimation.samples + most, limit, FIRST_RUNS // runs_each)
+        most = min(estimation.samples + most, samples_of_plain(tolerance, guides[-1].expected))
+        met = await estimation.run_until(tolerance, most, limit, FIRST_RUNS // runs_each)
         if (
             (met and estimation.result(met).agreed)
             or network.runs >= limit
@@ -116,6 +117,12 @@ async def by_importance(network: NoisyNetwork, search: Search, tolerance: Tolera
             await each.advance()
     assert estimation is not None
     return estimation.result(met)
+
+
+def samples_of_plain(tolerance: Tolerance, probability: float) -> float:
+    """The plain samples that tell so small a probability: an estimate that takes more is better left to these."""
+    p = max(probability, NEGLIGIBLE)
+    return tolerance.times_needed(p, math.sqrt(p))
 
 
 async def _share_rivals(searches: tuple[Search, Search]) -> None:

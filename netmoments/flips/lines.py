@@ -131,7 +131,15 @@ class Faces:
     def ratios_along(self, guide: Guide, starts: Tensor, face: Tensor) -> Tensor:
         """ρ (N, T) of a guide along lines."""
         margins = self.surrogate_margins_along(guide.surrogates, starts, face, self.places)
-        return guide.ratio_of_margins(margins.flatten(0, 1)).unflatten(0, margins.shape[:2])
+        squares = self.squares_along(guide, starts, face)
+        return guide.ratio_of_margins(margins.flatten(0, 1), squares.flatten()).unflatten(0, margins.shape[:2])
+
+    def squares_along(self, guide: Guide, starts: Tensor, face: Tensor) -> Tensor:
+        """|Dᵀz|² (N, T) along lines, for the widened directions D of a guide."""
+        z, step = (guide.coordinates(x) @ guide.widened.directions for x in (starts, self.directions))
+        step = step[face]
+        constant, slope, bend = (x.sum(1, keepdim=True) for x in (z.square(), 2 * z * step, step.square()))
+        return constant + self.places * slope + self.places.square() * bend
 
     def weights(self, margins: Tensor, face: Tensor) -> Tensor:
         """φ(t) ω_j times the width of a cell, (N, T), for the face j (N,) of each line, from q (N, T, J)."""

@@ -54,7 +54,7 @@ async def by_splitting(network: NoisyNetwork, tolerance: Tolerance, limit: int) 
     met = False
     try:
         while len(populations) < MOST_POPULATIONS:
-            populations.append(await population(network))
+            populations.append(await population(network, limit if populations else (start + limit) // 2))
             runs_each = (network.runs - start) / len(populations)
             if len(populations) >= LEAST_POPULATIONS:
                 now = averaged(populations)
@@ -81,8 +81,10 @@ def averaged(populations: list[Population]) -> FlipEstimate:
     return FlipEstimate(mean, error, len(values), freedom=max(1, len(values) - 1))
 
 
-async def population(network: NoisyNetwork) -> Population:
-    """Run one population of particles, from the noise to the flips."""
+async def population(network: NoisyNetwork, limit: int) -> Population:
+    """Run one population of particles, from the noise to the flips; it found none if the network's runs reach a limit
+    on the way.
+    """
     white = network.normal(PARTICLES)
     values = await network.margins_at(white)
     nothing = Population(0.0, values.new_zeros(network.classes))
@@ -94,7 +96,7 @@ async def population(network: NoisyNetwork) -> Population:
         strongest = values.amin(1)
         before, level = level, next_level(strongest, level)
         stuck = stuck + 1 if level >= before else 0
-        if stuck == STUCK:
+        if stuck == STUCK or network.runs + MOVES * PARTICLES > limit:
             return nothing
         kept = strongest < 0 if level <= 0 else strongest <= level
         log_probability += math.log(max(int(kept.sum()), 1e-300) / PARTICLES)

@@ -26,10 +26,16 @@ MOST_DIRECTIONS = 384
 """A surrogate has at most so many directions."""
 GRADIENTS_EACH = 2
 """A surrogate has at most one direction for so many gradients."""
-TWO_FACES = 0.5
-"""A rival may have two faces if two means leave at most this share of the variance of its gradients."""
+LEFT_BY_TWO, LEFT_BY_PLANES = 0.5, 0.05
+"""A rival may have two faces if two means leave at most the first share of the variance of its gradients, and with each
+further one if they leave half of that, down to the second share, which means that all faces are nearly planes.
+"""
+MOST_FACES = 32
+"""A rival has at most so many faces."""
+FEWEST_OF_FACE = 3
+"""A face has at least so many gradients."""
 LLOYD_STEPS = 6
-"""Steps of the algorithm that finds the two means."""
+"""Steps of the algorithm that finds the means."""
 FIRST_DIRECTIONS = 32
 """The first of the two fits of a surrogate has at most so many directions."""
 NEAR, NEAR_SLOPES = 1.5, 8.0
@@ -110,24 +116,26 @@ class Quadratic:
 
 
 def surrogates_of(evidence: Evidence, rival: int) -> tuple[Quadratic, ...]:
-    """The surrogate of a rival's margin; or two, of two faces of its boundary, if the smaller one of two tells the
+    """The surrogate of a rival's margin; or several, of the faces of its boundary, if the smallest of these tells the
     values of the margin better than a single one does.
     """
     own = evidence.of_rival(rival)
     single = (fitted(own, rival, directions_for(own), evidence.without_rival(rival)),)
-    faces = split_by_face(own, FEWEST)
+    faces = split_by_face(own, FEWEST_OF_FACE)
     if len(faces) == 1:
         return single
     # of which face would other values be?
-    pair = tuple(fitted(face, rival, directions_for(face)) for face in faces)
+    several = tuple(fitted(face, rival, directions_for(face)) for face in faces)
     white, values = evidence.white, evidence.margins[:, rival]
-    by_single, by_pair = (
-        torch.stack([each.at(each.coordinates(white)) for each in some]).amin(0) for some in (single, pair)
+    by_single, by_several = (
+        torch.stack([each.at(each.coordinates(white)) for each in some]).amin(0) for some in (single, several)
     )
     scale = NEAR * float(own.gradients.double().square().sum(1).mean().sqrt())
-    weight = relevance(torch.minimum(by_single, by_pair), values - evidence.margins.amin(1), max(scale, 1e-30))
-    left_by_single, left_by_pair = (float(weight @ (values - by).double().square()) for by in (by_single, by_pair))
-    return pair if left_by_pair < left_by_single else single
+    weight = relevance(torch.minimum(by_single, by_several), values - evidence.margins.amin(1), max(scale, 1e-30))
+    left_by_single, left_by_several = (
+        float(weight @ (values - by).double().square()) for by in (by_single, by_several)
+    )
+    return several if left_by_several < left_by_single else single
 
 
 def directions_for(runs: Evidence) -> int:
@@ -188,28 +196,49 @@ def relevance(margin: Tensor, ahead: Tensor, scale: float) -> Tensor:
 
 
 def split_by_face(runs: Evidence, fewest: int) -> list[Evidence]:
-    """The runs of one rival, in two parts if its gradients point two ways: two faces of the boundary.
+    """The runs of one rival, in several parts if its gradients point several ways: faces of the boundary.
 
-    Two means of the gradients (Lloyd 1982) must leave at most `TWO_FACES` of their variance, where one face that bends
-    leaves more, and each part must have `fewest` runs.
+    The fewest means (Lloyd 1982) that leave little of the gradients' variance make the parts, where one face that bends
+    leaves more; or those that leave hardly anything, if more of them do. Each part must have `fewest` runs.
     """
     gradients = runs.gradients
     centred = gradients - gradients.mean(0)
-    total = float(centred.square().sum())
-    if len(runs) < 2 * fewest or total <= 1e-6 * float(gradients.square().sum()):
+    total = float(centred.double().square().sum())
+    if len(runs) < 2 * fewest or total <= 1e-6 * float(gradients.double().square().sum()):
         return [runs]
-    second = (centred @ principal_directions(centred, 1)[:, 0].to(centred.dtype)) > 0
+    along = (centred @ principal_directions(centred, MOST_FACES).to(centred.dtype)).double()
+    beyond = total - float(along.square().sum())
+    parts: list[Evidence] = []
+    for count in range(2, min(MOST_FACES, len(runs) // fewest) + 1):
+        allowed = LEFT_BY_PLANES if parts else max(LEFT_BY_PLANES, LEFT_BY_TWO ** (count - 1))
+        if beyond > allowed * total:
+            break
+        part, within = means_of(along, count)
+        left = max(beyond + within, 0.0) / total
+        if left <= allowed and int(part.bincount(minlength=count).min()) >= fewest:
+            parts = [runs.chosen(part == number) for number in range(count)]
+        if left <= LEFT_BY_PLANES:
+            break
+    return parts or [runs]
+
+
+def means_of(rows: Tensor, count: int) -> tuple[Tensor, float]:
+    """Which of so many means each of some rows (N, k) is nearest to, (N,), and the squares that the means leave.
+
+    The means begin as the row farthest from 0 and those farthest from the ones before.
+    """
+    means = rows[:0]
+    away = rows.square().sum(1)
+    for _ in range(count):
+        means = torch.cat([means, rows[int(away.argmax())].unsqueeze(0)])
+        away = (rows.unsqueeze(1) - means).square().sum(2).amin(1)
     for _ in range(LLOYD_STEPS):
-        if min(int(second.sum()), int((~second).sum())) < fewest:
-            return [runs]
-        means = [gradients[~second].mean(0), gradients[second].mean(0)]
-        away = [(gradients - mean).square().sum(1) for mean in means]
-        second = away[1] < away[0]
-    if min(int(second.sum()), int((~second).sum())) < fewest:
-        return [runs]
-    if float(torch.minimum(*away).sum()) > TWO_FACES * total:
-        return [runs]
-    return [runs.chosen(~second), runs.chosen(second)]
+        nearest = (rows.unsqueeze(1) - means).square().sum(2).argmin(1)
+        sizes = nearest.bincount(minlength=count).unsqueeze(1)
+        sums = torch.zeros_like(means).index_add(0, nearest, rows)
+        means = torch.where(sizes > 0, sums / sizes.clamp(min=1), means)
+    squares, nearest = (rows.unsqueeze(1) - means).square().sum(2).min(1)
+    return nearest, float(squares.sum())
 
 
 def leading_directions(gradients: Tensor, weight: Tensor, most: int) -> Tensor:

@@ -34,6 +34,65 @@ def test_networks_of_two_layers(first, second):
     assert abs(float(found.probability) - truth) < 5 * float(found.standard_error)
 
 
+class Faces(nn.Module):
+    """Scores 0 and max_i (|x_i| − t_i), or without `both` max_i (x_i − t_i): as many faces of one boundary."""
+
+    def __init__(self, *thresholds: float, both: bool) -> None:
+        super().__init__()
+        self.thresholds, self.both = torch.tensor(thresholds), both
+
+    def forward(self, x: Tensor) -> Tensor:
+        ahead = ((x.abs() if self.both else x) - self.thresholds).amax(1)
+        return torch.stack([torch.zeros_like(ahead), ahead], 1)
+
+    @property
+    def truth(self) -> float:
+        sides = 2 if self.both else 1
+        return -math.expm1(sum(math.log1p(-sides * tail(float(t))) for t in self.thresholds))
+
+
+@pytest.mark.parametrize(
+    "network",
+    [Faces(4.0, 4.3, 4.3, 4.3, 4.3, both=True), Faces(6.0, 6.2, 6.4, both=True), Faces(*[5.0] * 10, both=False)],
+    ids=["ten", "six", "one side"],
+)
+def test_many_faces_of_one_rival(network):
+    """Both searches used to find the nearest faces only, and to agree on half of the probability or less."""
+    mean = torch.zeros(3, len(network.thresholds))
+    found = nm.flip_probability(network.eval(), nm.Gaussian(mean + 1e-6 * torch.arange(3.0).unsqueeze(1), std=1.0), 0)
+    assert bool(found.met.all())
+    assert bool(((found.probability - network.truth).abs() < 5 * found.standard_error).all())
+    assert int(found.runs.max()) < 10_000
+
+
+class Band(nn.Module):
+    """The second score is the larger one where x₀ is in a narrow band, about which gradients far away say little."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ahead = 0.01 - (x[:, 0] - 0.7).abs()
+        return torch.stack([torch.zeros_like(ahead), ahead], 1)
+
+
+def test_what_importance_sampling_cannot_settle_is_counted():
+    truth = tail(0.69) - tail(0.71)
+    found = nm.flip_probability(
+        Band().eval(), nm.Gaussian(torch.arange(4.0)[:, None] * torch.tensor([0, 1.0]), std=1.0), 0
+    )
+    assert bool(((found.interval[:, 0] < 1.2 * truth) & (found.interval[:, 1] > 0.8 * truth)).all())
+    assert bool(((found.probability / truth - 1).abs() < 0.5).all())
+    assert int(found.runs.max()) < 200_000
+
+
+@pytest.mark.parametrize("runs", [100, 1000, 5000])
+@pytest.mark.parametrize("network", [linear(), Rounded(6.0).eval()], ids=["gradients", "none"])
+def test_the_limit_on_runs_holds(network, runs):
+    size = 12 if isinstance(network, nn.Linear) else 2
+    mean = at_distance(network, 4.5) if isinstance(network, nn.Linear) else torch.zeros(size)
+    found = nm.flip_probability(network, nm.Gaussian(mean, std=1.0), 0, runs=runs)
+    assert int(found.runs) <= runs
+    assert float(found.interval[0]) <= tail(4.5) if isinstance(network, nn.Linear) else True
+
+
 @pytest.mark.parametrize(
     "covariance",
     [

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from netmoments.flips.guide import (
+    WIDE_DIRECTIONS,
     PlainNoise,
     Tilts,
+    Widened,
     guide,
     joint_flip_chance,
     saddlepoint,
@@ -77,6 +79,30 @@ def test_samples_have_the_density_they_say():
     error = math.hypot(float(seen.std()) / math.sqrt(len(seen)), made.expected_error)
     assert abs(float(seen.mean()) - made.expected) < 5 * error
     assert abs(float(made.ratio(plain).mean()) - 1) < 0.05
+
+
+def test_widened_noise_has_the_density_it_says():
+    """The mean over widened points of the inverse ratio is 1, and their squared lengths c² as long along D."""
+    directions = torch.linalg.qr(torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).Q
+    widened = Widened(directions, 2.0)
+    normal = torch.randn(200_000, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    z = widened.moved(normal)
+    back, squares = (-widened.log_ratios(widened.squares(z))).exp(), widened.squares(z)
+    assert abs(float(back.mean()) - 1) < 5 * float(back.std()) / math.sqrt(len(back))
+    assert abs(float(squares.mean()) - 8) < 5 * float(squares.std()) / math.sqrt(len(squares))
+    assert torch.allclose(z - z @ directions @ directions.mT, normal - normal @ directions @ directions.mT)
+
+
+def test_noise_is_widened_where_surrogates_vary_and_until_they_expect_flips():
+    """By 2.5, q = 4 + z is below 0 for 5.5 % of the points; a spread of the surrogate adds a little."""
+    made = guide((surrogate(4.0, curved=0.0),), torch.Generator().manual_seed(0))
+    assert made.widened.factor == 2.5
+    along = made.widened.directions.mT @ made.local_bases[0] @ made.surrogates[0].slope
+    assert float(along.norm()) == pytest.approx(1, abs=1e-6)
+    widely = torch.arange(12.0, dtype=torch.float64)
+    basis = torch.linalg.qr(torch.randn(20, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).Q
+    many = Quadratic(1, basis, 9.0, widely, 0 * widely, 0.1)
+    assert guide((many,), torch.Generator().manual_seed(0), 1000).widened.directions.shape == (12, WIDE_DIRECTIONS)
 
 
 def test_joint_failing_is_accurate_where_it_is_small():

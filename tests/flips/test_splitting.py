@@ -22,7 +22,7 @@ def test_populations_without_gradients():
 
 def test_a_population_that_starts_among_flips_counts_them():
     noisy = noisy_network(Rounded(0.0).eval(), nm.Gaussian(torch.zeros(3), std=1.0))
-    found = run_alone(population(noisy))
+    found = run_alone(population(noisy, 10**6))
     assert abs(found.probability - 0.5) < 5 * 0.5 / math.sqrt(400)
 
 
@@ -31,14 +31,14 @@ def test_nothing_is_found_where_nothing_flips():
     network.weight.data.zero_()
     network.bias = torch.nn.Parameter(torch.tensor([1.0, 0.0]))
     noisy = noisy_network(network, nm.Gaussian(torch.zeros(4), std=1.0))
-    assert run_alone(population(noisy)).probability == 0
+    assert run_alone(population(noisy, 10**6)).probability == 0
 
 
 @pytest.mark.parametrize(("chance", "runs"), [(1e-6, 900), (0.0, 300)])
 def test_half_of_the_runs_are_left_where_no_population_found_a_flip(monkeypatch, chance, runs):
     """Populations take 300 runs each. They begin if they end within 1,000 where flips are found, else within 500."""
 
-    async def stand_in(noisy):
+    async def stand_in(noisy, limit):
         noisy.runs += 300
         return Population(chance * (1 + noisy.runs), torch.zeros(2))
 

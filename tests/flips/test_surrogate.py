@@ -7,6 +7,7 @@ from netmoments.flips.surrogate import (
     Evidence,
     fitted,
     leading_directions,
+    means_of,
     principal_directions,
     regressed_slopes,
     regressed_values,
@@ -129,6 +130,25 @@ def test_two_faces_of_a_boundary_are_told_apart():
     two[:20, 0], two[20:, 1] = 1.0, 1.0
     found = split_by_face(Evidence(two, two, two, torch.ones(60, dtype=torch.long)), 8)
     assert sorted(map(len, found)) == [20, 40]
+
+
+@pytest.mark.parametrize("faces", [3, 7, 20])
+def test_many_faces_are_told_apart(faces):
+    """Gradients that point along as many axes, with a little noise."""
+    normal = torch.eye(faces, 25, dtype=torch.float64).repeat(6, 1)
+    normal += 0.01 * torch.randn(normal.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = split_by_face(Evidence(normal, normal, normal, torch.ones(len(normal), dtype=torch.long)), 3)
+    assert len(found) == faces
+    for face in found:
+        assert len(face) == 6
+        assert float(face.gradients.std(0).max()) < 0.1
+
+
+def test_means_are_those_of_what_is_nearest():
+    rows = torch.tensor([[0.0, 5.0], [0.2, 5.0], [-3.0, 0.0], [-3.0, 0.4]], dtype=torch.float64)
+    nearest, left = means_of(rows, 2)
+    assert nearest[0] == nearest[1] != nearest[2] == nearest[3]
+    assert left == pytest.approx(0.02 + 0.08)
 
 
 def evidence_of(white, margin, gradients):
