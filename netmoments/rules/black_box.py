@@ -25,6 +25,9 @@ DISCONTINUOUS = {
 }  # fmt: skip
 """Operations with jumps, which derivatives do not see. (Rounding, whose derivative is 0, is noticed when it runs.)"""
 
+IN_MEMORY = {"as_strided", "as_strided_copy", "as_strided_scatter"}
+"""Operations whose result depends on where numbers lie in memory, which a function of numbers does not know."""
+
 
 @dataclass(frozen=True, eq=False)
 class BlackBox(Nonlinearity):
@@ -101,7 +104,7 @@ def black_box(
 ) -> RuledCall | None:
     """A node as a function of its noisy arguments, flattened and put end to end; None for jumps or another dtype."""
     inputs = tuple(argument for argument in node.all_input_nodes if argument in noisy)
-    if operator_name(node) in DISCONTINUOUS:
+    if operator_name(node) in DISCONTINUOUS | IN_MEMORY:
         return None
     value = node.meta["val"]
     first = value if isinstance(value, Tensor) else value[0]

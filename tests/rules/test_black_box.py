@@ -108,8 +108,15 @@ def test_what_gives_no_numbers_is_refused_by_a_sketch_too(case):
         nm.output_moments(seeded(lambda: Around(NO_RULE[case][0])), noise(), "sketch")
 
 
-@pytest.mark.parametrize("function", [nn.Hardshrink(0.2), lambda y: functional.relu(y).to(torch.bfloat16).double()])
-def test_jumps_and_rough_numbers_are_refused(function):
+REFUSED = (
+    nn.Hardshrink(0.2),
+    lambda y: functional.relu(y).to(torch.bfloat16).double(),
+    lambda y: y[:, 1:].as_strided((len(y), 6), (6, 1), 0),  # reads what is not in the tensor
+)
+
+
+@pytest.mark.parametrize("function", REFUSED)
+def test_jumps_rough_numbers_and_places_in_memory_are_refused(function):
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 6), Called(function), nn.Linear(6, 3)))
     for method in ("layerwise", "sketch"):
         with pytest.raises(ValueError, match="no rule for"):
