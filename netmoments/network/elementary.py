@@ -215,6 +215,13 @@ def _sum_of(first: Tensor, *others: Tensor | None) -> Tensor:
     return first
 
 
+def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """The steps of sequences, longest first, put end to end, and how many sequences there are at each step."""
+    steps, counts = x.transpose(0, 1) if batch_first else x, list(map(int, lengths))
+    running = [sum(count > step for count in counts) for step in range(max(counts))]
+    return torch.cat([steps[step, :number] for step, number in enumerate(running)]), torch.tensor(running)
+
+
 def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
     """The numbers at these places in memory, by their places in x; left as it is where one lies outside of x."""
     if not x.numel():
@@ -261,6 +268,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten._cdist_forward.default: _distances,
     aten._thnn_fused_lstm_cell.default: _lstm_cell,
     aten._thnn_fused_gru_cell.default: _gru_cell,
+    aten._pack_padded_sequence.default: _packed,
     aten.as_strided.default: _as_strided,
     aten.log1p.default: lambda x: (1 + x).log(),
 }
