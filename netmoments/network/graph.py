@@ -356,7 +356,7 @@ def _recorded_calls(network: nn.Module, calls: list[LayerCall]) -> Iterator[None
 
     with ExitStack() as hooks:
         for path, module in network.named_modules():
-            if not isinstance(module, fx.GraphModule):
+            if not isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
                 hooks.enter_context(module.register_forward_pre_hook(entering))
                 hooks.enter_context(module.register_forward_hook(leaving(path), always_call=True))
         yield

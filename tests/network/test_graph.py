@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -153,6 +154,23 @@ def test_values_kept_from_the_input_may_not_be_read():
     graph_error = r"decides by what it computes from its input|cannot be recorded"
     with pytest.raises(ValueError, match=graph_error):
         traced_graph(seeded(Keeping), NOISE.mean.unsqueeze(0), "test")
+
+
+def test_a_scripted_part_is_recorded_and_its_relu_is_none_to_cut_at():
+    """Nothing stops a scripted module in the middle, so that no ReLU of it is listed; its operations are known."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = [torch.jit.script(seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU())))]
+    net = nn.Sequential(*parts, seeded(lambda: nn.Linear(4, 2))).eval()
+    assert nm.relus(net, NOISE.mean.unsqueeze(0)) == ()
+    with pytest.raises(ValueError, match=r"has no ReLU .* scripted modules cannot be looked into"):
+        nm.output_moments(net, NOISE, "two-stage")
+    for scale in (1.0, 2.0):
+        with torch.no_grad():
+            net[0][0].weight.mul_(scale)
+        found, sampled = nm.output_moments(net, NOISE), nm.monte_carlo(net, NOISE, 100_000)
+        assert found.method == "exact"
+        assert float(found.compare(sampled).covariance.abs().max()) < 5
 
 
 def test_an_autograd_function_of_the_old_style_is_recorded_as_what_it_does():
