@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Group, Parameter, validators
 
@@ -44,7 +44,16 @@ Positive = Annotated[int, Parameter(validator=validators.Number(gte=1, lt=MOST))
 AtLeastTwo = Annotated[int, Parameter(validator=validators.Number(gte=2, lt=MOST))]
 NotNegative = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=MOST))]
 Seed = Annotated[int, Parameter(validator=validators.Number(gte=0, lt=2**63))]
-AboveZero = Annotated[float, Parameter(validator=validators.Number(gt=0, lt=MOST))]
+
+
+def above_zero(kind: Any, value: float) -> None:
+    """Refuse NaN, of which any comparison is false, and what is not above 0."""
+    if isinstance(value, float) and value != value:
+        raise ValueError("Must be a number.")
+    validators.Number(gt=0, lt=MOST)(kind, value)
+
+
+AboveZero = Annotated[float, Parameter(validator=above_zero)]
 
 Model = Annotated[
     str,
@@ -330,9 +339,12 @@ def relus(
     from netmoments.report.arguments import Subject
 
     network, images = Subject(model, data, weights, None, split, data_dir, size).load()
-    example = images.images[:1]
+    found = relus(network, images.images[:1])
+    if not found:
+        print(f"{printable(model)} has no ReLU (nn.ReLU, relu() and clamp(min=0) were looked for)")
+        return
     table = Table("layer", "name", "shape", "units", box=box.SIMPLE_HEAD)
-    for relu in relus(network, example):
+    for relu in found:
         table.add_row(str(relu.index), Text(printable(relu.name)), "×".join(map(str, relu.shape)), f"{relu.size:,}")
     Console().print(table)
 

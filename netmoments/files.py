@@ -137,8 +137,9 @@ def read_array(file: IO[bytes], size: int, name: str) -> np.ndarray[Any, Any]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """The first line of an error's message, or its type where it has none; of torch's failed assertions, what it is."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return "an assertion inside torch fails" if "INTERNAL ASSERT FAILED" in line else line
 
 
 def read_whole(file: IO[bytes], content: bytearray, name: str) -> None:

@@ -245,6 +245,15 @@ def test_relus_are_listed(run, own_network):
     assert re.search(r"0 \S+ 16 16", said.out)
 
 
+def test_a_network_without_relus_is_said_to_have_none(run, own_network):
+    (own_network / "smooth.py").write_text(
+        "from torch import nn\ndef network(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.Tanh())"
+    )
+    said = run("relus", "smooth.py:network", "digits")
+    assert said.status == 0, said.err
+    assert said.out == "smooth.py:network has no ReLU (nn.ReLU, relu() and clamp(min=0) were looked for)"
+
+
 def test_accuracy_with_a_preprocessing_of_its_own(run):
     """Dark images: the shipped network was not trained on these."""
     found = run("accuracy", "digits", "digits", "--mean", "0.5", "--std", "2").out
@@ -275,6 +284,7 @@ BAD = {
     "out is a file": (["report", "digits", "digits", "--out", "mine.py"], "mine.py is a file; give a folder"),
     "arguments": (["report", "needs.py:network", "images"], "needs.py:network() failed: TypeError"),
     "sigma": (["report", "digits", "digits", "--sigma", "0"], "Must be > 0"),
+    "sigma of no number": (["report", "digits", "digits", "--sigma", "nan"], "Must be a number"),
     "large sigma": (["report", "digits", "digits", "--sigma", "1" + "0" * 400], "Must be < 2147483648"),
     "large std": (["report", "digits", "digits", "--std", "1e400"], "--std '1e400': give numbers below 1e+09"),
     "seed": (["report", "digits", "digits", "--seed", str(2**80)], "Must be < 9223372036854775808"),
@@ -285,6 +295,7 @@ BAD = {
     "archive": (["report", "odd.pt2", "images"], "odd.pt2 is not a plain archive of torch.export.save, and is refused"),
     "device": (["report", "digits", "digits", "--device", "tpu9"], "no device 'tpu9'; give cpu, cuda or auto"),
     "mis-sized": (["report", "lenet", "digits"], "cannot take an input of shape (1, 8, 8)"),
+    "no splits": (["accuracy", "digits", "images"], "not divided into splits, so it has no 'train'; take mnist, fer"),
     "download": (["download", "fer2013"], "only mnist can be downloaded"),
     "gone": (["reproduce", "table-2"], "reproduce"),
 }

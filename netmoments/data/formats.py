@@ -366,7 +366,8 @@ def _require_one_size(folder: Path, pictures: dict[str, Tensor], name: str) -> N
     if pictures[name].shape[1:] != pictures[first].shape[1:]:
         sizes = [f"{printable(key)} is {pictures[key].shape[1]}×{pictures[key].shape[2]}" for key in (first, name)]
         raise ValueError(
-            f"{folder}: images must share one size, but {' and '.join(sizes)}; pass size=... to resize them"
+            f"{folder}: images must share one size, but {' and '.join(sizes)}; pass size= (--size in a command) to "
+            f"resize them"
         )
 
 

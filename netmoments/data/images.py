@@ -176,7 +176,10 @@ def fer2013_split(source: str, split: str) -> str:
 def require_no_split(source: str, split: str) -> None:
     """Raise a ValueError if a split was asked for from a source that has none."""
     if split != DEFAULT_SPLIT:
-        raise ValueError(f"{source} is not divided into splits, got split={split!r}; leave split out")
+        raise ValueError(
+            f"{source} is not divided into splits, so it has no {split!r}; take mnist, fer2013 or digits, which are, "
+            f"or leave split out"
+        )
 
 
 CHANNELS = (1, 3)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -214,6 +215,37 @@ def _sum_of(first: Tensor, *others: Tensor | None) -> Tensor:
     return first
 
 
+def _packed(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """The steps of sequences, longest first, put end to end, and how many sequences there are at each step."""
+    steps, counts = x.transpose(0, 1) if batch_first else x, list(map(int, lengths))
+    running = [sum(count > step for count in counts) for step in range(max(counts))]
+    return torch.cat([steps[step, :number] for step, number in enumerate(running)]), torch.tensor(running)
+
+
+def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
+    """The numbers at these places in memory, by their places in x; left as it is where one lies outside of x."""
+    if not x.numel():
+        return NotImplemented
+    own_start = int(x.storage_offset())
+    held = _places_in_memory(x.shape, x.stride(), own_start).reshape(-1)
+    wanted = _places_in_memory(size, stride, own_start if storage_offset is None else storage_offset)
+    order = np.argsort(held, kind="stable")
+    place = np.searchsorted(held, wanted, sorter=order).clip(max=len(held) - 1)
+    chosen = order[place]
+    if not np.array_equal(held[chosen], wanted):
+        return NotImplemented
+    indices = torch.from_numpy(chosen.reshape(-1)).to(x.device)
+    return x.reshape(-1).index_select(0, indices).reshape(tuple(size))
+
+
+def _places_in_memory(size: Sequence[int], stride: Sequence[int], start: int) -> np.ndarray:
+    """Where the numbers of a tensor lie in its storage, in the tensor's shape."""
+    places = np.full(tuple(size), start)
+    for dim, (length, step) in enumerate(zip(size, stride, strict=True)):
+        places += (np.arange(length) * step).reshape([-1 if axis == dim else 1 for axis in range(len(size))])
+    return places
+
+
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm.default: _layer_norm,
     aten.native_group_norm.default: _group_norm,
@@ -236,6 +268,8 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten._cdist_forward.default: _distances,
     aten._thnn_fused_lstm_cell.default: _lstm_cell,
     aten._thnn_fused_gru_cell.default: _gru_cell,
+    aten._pack_padded_sequence.default: _packed,
+    aten.as_strided.default: _as_strided,
     aten.log1p.default: lambda x: (1 + x).log(),
 }
 """The function that writes out each overload; it returns NotImplemented for calls that are better left as they are."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from netmoments.files import first_line
@@ -188,12 +188,13 @@ def _traced(
     with torch.no_grad(), full_precision(), _in_elementary_operations():
         try:
             with _recorded_calls(network, calls):
-                return _without_source(make_fx(functionalize(run, remove="mutations"), WRITTEN_OUT)(weights, image))
+                functional = functionalize(run, remove="mutations")
+                return _without_source(make_fx(functional, {**WRITTEN_OUT, **_READ})(weights, image))
         except RuntimeError as error:
             if "tracing tensor" in str(error):
                 raise ValueError(
-                    f"{caller}: the network decides by the values it computes what to do next (an if or a loop on a "
-                    f"tensor in forward), so it has no fixed graph; take that out, or use method='auto' or "
+                    f"{caller}: the network decides by what it computes from its input what to do next (an if or a "
+                    f"loop on a tensor in forward), so it has no fixed graph; take that out, or use method='auto' or "
                     f"'sampling'"
                 ) from error
         calls.clear()
@@ -205,6 +206,35 @@ def _traced(
                 f"{caller}: the network's operations cannot be recorded: {first_line(error)}; use method='auto' or "
                 f"'sampling'"
             ) from error
+
+
+def _read_constant(x: Tensor) -> Any:
+    """The number in a tensor that does not depend on the image, so that every run reads it; torch refuses others.
+
+    It may be read from a mask, a length or a weight: if another number is read later, the operations of a run differ,
+    and the network is recorded anew.
+    """
+    mode = get_proxy_mode()
+    made = None if mode is None else get_proxy_slot(x, mode.tracer, None)
+    if made is not None and _depends_on_image(made.proxy.node):
+        return NotImplemented
+    with disable_proxy_modes_tracing():
+        return x.item()
+
+
+def _depends_on_image(node: Node) -> bool:
+    """Whether a node of a graph that is being recorded depends on the image, which is the last placeholder."""
+    *_, image = (known for known in node.graph.nodes if known.op == "placeholder")
+    pending, seen = [node], {node}
+    while pending:
+        earlier = [x for x in pending.pop().all_input_nodes if x not in seen]
+        seen.update(earlier)
+        pending.extend(earlier)
+    return image in seen
+
+
+_READ = {aten._local_scalar_dense.default: _read_constant}
+"""How values of tensors are read while a network is recorded without changes in place."""
 
 
 def _without_source(recorded: fx.GraphModule) -> fx.GraphModule:
@@ -326,7 +356,7 @@ def _recorded_calls(network: nn.Module, calls: list[LayerCall]) -> Iterator[None
 
     with ExitStack() as hooks:
         for path, module in network.named_modules():
-            if not isinstance(module, fx.GraphModule):
+            if not isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
                 hooks.enter_context(module.register_forward_pre_hook(entering))
                 hooks.enter_context(module.register_forward_hook(leaving(path), always_call=True))
         yield

@@ -289,7 +289,7 @@ class NetworkModel:
             raise ValueError(
                 f"{self.caller}: the network's scores change with the input but their derivative is zero or missing: "
                 f"forward is under torch.no_grad(), detaches the input, rounds or only compares it, hands it to numpy, "
-                f"or changes in place what a derivative needs; take that out, or use sampling"
+                f"or changes in place what a derivative needs; take that out (only sampling does without derivatives)"
             )
 
     def require_linearizable(self) -> None:

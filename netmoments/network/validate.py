@@ -34,7 +34,11 @@ def examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
 
 
 class RandomOperations(TorchDispatchMode):
-    """Notices operations that draw random numbers."""
+    """Notices operations that draw random numbers.
+
+    Modes for torch's functions do not see the operations again here: what C++ or a scripted module calls, they could
+    not see in other runs.
+    """
 
     seen = False
 
@@ -42,7 +46,8 @@ class RandomOperations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.seen |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ the noise: for larger networks, and on a CPU also where rows know nearly as much
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -21,6 +22,7 @@ from netmoments.propagate import rows, squares
 from netmoments.propagate.plan import Plan
 from netmoments.propagate.replay import REPLAYED_BYTES, replayed
 from netmoments.propagate.rows import Need
+from netmoments.relu.bivariate import NoMoments
 
 IMAGES_TOGETHER = {"cpu": 1, "cuda": 32}
 """Images that go through a network together, at most; more would gain nothing."""
@@ -30,6 +32,8 @@ DEARER = 2.0
 """On a CPU, where rows know nearly as much, squares may carry at most so many times the numbers of rows."""
 CHEAP = 2**24
 """Squares that carry no more numbers than this are used in any case: they take less than a second."""
+NO_ANSWER = torch.linalg.LinAlgError, NoMoments  # type: ignore[attr-defined]
+"""Errors where moments on the way are not numbers, or a covariance has no root."""
 UNITS_TRIED = 16
 """How many units of the first layer `numbers_seen` looks at."""
 
@@ -51,9 +55,13 @@ def layerwise(
     """
     try:
         moments = _carried(plan, mean, covariance, outputs, memory_budget, caller)
-        meanwhile()
+    except NO_ANSWER:
+        count = outputs.shape[1]
+        moments = mean.new_full(outputs.shape, math.nan), mean.new_full((*outputs.shape, count), math.nan)
+    meanwhile()
+    try:
         return without_negative_variances(moments, plan, mean, covariance, outputs, memory_budget)
-    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+    except NO_ANSWER as error:
         raise too_large(mean.dtype) from error
 
 

@@ -89,7 +89,7 @@ OPERATORS: dict[Any, AffineOperator] = {
             aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d, aten._upsample_bilinear2d_aa,
             aten._upsample_bicubic2d_aa, aten.col2im, aten.reflection_pad3d, aten.replication_pad3d,
             aten.grid_sampler_2d, aten.grid_sampler_3d, aten.unsafe_split, aten.unsafe_chunk, aten._reshape_copy,
-            aten.view_as, aten.expand_as, aten.as_strided,
+            aten.view_as, aten.expand_as,
         ),
         _FIRST,
     ),

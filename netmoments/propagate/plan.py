@@ -9,7 +9,7 @@ take their input's distribution through its stages, one after the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
@@ -25,7 +25,6 @@ from netmoments.network.validate import another_image
 from netmoments.precision import full_precision, value_and_slope
 from netmoments.propagate.operators import (
     IN_ORDER,
-    OPERATORS,
     SHAPE_ONLY,
     AffineOperator,
     Chain,
@@ -36,12 +35,12 @@ from netmoments.propagate.operators import (
 )
 from netmoments.propagate.segments import AffineStep, Passage, Segment
 from netmoments.rules.base import Nonlinearity
+from netmoments.rules.black_box import is_real_tensor
 from netmoments.rules.registry import (
     LAYER_RULES,
     RULES,
     OperatorCall,
     RuledCall,
-    known_rules,
     layer_rule,
     operator_name,
 )
@@ -154,8 +153,8 @@ class NoRule(ValueError):
     """A network does something for which there is no rule."""
 
 
-Fallback = Callable[[Node, Mapping[Node, Any], frozenset[Node], Tensor, str], RuledCall | None]
-"""Gives a rule to an operation that has none, or None: from its node, constants, noisy nodes, an image and its name."""
+Fallback = Callable[[Sequence[Node], Mapping[Node, Any], frozenset[Node], Tensor, str], RuledCall | None]
+"""Gives a rule to operations that have none, or None: from nodes in order, constants, noisy nodes, an image, a name."""
 
 
 def plan_of(model: NetworkModel, fallback: Fallback | None = None) -> Plan:
@@ -191,6 +190,8 @@ class _Planner:
         self.never_negative: set[Node] = set()
         self.names: dict[Node, str] = {}
         self.with_several_results: set[Node] = set()
+        self.inside: set[Node] = set()
+        """Nodes without a rule whose values no rule could take, and which are parts of what comes after them."""
 
     def plan(self) -> Plan:
         layers = [call for call in self.graph.calls if layer_rule(self._module(call)) is not None]
@@ -235,6 +236,9 @@ class _Planner:
         """Add an operation to the affine steps or to the nonlinear layers."""
         if node in self.nonlinear:
             return
+        if any(argument in self.inside for argument in node.all_input_nodes):
+            self._add_without_rule(node)
+            return
         if is_never_negative(node, self.never_negative):
             self.never_negative.add(node)
         if (trivial := self._trivial_step(node)) is not None:
@@ -248,8 +252,11 @@ class _Planner:
         )
         if chain is not None:
             self.chains[node] = chain
+        if entry is None and (ruled := self._rule_for(node)) is not None:
+            self._add_nonlinear(node, ruled)
+            return
         if entry is None:
-            self._add_nonlinear(node, self._rule_for(node) or self._fallback_rule(node))
+            self._add_without_rule(node)
             return
         if any(argument in self.with_several_results for argument in node.all_input_nodes):
             raise self._refusal(node)  # indices, say: only the first of several results is a function with a rule
@@ -312,14 +319,31 @@ class _Planner:
             self.nonlinear[result] = self._merged(ruled)
             self.names[result] = self.graph.where(result)
 
-    def _fallback_rule(self, node: Node) -> RuledCall:
-        name = f"{operator_name(node)} in {self.graph.where(node)}"
-        ruled = None
-        if self.fallback is not None:
-            ruled = self.fallback(node, self.constants, self.graph.noisy, self.like, name)
+    def _add_without_rule(self, node: Node) -> None:
+        """Leave an operation to the fallback, with those before it whose values no rule could take.
+
+        If its own value is no real tensor either (complex numbers, say, or several results), it waits for what follows.
+        """
+        nodes = [*self._inside_before(node), node]
+        if self.fallback is None:
+            raise self._refusal(nodes[0])
+        if not is_real_tensor(node):
+            self.inside.add(node)
+            return
+        name = f"{operator_name(nodes[0])} in {self.graph.where(nodes[0])}"
+        ruled = self.fallback(nodes, self.constants, self.graph.noisy, self.like, name)
         if ruled is None:
-            raise self._refusal(node)
-        return ruled
+            raise self._refusal(nodes[0])
+        self._add_nonlinear(node, ruled)
+
+    def _inside_before(self, node: Node) -> list[Node]:
+        """The nodes `inside` from which a node is computed, in order."""
+        found, pending = set[Node](), [node]
+        while pending:
+            earlier = [x for x in pending.pop().all_input_nodes if x in self.inside and x not in found]
+            found.update(earlier)
+            pending.extend(earlier)
+        return sorted(found, key=self.graph.place.__getitem__)
 
     def _sort_layer(self, call: LayerCall) -> set[Node]:
         """Add a call of a module with a rule of its own; returns the nodes inside, which it replaces."""
@@ -405,12 +429,11 @@ class _Planner:
         return ((node, by_node[node]) for node in self.graph.nodes if node in by_node)
 
     def _refusal(self, node: Node) -> NoRule:
-        others = "" if self.fallback is not None else 'method="sketch" (which then knows it from samples) or '
+        others = "" if self.fallback is not None else 'method="sketch" (which knows smooth ones from samples) or '
         return NoRule(
-            f"{self.caller}: no rule for {operator_name(node)} in {self.graph.where(node)} as it is called there; "
-            f"there are rules for affine parts ({len(OPERATORS)} operators), {known_rules()}. Register one for your "
-            f"layer with netmoments.register_rule, or use "
-            f'{others}method="sampling"'
+            f"{self.caller}: no rule for {operator_name(node)} in {self.graph.where(node)} as it is called there; use "
+            f'{others}method="sampling", or register a rule for your layer with netmoments.register_rule '
+            f"(docs/propagation.md lists the rules there are)"
         )
 
 

@@ -124,12 +124,16 @@ class Units(NamedTuple):
         return Units(self.h[:, index], self.s[:, index])
 
 
+class NoMoments(ValueError):
+    """A layer was given a mean that holds NaN, or a variance that does or is negative."""
+
+
 def units_of(mean: Tensor, variance: Tensor) -> Units:
     """The units with these means and variances; NaN or a negative variance is refused here, before it spreads."""
     if bool(torch.isnan(mean).any()):
-        raise ValueError("the mean of a ReLU layer holds NaN")
+        raise NoMoments("the mean of a ReLU layer holds NaN")
     if not bool((variance >= 0).all()):
-        raise ValueError("the diagonal of the covariance of a ReLU layer must be ≥ 0, got a negative value or NaN")
+        raise NoMoments("the diagonal of the covariance of a ReLU layer must be ≥ 0, got a negative value or NaN")
     std = standard_deviation(variance)
     return Units(standardize(mean, std), std)
 

@@ -181,10 +181,8 @@ def more_in_words(study: Study) -> str:
     rare = study.config.rare
     if not bool(study.bounded.any()) or rare is None or rare >= len(study.images):
         return ""
-    return (
-        f"How rare flips are was investigated only for the {rare} images nearest to flipping; --rare all does it for "
-        f"every image."
-    )
+    investigated = f"only for the {rare} images nearest to flipping" if rare else "for no image"
+    return f"How rare flips are was investigated {investigated}; --rare all does it for every image."
 
 
 RANKED = 10

@@ -1,12 +1,13 @@
-"""The rule of last resort: an operation without a formula, known from a sketch's samples only.
+"""The rule of last resort: operations without a formula, known from a sketch's samples only.
 
-Its mean is an average over the samples, and weights are pulled back through its derivatives at them. An operation with
-jumps, or of another dtype, is no black box either.
+Their mean is an average over the samples, and weights are pulled back through their derivatives at them. A black box is
+the smallest part of the graph that takes real tensors and returns one: a Fourier transform goes up to where its numbers
+are real again, and a singular value decomposition to the factor that is used. Operations with jumps are in none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -16,14 +17,19 @@ from torch import Tensor
 
 from netmoments.files import first_line
 from netmoments.memory import elements_together
-from netmoments.network.graph import Node, call, shape_of
+from netmoments.network.graph import Node, Values, call, dtype_of, shape_of
+from netmoments.precision import SUPPORTED_DTYPES
 from netmoments.rules.base import Local, Nonlinearity, SketchedLayer, ThirdCumulants
 from netmoments.rules.registry import RuledCall, operator_name
 
 DISCONTINUOUS = {
     "hardshrink", "threshold", "remainder", "fmod", "frac", "floor_divide", "heaviside", "sign", "sgn", "bernoulli",
+    "angle", "atan2",
 }  # fmt: skip
 """Operations with jumps, which derivatives do not see. (Rounding, whose derivative is 0, is noticed when it runs.)"""
+
+IN_MEMORY = {"as_strided", "as_strided_copy", "as_strided_scatter"}
+"""Operations whose result depends on where numbers lie in memory, which a function of numbers does not know."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,28 +103,40 @@ class BlackBox(Nonlinearity):
 
 
 def black_box(
-    node: Node, constants: Mapping[Node, Any], noisy: frozenset[Node], like: Tensor, name: str
+    nodes: Sequence[Node], constants: Mapping[Node, Any], noisy: frozenset[Node], like: Tensor, name: str
 ) -> RuledCall | None:
-    """A node as a function of its noisy arguments, flattened and put end to end; None for jumps or another dtype."""
-    inputs = tuple(argument for argument in node.all_input_nodes if argument in noisy)
-    if operator_name(node) in DISCONTINUOUS:
+    """Some nodes in order, of which only the last is used elsewhere, as one function of the noisy tensors they take.
+
+    Between them there may be complex numbers and lists of results. None if there are jumps, whole numbers, truth values
+    or numbers of a low precision, or if the function takes or returns anything but real tensors.
+    """
+    taken = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x in noisy and x not in nodes)
+    inputs, last = tuple(taken), nodes[-1]
+    if any(operator_name(node) in DISCONTINUOUS | IN_MEMORY or not _is_smooth(node) for node in nodes):
         return None
-    value = node.meta["val"]
-    first = value if isinstance(value, Tensor) else value[0]
-    sizes = [shape_of(argument).numel() for argument in inputs]
-    if first.dtype != like.dtype or not all(_is_tensor_of(argument, like.dtype) for argument in inputs):
+    if not all(is_real_tensor(node) for node in (*inputs, last)):
         return None
+    sizes = [shape_of(node).numel() for node in inputs]
 
     def function(z: Tensor) -> Tensor:
-        parts = z.split(sizes)
-        noisy_values = {x: part.reshape(shape_of(x)) for x, part in zip(inputs, parts, strict=True)}
-        result = call(node, {**constants, **noisy_values})
-        return (result if isinstance(result, Tensor) else result[0]).reshape(-1).clone()
+        values: Values = dict(constants)
+        for node, part in zip(inputs, z.split(sizes), strict=True):
+            values[node] = part.reshape(shape_of(node)).to(dtype_of(node))
+        for node in nodes:
+            values[node] = call(node, values)
+        return values[last].reshape(-1).to(z.dtype, copy=True)
 
-    windows = torch.zeros(first.numel(), 0, dtype=torch.int64, device=like.device)
+    windows = torch.zeros(shape_of(last).numel(), 0, dtype=torch.int64, device=like.device)
     return RuledCall(BlackBox(name, function, windows), inputs)
 
 
-def _is_tensor_of(node: Node, dtype: torch.dtype) -> bool:
+def is_real_tensor(node: Node) -> bool:
+    """Whether a node's value is one tensor of real numbers, as rules take and return them."""
     value = node.meta["val"]
-    return isinstance(value, Tensor) and value.dtype == dtype
+    return isinstance(value, Tensor) and value.dtype in SUPPORTED_DTYPES
+
+
+def _is_smooth(node: Node) -> bool:
+    """Whether a node's value may be inside a black box: several results, or numbers that are not rounded."""
+    value = node.meta["val"]
+    return not isinstance(value, Tensor) or value.dtype in (*SUPPORTED_DTYPES, torch.complex64, torch.complex128)

@@ -316,15 +316,16 @@ class Elementwise(OneInput):
         nodes, weights = self._nodes(m)
         z = (m + s * nodes).reshape(-1, *self.shape)
         value, slope = value_and_slope(self.function, (z,), (torch.ones_like(z),))
-        value, slope = value.reshape(NODES, *m.shape), slope.reshape(NODES, *m.shape)
+        value, slope = value.reshape(len(nodes), *m.shape), slope.reshape(len(nodes), *m.shape)
         second = (weights * slope * nodes).sum(0)
         if cumulants is not None:
             weights = weights * (1 + cumulants.kappa.reshape(m.shape) / 6 * (nodes**3 - 3 * nodes))
         expected = (weights * value).sum(0)
+        beyond = value - expected
         curvature = torch.where(s > 0, second / torch.where(s > 0, s, 1.0), 0.0)
         return Local(
             mean=expected,
-            variance=(weights * (value - expected).square()).sum(0).clamp(min=0),
+            variance=(weights * beyond * beyond).sum(0).clamp(min=0),  # the square by itself may overflow
             gain=(weights * slope).sum(0).unsqueeze(-1),
             curvature=curvature[..., None, None],
         )
@@ -333,7 +334,7 @@ class Elementwise(OneInput):
         """Σₙ₌₂ aₙaₙ' ρⁿ/n! for all pairs of units, (..., n, n): means (..., n), covariances (..., n, n)."""
         s = standard_deviation(covariance.diagonal(dim1=-2, dim2=-1))
         nodes, weights = self._nodes(mean)
-        value = self.function((mean + s * nodes).reshape(-1, *self.shape)).reshape(NODES, *mean.shape)
+        value = self.function((mean + s * nodes).reshape(-1, *self.shape)).reshape(len(nodes), *mean.shape)
         previous, hermite = torch.ones_like(nodes), nodes
         coefficients = []
         for order in range(2, TERMS + 1):
@@ -349,23 +350,27 @@ class Elementwise(OneInput):
         return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 
     def power_moments(self, mean: Tensor, variance: Tensor) -> PowerMoments | None:
-        """By the same quadrature; None for a subclass with a `local` of its own."""
+        """By the same quadrature; None for a subclass with a `local` of its own.
+
+        Each power is multiplied with its weight one factor at a time: by itself it may overflow.
+        """
         if type(self).local is not Elementwise.local:
             return None
         s = standard_deviation(variance)
         nodes, weights = self._nodes(mean)
         centre = self.values(mean.unsqueeze(-1))
-        value = self.function((mean + s * nodes).reshape(-1, *self.shape)).reshape(NODES, *mean.shape) - centre
+        value = self.function((mean + s * nodes).reshape(-1, *self.shape)).reshape(len(nodes), *mean.shape) - centre
         weighted = [weights, weights * nodes]  # times the Hermite polynomials
         for order in range(2, 7):
             weighted.append(nodes * weighted[-1] - (order - 1) * weighted[-2])
-        return PowerMoments(
-            centre,
-            tuple((w * value).sum(0) for w in weighted),
-            tuple((w * value**2).sum(0) for w in weighted[:5]),
-            tuple((w * value**3).sum(0) for w in weighted[:5]),
-            (weights * value**4).sum(0),
-        )
+        sums: tuple[list[Tensor], ...] = [], [], [], []
+        for order, product in enumerate(weighted):
+            known = sums if order == 0 else sums[:3] if order < 5 else sums[:1]
+            for of_power in known:
+                product = product * value
+                of_power.append(product.sum(0))
+        first, second, third, (fourth,) = map(tuple, sums)
+        return PowerMoments(centre, first, second, third, fourth)
 
     def sketch_moments(self, mean: Tensor, covariance: Tensor, probes: int) -> UnitMoments:
         moments = torch.func.vmap(lambda m, s: tuple(self.local(m, s)))(self.gathered(mean), covariance)
@@ -374,8 +379,13 @@ class Elementwise(OneInput):
 
     @staticmethod
     def _nodes(like: Tensor) -> tuple[Tensor, Tensor]:
-        """Nodes and weights, (nodes, ..., 1), that broadcast with numbers of units (..., n)."""
-        nodes, weights = (x.to(like) for x in _gauss_hermite(NODES))
+        """Nodes and weights, (nodes, ..., 1), that broadcast with numbers of units (..., n).
+
+        Those whose weight is below the smallest number of the dtype are left out, as functions may be infinite there.
+        """
+        nodes, weights = _gauss_hermite(NODES)
+        counts = weights >= torch.finfo(like.dtype).tiny
+        nodes, weights = nodes[counts].to(like), weights[counts].to(like)
         return nodes.reshape(-1, *[1] * like.dim()), weights.reshape(-1, *[1] * like.dim())
 
 

@@ -490,13 +490,6 @@ def layer_rule(module: nn.Module) -> LayerRule | None:
     return registered or LIBRARY_LAYERS.get(type(module))
 
 
-def known_rules() -> str:
-    """The names of all operators and registered modules that have a rule, for messages."""
-    operators = sorted({_plain_name(operator) for operator in RULES})
-    registered = sorted(layer.__name__ for layer in LAYER_RULES)
-    return ", ".join(operators + registered)
-
-
 def operator_name(node: Node) -> str:
     """The name of a node's operator, for messages."""
     return _plain_name(family(node.target))

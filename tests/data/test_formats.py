@@ -242,7 +242,7 @@ def test_unreadable_files_are_skipped_with_a_reason(tmp_path, monkeypatch):
 def test_sizes(tmp_path):
     save_picture(tmp_path / "a.png", size=(6, 4))
     save_picture(tmp_path / "b.png", size=(9, 12))
-    with pytest.raises(ValueError, match=r"a\.png is 4×6 and b\.png is 12×9; pass size="):
+    with pytest.raises(ValueError, match=r"a\.png is 4×6 and b\.png is 12×9; pass size= \(--size in a command\)"):
         load(tmp_path)
     for size in (1, 3, 4, 20):
         assert tuple(load(tmp_path, size=size).images.shape) == (2, 3, size, size)
@@ -269,7 +269,7 @@ def test_bad_folders(tmp_path):
     save_picture(tmp_path / "c.png")
     with pytest.raises(ValueError, match=r"both beside and inside its subfolders \(c\.png, cat/a\.png\)"):
         load(tmp_path)
-    with pytest.raises(ValueError, match="not divided into splits, got split='train'"):
+    with pytest.raises(ValueError, match="not divided into splits, so it has no 'train'; take mnist"):
         load(tmp_path, split="train")
 
 

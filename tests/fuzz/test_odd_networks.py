@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import netmoments as nm
+from tests.closeness import assert_close
 from tests.fuzz.oracle import mean_and_variance
 from tests.fuzz.workloads import METHODS
+from tests.networks import seeded
 
 NOISE = nm.Gaussian(torch.linspace(-1, 1, 3), std=0.1)
 
@@ -143,6 +147,34 @@ def test_numbers_near_the_ends_of_float32(method, mean, std):
     found = nm.output_moments(network, nm.Gaussian(torch.tensor([0.3, -0.7, 1.1]) * mean, std=std), METHODS[method]())
     assert bool(found.mean.isfinite().all())
     assert bool((found.variance.isfinite() & (found.variance >= 0)).all())
+
+
+class Exponential(nn.Module):
+    """exp(scale x)."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return torch.exp(self.scale * x)
+
+
+@pytest.mark.parametrize("scale", [3.0, 4.0])
+def test_powers_beyond_float32_where_no_weight_lies_do_not_count(scale):
+    """E exp(ax) = exp(a²/2) and Var exp(ax) = exp(a²)(exp(a²) − 1), though exp(2ax) is infinite at far nodes."""
+    found = nm.output_moments(Exponential(scale).eval(), nm.Gaussian(torch.zeros(2), std=1.0), "layerwise", check=0)
+    squared = scale**2
+    assert_close(found.mean.double(), torch.full((2,), math.exp(squared / 2)).double(), rtol=1e-5)
+    assert_close(found.variance.double(), torch.full((2,), math.exp(squared) * math.expm1(squared)).double(), rtol=1e-4)
+
+
+def test_layers_after_infinite_moments_are_not_what_an_error_is_about():
+    """A ReLU after exponentials that are infinite."""
+    parts = (nn.Linear, 4, 6), (Exponential, 1.0), (nn.Linear, 6, 6), (nn.ReLU,), (nn.Linear, 6, 2)
+    network = seeded(lambda: nn.Sequential(*(kind(*sizes) for kind, *sizes in parts)), torch.float32)
+    with pytest.raises(ValueError, match=r"too large for float32; take smaller units of the input, or network"):
+        nm.output_moments(network, nm.Gaussian(torch.zeros(4), std=60.0), "layerwise")
 
 
 def test_variances_too_large_for_the_dtype():

@@ -477,6 +477,24 @@ class ExitsEarly(nn.Module):
         return self.scores(torch.stack(rows))
 
 
+class Mapped(nn.Module):
+    """Gradients of single rows, many at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+
+    def forward(self, x):
+        return torch.func.vmap(torch.func.grad(lambda row: torch.relu(self.first(row)).sum() * row.sum()))(x)
+
+
+def test_failed_assertions_of_torch_are_not_quoted():
+    torch.manual_seed(0)
+    expected = r"cannot be linearized: an assertion inside torch fails \(.*; use method='auto' or 'sampling'"
+    with pytest.raises(ValueError, match=expected):
+        nm.output_moments(Mapped().eval(), nm.Gaussian(torch.ones(4), std=0.1), "two-stage")
+
+
 def test_what_torch_cannot_derive_in_many_directions_is_said():
     torch.manual_seed(0)
     with pytest.raises(ValueError, match=r"cannot be linearized: vmap: [^.]* \(.*; use method='auto' or 'sampling'"):

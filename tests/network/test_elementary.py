@@ -56,6 +56,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "product": (lambda x: x.prod(1, keepdim=True), "prod"),
     "bilinear": (lambda x: functional.bilinear(x[:, 0], x[:, 1], torch.ones(3, 6, 6).to(x)), "_trilinear"),
     "distances": (lambda x: torch.cdist(x, x[:, :1] + 2), "_cdist_forward"),
+    "places in memory": (lambda x: x.transpose(1, 2).as_strided((len(x), 3, 5), (144, 2, 7)), "as_strided"),
     "log(1 + x)": (lambda x: torch.log1p(x.square()), "log1p"),
 }
 
@@ -81,6 +82,7 @@ NOT_WRITTEN_OUT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "another length": (lambda x: x.norm(1, dim=1), "linalg_vector_norm"),
     "other distances": (lambda x: torch.cdist(x, x[:, :1] + 2, p=1), "_cdist_forward"),
     "division by a number": (lambda x: x / 3, "div"),
+    "places outside of a tensor": (lambda x: x[:, 1:].as_strided((len(x), 5), (144, 1), 0), "as_strided"),
     "many factors": (lambda x: x.flatten(1).prod(1, keepdim=True), "prod"),
 }
 

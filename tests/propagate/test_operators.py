@@ -69,12 +69,17 @@ def circular(y: Tensor) -> Tensor:
     return functional.pad(functional.relu(y)[:, None], (2, 1), mode="circular")[:, 0, 1:-2]
 
 
+def overlapping(y: Tensor) -> Tensor:
+    return functional.relu(y).as_strided((len(y), 2, 3), (6, 2, 1)).flatten(1)
+
+
 UNUSUAL = {
     "instance norm": lambda: Between(lambda y: functional.instance_norm(y[:, None])[:, 0], inputs=4),
     "only added": OnlyAdded,
     "part of a tensor in place": lambda: Between(part_in_place, inputs=4),
     "assignments": lambda: Between(assignments, inputs=4),
     "interpolation": lambda: Between(stretched, inputs=4),
+    "overlapping chunks": lambda: Between(overlapping, inputs=4),
     "circular padding": lambda: Between(circular, inputs=4),
 }
 

@@ -125,6 +125,8 @@ def test_what_is_known_of_the_robust(found):
     every = dataclasses.replace(found, config=dataclasses.replace(STUDIED, rare=40))
     assert more_in_words(alone) == more_in_words(every) == ""
     assert "for the 4 images nearest" in more_in_words(found)
+    none = dataclasses.replace(found, config=dataclasses.replace(STUDIED, rare=0))
+    assert more_in_words(none).startswith("How rare flips are was investigated for no image; --rare all does it")
 
 
 def test_the_method_in_words(found):

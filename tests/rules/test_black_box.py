@@ -42,10 +42,24 @@ def each(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda z: torch.stack([function(one) for one in z])
 
 
+def factors(z: Tensor) -> Tensor:
+    """Both factors of a QR decomposition, of matrices whose first number is not near 0, where signs would jump."""
+    q, r = torch.linalg.qr(z[:, :4].reshape(-1, 2, 2) + 3 * torch.eye(2).to(z))
+    return torch.cat([q.flatten(1), r[:, 1, 1:]], 1)
+
+
+def spread_of_values(z: Tensor) -> Tensor:
+    return torch.cat([torch.linalg.svdvals(z[:, :4].reshape(-1, 2, 2)), z[:, :3]], 1)
+
+
 NO_RULE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "sums of exponentials": (lambda z: z.logcumsumexp(1), "logcumsumexp in network"),
     "products": (Called(lambda z: z.cumprod(1)), "cumprod in function"),
     "logarithm of Γ": (lambda z: torch.lgamma(2 + z.exp()), "lgamma in network"),
+    "Fourier transform": (lambda z: torch.fft.fft(z).abs(), "fft_r2c in network"),
+    "complex numbers": (lambda z: (torch.complex(z, z.flip(1)) * (1 + 2j)).exp().real, "complex in network"),
+    "singular values": (spread_of_values, "linalg_svd in network"),
+    "two results": (factors, "linalg_qr in network"),
     "sorting": (lambda z: z.sort(1).values, "sort in network"),
     "rounding": (lambda z: (4 * z).round(), "round in network"),
     "division with rounding": (lambda z: torch.div(z, 0.5, rounding_mode="floor"), r"\w*div\w* in network"),
@@ -55,7 +69,10 @@ NO_RULE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "shapes that depend on data": (each(lambda z: z[z > 0].sum().expand(5)), r"\w+ in network"),
 }
 
-KNOWN_FROM_SAMPLES = ("sums of exponentials", "products", "logarithm of Γ", "sorting")
+KNOWN_FROM_SAMPLES = (
+    "sums of exponentials", "products", "logarithm of Γ", "sorting", "Fourier transform", "complex numbers",
+    "singular values", "two results",
+)  # fmt: skip
 NO_DERIVATIVE = ("rounding", "division with rounding")
 
 
@@ -66,8 +83,9 @@ def test_an_operation_without_a_rule_is_named(case):
     net = seeded(lambda: Around(function))
     with pytest.raises(ValueError, match=rf"output_moments: no rule for {where} ") as caught:
         nm.output_moments(net, noise(), "layerwise")
-    for advice in ("netmoments.register_rule", 'method="sketch"', 'method="sampling"', "max_pool2d"):
+    for advice in ("netmoments.register_rule", 'method="sketch"', 'method="sampling"', "docs/propagation.md"):
         assert advice in str(caught.value)
+    assert len(str(caught.value)) < 400
     assert nm.output_moments(net, noise(), nm.Sampling(100)).mean.shape == (3,)
 
 
@@ -108,8 +126,34 @@ def test_what_gives_no_numbers_is_refused_by_a_sketch_too(case):
         nm.output_moments(seeded(lambda: Around(NO_RULE[case][0])), noise(), "sketch")
 
 
-@pytest.mark.parametrize("function", [nn.Hardshrink(0.2), lambda y: functional.relu(y).to(torch.bfloat16).double()])
-def test_jumps_and_rough_numbers_are_refused(function):
+REFUSED = (
+    nn.Hardshrink(0.2),
+    lambda y: functional.relu(y).to(torch.bfloat16).double(),
+    lambda y: y[:, 1:].as_strided((len(y), 6), (6, 1), 0),  # reads what is not in the tensor
+    lambda y: torch.view_as_complex(y.reshape(-1, 3, 2)).angle().repeat(1, 2),  # from π to −π
+    lambda y: y.cumsum(1).gather(1, y.argsort(1)),
+)
+
+
+def test_several_results_of_complex_numbers_are_followed_in_either_dtype():
+    """A spectrum that is filtered, in float32, and in float64 inside a float32 network."""
+
+    def filtered(y: Tensor) -> Tensor:
+        low, high = torch.fft.rfft(y).split(2, 1)
+        return torch.cat([low.abs(), (high * (1 + 1j)).imag, y[:, :2]], 1)
+
+    given = nm.Gaussian(torch.linspace(-1, 1, 4), std=0.1)
+    for function in (filtered, lambda y: filtered(y.double()).to(y)):
+        net = seeded(
+            lambda function=function: nn.Sequential(nn.Linear(4, 6), Called(function), nn.Linear(6, 3)), torch.float32
+        )
+        found, sampled = nm.output_moments(net, given, nm.Sketch(probes=512)), nm.monte_carlo(net, given, 100_000)
+        assert found.mean.dtype == torch.float32
+        assert float((found.variance / sampled.variance - 1).abs().max()) < 0.1
+
+
+@pytest.mark.parametrize("function", REFUSED)
+def test_jumps_rough_numbers_and_places_in_memory_are_refused(function):
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 6), Called(function), nn.Linear(6, 3)))
     for method in ("layerwise", "sketch"):
         with pytest.raises(ValueError, match="no rule for"):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from netmoments.normal import OWEN_NODES, gauss_legendre, standard_deviation, standardize
-from netmoments.relu.bivariate import DEAD, FAINT, SELDOM, Units, saturation
+from netmoments.relu.bivariate import DEAD, FAINT, SELDOM, NoMoments, Units, saturation
 from netmoments.relu.marginal import variance_slopes
 from netmoments.relu.quadrature_rules import NONLINEAR_RULES, Rule, excess_limits, nonlinear_limits, recurrence
 from netmoments.relu.tiles import TAIL_NODES, gate_slopes, tail_rule
@@ -216,9 +216,9 @@ def dense_rows(tensor: Tensor) -> Tensor:
 def refuse(code: int) -> None:
     """Raise the error of a layer's fault, as `bivariate.units_of` does."""
     if code == 1:
-        raise ValueError("the mean of a ReLU layer holds NaN")
+        raise NoMoments("the mean of a ReLU layer holds NaN")
     if code:
-        raise ValueError("the diagonal of the covariance of a ReLU layer must be ≥ 0, got a negative value or NaN")
+        raise NoMoments("the diagonal of the covariance of a ReLU layer must be ≥ 0, got a negative value or NaN")
 
 
 class Verdict:
