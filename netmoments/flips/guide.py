@@ -53,10 +53,12 @@ spreads that were fitted. In a calibrated guide the first part has the calibrate
 SHARES = (0.1, 0.66, 0.2, 0.04)
 """The shares of the parts of a guide. The third, defensive part are the tilted Gaussians themselves, which keep weights
 1/ρ bounded where surrogates are sure and wrong (defensive mixture, Hesterberg 1995). The last is `Widened` noise, which
-meets flips that surrogates know nothing of.
+meets flips that surrogates of few directions know nothing of.
 """
-WIDE_DIRECTIONS = 8
-"""The noise is widened along so many directions at most: those along which surrogates vary most."""
+WIDE_DIRECTIONS, FEW_DIRECTIONS = 8, 32
+"""The noise is widened along so many directions at most: those along which surrogates vary most. Where surrogates have
+more than the second number, such noise would hardly meet other faces, and is not widened.
+"""
 FACTORS, WIDE_FLIPS, WIDE_POINTS = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0), 0.05, 2000
 """It is widened by the first of these factors with which surrogates expect such a share of flips, at so many points."""
 CALIBRATED_SHARES = (0.5, 0.5)
@@ -367,8 +369,12 @@ class Widened:
 
 
 def varying_directions(surrogates: tuple[Quadratic, ...], local_bases: tuple[Tensor, ...]) -> Tensor:
-    """The directions (K, w) along which surrogates vary most: Σ_j U_j (b bᵀ + ½ H²) U_jᵀ/deviation², leading ones."""
+    """The directions (K, w) along which surrogates vary most: Σ_j U_j (b bᵀ + ½ H²) U_jᵀ/deviation², leading ones; none
+    (w = 0) where K is not small.
+    """
     device, size = local_bases[0].device, local_bases[0].shape[0]
+    if size > FEW_DIRECTIONS:
+        return torch.zeros(size, 0, dtype=torch.float64, device=device)
     power = torch.zeros(size, size, dtype=torch.float64, device=device)
     for surrogate, local in zip(surrogates, local_bases, strict=True):
         along, curvature = local @ surrogate.slope.to(device), local * surrogate.curvature.to(device)

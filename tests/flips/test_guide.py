@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from netmoments.flips.guide import (
+    FEW_DIRECTIONS,
     WIDE_DIRECTIONS,
     PlainNoise,
     Tilts,
@@ -99,10 +100,13 @@ def test_noise_is_widened_where_surrogates_vary_and_until_they_expect_flips():
     assert made.widened.factor == 2.5
     along = made.widened.directions.mT @ made.local_bases[0] @ made.surrogates[0].slope
     assert float(along.norm()) == pytest.approx(1, abs=1e-6)
-    widely = torch.arange(12.0, dtype=torch.float64)
-    basis = torch.linalg.qr(torch.randn(20, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).Q
-    many = Quadratic(1, basis, 9.0, widely, 0 * widely, 0.1)
-    assert guide((many,), torch.Generator().manual_seed(0), 1000).widened.directions.shape == (12, WIDE_DIRECTIONS)
+    for size, wide in ((12, WIDE_DIRECTIONS), (FEW_DIRECTIONS + 1, 0)):
+        slope = torch.arange(float(size), dtype=torch.float64)
+        basis = torch.linalg.qr(
+            torch.randn(50, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        ).Q
+        many = guide((Quadratic(1, basis, 9.0, slope, 0 * slope, 0.1),), torch.Generator().manual_seed(0), 1000)
+        assert many.widened.directions.shape == (size, wide)
 
 
 def test_joint_failing_is_accurate_where_it_is_small():
