@@ -1,7 +1,7 @@
 """Settings of the whole process, changed so that threads do not disturb each other; and products in full precision.
 
 torch and Python keep some things once for all threads: the precision of float32 products, the use of cuDNN, the levels
-of forward-mode derivatives, the filters of warnings. Each has a block here that changes it safely.
+of forward-mode derivatives, the random state, the filters of warnings. Each has a block here that changes it safely.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.func import jvp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SUPPORTED_DTYPES = (torch.float32, torch.float64)
 
@@ -149,6 +150,42 @@ def quietly(beginning: str = "") -> Iterator[None]:
     with _filters_lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", beginning)
         yield
+
+
+class RandomOperations(TorchDispatchMode):
+    """Notices operations that draw random numbers.
+
+    Modes for torch's functions do not see the operations again here: what C++ or a scripted module calls, they could
+    not see in other runs.
+    """
+
+    seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def random_state_kept(device: torch.device, operations: RandomOperations | None = None) -> Iterator[None]:
+    """A block after which torch's random state is as before, also where a network in it drew random numbers.
+
+    `operations` notices whether it did, and may do more than that.
+    """
+    on_gpu = device.type == "cuda"
+    state, gpu_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
+    operations = RandomOperations() if operations is None else operations
+    try:
+        with operations:
+            yield
+    finally:
+        if operations.seen:  # only then, since all threads share this state
+            torch.set_rng_state(state)
+            if gpu_state is not None:
+                torch.cuda.set_rng_state(gpu_state, device)
 
 
 def value_and_slope(

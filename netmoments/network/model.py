@@ -30,15 +30,13 @@ from netmoments.network.relu_calls import Cut, Relu, Trace, find_relu
 from netmoments.network.replica import replica
 from netmoments.network.validate import (
     REFUSALS,
-    RandomOperations,
     attributes_of,
     equal_tensors,
     examined,
-    random_state_kept,
     refuse_training,
     require_plain_weights,
 )
-from netmoments.precision import full_precision, one_at_a_time
+from netmoments.precision import RandomOperations, full_precision, one_at_a_time, random_state_kept
 
 Result = TypeVar("Result")
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from netmoments.checks import describe, require_finite, require_values, unlike_plain
 from netmoments.files import first_line
 from netmoments.network.exported import ExportedNetwork
 from netmoments.network.relu_calls import Trace, trace, with_batch_known
 from netmoments.network.replica import named_tensors, replica
-from netmoments.precision import full_precision, without_cudnn
+from netmoments.precision import full_precision, random_state_kept, without_cudnn
 
 COPIES = 8
 """How often an image is repeated in one batch, to catch a network that is random only now and then."""
@@ -31,42 +28,6 @@ def examined(network: nn.Module, image: Tensor, caller: str) -> Trace:
     require_plain_weights(network, caller)
     with torch.inference_mode(False), full_precision(), random_state_kept(image.device):
         return _examined(replica(network), image.detach().clone(), caller)
-
-
-class RandomOperations(TorchDispatchMode):
-    """Notices operations that draw random numbers.
-
-    Modes for torch's functions do not see the operations again here: what C++ or a scripted module calls, they could
-    not see in other runs.
-    """
-
-    seen = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
-        with torch._C.DisableTorchFunction():
-            return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def random_state_kept(device: torch.device, operations: RandomOperations | None = None) -> Iterator[None]:
-    """A block after which torch's random state is as before, also where a network in it drew random numbers.
-
-    `operations` notices whether it did, and may do more than that.
-    """
-    on_gpu = device.type == "cuda"
-    state, gpu_state = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
-    operations = RandomOperations() if operations is None else operations
-    try:
-        with operations:
-            yield
-    finally:
-        if operations.seen:  # only then, since all threads share this state
-            torch.set_rng_state(state)
-            if gpu_state is not None:
-                torch.cuda.set_rng_state(gpu_state, device)
 
 
 def refuse_training(network: nn.Module, caller: str) -> None:
