@@ -32,8 +32,8 @@ further one if they leave half of that, down to the second share, which means th
 """
 MOST_FACES = 32
 """A rival has at most so many faces."""
-FEWEST_OF_FACE = 3
-"""A face has at least so many gradients."""
+FEWEST_OF_PLANE = 3
+"""A face that is nearly a plane has at least so many gradients; any other as many as a surrogate."""
 LLOYD_STEPS = 6
 """Steps of the algorithm that finds the means."""
 FIRST_DIRECTIONS = 32
@@ -121,7 +121,7 @@ def surrogates_of(evidence: Evidence, rival: int) -> tuple[Quadratic, ...]:
     """
     own = evidence.of_rival(rival)
     single = (fitted(own, rival, directions_for(own), evidence.without_rival(rival)),)
-    faces = split_by_face(own, FEWEST_OF_FACE)
+    faces = split_by_face(own)
     if len(faces) == 1:
         return single
     # of which face would other values be?
@@ -195,26 +195,27 @@ def relevance(margin: Tensor, ahead: Tensor, scale: float) -> Tensor:
     return 1 / ((1 + (margin / scale) ** 2) * (1 + (ahead / scale) ** 2))
 
 
-def split_by_face(runs: Evidence, fewest: int) -> list[Evidence]:
+def split_by_face(runs: Evidence) -> list[Evidence]:
     """The runs of one rival, in several parts if its gradients point several ways: faces of the boundary.
 
     The fewest means (Lloyd 1982) that leave little of the gradients' variance make the parts, where one face that bends
-    leaves more; or those that leave hardly anything, if more of them do. Each part must have `fewest` runs.
+    leaves more; or those that leave hardly anything, if more of them do.
     """
     gradients = runs.gradients
     centred = gradients - gradients.mean(0)
     total = float(centred.double().square().sum())
-    if len(runs) < 2 * fewest or total <= 1e-6 * float(gradients.double().square().sum()):
+    if len(runs) < 2 * FEWEST_OF_PLANE or total <= 1e-6 * float(gradients.double().square().sum()):
         return [runs]
     along = (centred @ principal_directions(centred, MOST_FACES).to(centred.dtype)).double()
     beyond = total - float(along.square().sum())
     parts: list[Evidence] = []
-    for count in range(2, min(MOST_FACES, len(runs) // fewest) + 1):
+    for count in range(2, min(MOST_FACES, len(runs) // FEWEST_OF_PLANE) + 1):
         allowed = LEFT_BY_PLANES if parts else max(LEFT_BY_PLANES, LEFT_BY_TWO ** (count - 1))
         if beyond > allowed * total:
             break
         part, within = means_of(along, count)
         left = max(beyond + within, 0.0) / total
+        fewest = FEWEST_OF_PLANE if left <= LEFT_BY_PLANES else FEWEST
         if left <= allowed and int(part.bincount(minlength=count).min()) >= fewest:
             parts = [runs.chosen(part == number) for number in range(count)]
         if left <= LEFT_BY_PLANES:

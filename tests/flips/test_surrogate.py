@@ -125,10 +125,10 @@ def test_relevance_falls_with_the_distance():
 
 def test_two_faces_of_a_boundary_are_told_apart():
     evidence = quadratic_evidence(noise=0.05)[0]
-    assert len(split_by_face(evidence, 8)) == 1
+    assert len(split_by_face(evidence)) == 1
     two = torch.zeros(60, 15, dtype=torch.float64)
     two[:20, 0], two[20:, 1] = 1.0, 1.0
-    found = split_by_face(Evidence(two, two, two, torch.ones(60, dtype=torch.long)), 8)
+    found = split_by_face(Evidence(two, two, two, torch.ones(60, dtype=torch.long)))
     assert sorted(map(len, found)) == [20, 40]
 
 
@@ -137,7 +137,7 @@ def test_many_faces_are_told_apart(faces):
     """Gradients that point along as many axes, with a little noise."""
     normal = torch.eye(faces, 25, dtype=torch.float64).repeat(6, 1)
     normal += 0.01 * torch.randn(normal.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = split_by_face(Evidence(normal, normal, normal, torch.ones(len(normal), dtype=torch.long)), 3)
+    found = split_by_face(Evidence(normal, normal, normal, torch.ones(len(normal), dtype=torch.long)))
     assert len(found) == faces
     for face in found:
         assert len(face) == 6
@@ -176,7 +176,7 @@ def test_gradients_that_point_two_ways_are_one_surrogate_where_values_say_so():
     gradients[:, 0] = -1
     gradients[::3, 1] = -3
     evidence = evidence_of(white, 4 - white[:, 0], gradients)
-    assert len(split_by_face(evidence, 8)) == 2
+    assert len(split_by_face(evidence)) == 2
     assert len(surrogates_of(evidence, 1)) == 1
 
 

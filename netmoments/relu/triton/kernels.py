@@ -17,8 +17,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-PRESENT = find_spec("triton") is not None
-"""Whether Triton is installed."""
+_found = find_spec("triton")
+PRESENT = _found is not None and _found.origin is not None
+"""Whether Triton is installed; a folder of that name, which Python would import too, has no origin."""
 
 if PRESENT:
     triton: Any = import_module("triton")
