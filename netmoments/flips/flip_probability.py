@@ -293,7 +293,11 @@ async def _with_gradients(network: NoisyNetwork, goal: FlipGoal) -> EntryResult 
         return replace(result, bounds=(0.0, max(result.interval[1], NEGLIGIBLE)))  # too few runs to say how rare
     if search.guide is not None and search.guide.expected < NEGLIGIBLE:  # too rare for splitting as well
         limit = goal.runs if absolute is not None else min(goal.runs, network.runs + BOUND_RUNS)
-        return await by_frequencies(network, goal.tolerance, limit, (PILOT, await plain_wins(network, PILOT)))
+        found = await by_frequencies(network, goal.tolerance, limit, (PILOT, await plain_wins(network, PILOT)))
+        if found.met or found.probability == 0:
+            return found
+        samples = found.estimate.samples  # they flip after all: the surrogates know nothing
+        return await by_frequencies(network, goal.tolerance, goal.runs, (samples, found.wins * samples))
     return None
 
 
@@ -302,11 +306,13 @@ async def _by_another_route(network: NoisyNetwork, found: EntryResult, goal: Fli
     else with an interval that splitting agrees with.
     """
     left = goal.runs - network.runs
-    if samples_of_plain(goal.tolerance, found.probability) <= left:
-        return await by_frequencies(network, goal.tolerance, goal.runs, (PILOT, await plain_wins(network, PILOT)))
     if network.clock.over or left < FEW:
         return found
     try:
+        if samples_of_plain(goal.tolerance, found.probability) <= left:
+            before = (PILOT, await plain_wins(network, PILOT))
+            counted = await by_frequencies(network, goal.tolerance, goal.runs, before)
+            return counted if counted.met else replace(found, second=counted.estimate, agreed=False)
         limit = min(goal.runs, network.runs + SPLITTING_RUNS)
         other = await by_splitting(network, Tolerance(SPLITTING_ERROR), limit)
     except OutOfTime:
